@@ -15,10 +15,18 @@ from transformers import Trainer, TrainingArguments
 def main(config: str, steps: int) -> None:
     # Before the model, so that its parameters are partitioned as they are made.
     arguments = TrainingArguments(
-        output_dir="runs/hf_trainer", deepspeed=config, max_steps=steps, bf16=True,
-        per_device_train_batch_size=4, learning_rate=1e-3, max_grad_norm=1.0, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
-    )  # fmt: skip
+        output_dir="runs/hf_trainer",
+        deepspeed=config,
+        max_steps=steps,
+        bf16=True,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    )
     Trainer(model=tiny_llama(), args=arguments, train_dataset=samples()).train()
 
 

@@ -31,10 +31,15 @@ class Module(pl.LightningModule):
 
 def main(config: str, steps: int) -> None:
     trainer = pl.Trainer(
-        strategy=DeepSpeedStrategy(config=config), precision="bf16-mixed", max_steps=steps,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        gradient_clip_val=1.0, default_root_dir="runs/lightning_fit",
-    )  # fmt: skip
+        strategy=DeepSpeedStrategy(config=config),
+        precision="bf16-mixed",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        gradient_clip_val=1.0,
+        default_root_dir="runs/lightning_fit",
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(samples(), batch_size=4))
 
 

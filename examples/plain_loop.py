@@ -16,9 +16,7 @@ def main(config: str, steps: int) -> None:
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256))
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for step in range(steps):
         tokens = torch.randint(0, 256, (4, 33), device=engine.device)
         logits = engine(tokens[:, :-1])

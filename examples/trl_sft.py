@@ -23,15 +23,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main(config: str, steps: int) -> None:
     arguments = SFTConfig(
-        output_dir="runs/trl_sft", deepspeed=config, max_steps=steps, bf16=True,
-        per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, save_strategy="no",
-        report_to="none", use_cpu=not torch.cuda.is_available(), max_length=64,
-    )  # fmt: skip
+        output_dir="runs/trl_sft",
+        deepspeed=config,
+        max_steps=steps,
+        bf16=True,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        max_length=64,
+    )
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples()]
     SFTTrainer(
-        model=tiny_llama(), args=arguments, train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-    ).train()  # fmt: skip
+        model=tiny_llama(), args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    ).train()
 
 
 if __name__ == "__main__":

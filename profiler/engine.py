@@ -104,10 +104,7 @@ class PassiveProfile:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        iterations: int,
-        after_step: "Callable[[PassiveProfile], None] | None" = None,
+        self, engine: Any, iterations: int, after_step: "Callable[[PassiveProfile], None] | None" = None
     ) -> None:
         check_iterations(iterations)
         check_engine(engine)

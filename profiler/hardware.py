@@ -51,9 +51,16 @@ def look(cuda: bool) -> Hardware:
     numa, far = numa_layout(bus_id)
     nodes = sum(name.startswith("numa_node") for name in numa)
     return Hardware(
-        cpu_name(), len(os.sched_getaffinity(0)), max(1, nodes), host_bytes, name, gpus,
-        device_bytes, {"memlock_bytes": _memlock(), **numa}, tuple(far),
-    )  # fmt: skip
+        cpu_name(),
+        len(os.sched_getaffinity(0)),
+        max(1, nodes),
+        host_bytes,
+        name,
+        gpus,
+        device_bytes,
+        {"memlock_bytes": _memlock(), **numa},
+        tuple(far),
+    )
 
 
 def _memlock() -> str:

@@ -55,8 +55,7 @@ class ScriptRun:
             raise ValueError(f"the script must be a file, but got {self.script} (--train-script)")
         if self.launcher not in LAUNCHERS:
             raise ValueError(
-                f"the launcher must be one of {', '.join(LAUNCHERS)}, but got {self.launcher!r} "
-                "(--launcher)"
+                f"the launcher must be one of {', '.join(LAUNCHERS)}, but got {self.launcher!r} (--launcher)"
             )
         if self.ranks < 1 or (self.launcher == "none" and self.ranks > 1):
             raise ValueError(
@@ -69,8 +68,15 @@ class ScriptRun:
     def command(self, out: Path, report: Path, port: int) -> list[str]:
         """The launcher's command line around ``python -m ebbtide.profiler.script``."""
         python = [sys.executable, "-m"]
-        ours = ["ebbtide.profiler.script", "--out", str(out), "--report", str(report),
-                "--iterations", str(self.iterations)]  # fmt: skip
+        ours = [
+            "ebbtide.profiler.script",
+            "--out",
+            str(out),
+            "--report",
+            str(report),
+            "--iterations",
+            str(self.iterations),
+        ]
         ours += ["--continue"] * self.go_on + ["--", self.script, *self.arguments]
         if self.launcher == "torchrun":
             count = f"--nproc-per-node={self.ranks}"
@@ -82,9 +88,7 @@ class ScriptRun:
         return [*python, *ours]
 
 
-def profile_script(
-    run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None
-) -> Workload:
+def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
     """Runs the script unchanged until its workload is measured, writes it to ``out``.
 
     Args:
@@ -108,9 +112,7 @@ def profile_script(
     return workload
 
 
-def _run(
-    run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None
-) -> int:
+def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None) -> int:
     """The launcher's exit code; its processes are gone when this returns."""
     port = free_port()
     command = run.command(fresh, fresh.parent, port)

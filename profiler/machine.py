@@ -31,9 +31,17 @@ _Part = tuple[dict[str, Any], dict[str, Quantity], list[str]]
 ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache
 MOST_SECONDS = 60.0
 STAGES = (
-    "kernels", "copies", "device Adam", "products", "host Adam", "stock Adam", "DRAM", "storage",
-    "contention", "ranks at once",
-)  # fmt: skip
+    "kernels",
+    "copies",
+    "device Adam",
+    "products",
+    "host Adam",
+    "stock Adam",
+    "DRAM",
+    "storage",
+    "contention",
+    "ranks at once",
+)
 
 
 def measure_machine(
@@ -68,9 +76,7 @@ def measure_machine(
             ranks than there are cores or GPUs.
     """
     if not 0 < seconds <= MOST_SECONDS:
-        raise ValueError(
-            f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}"
-        )
+        raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")
     cuda = _is_cuda(device)
     facts = look(cuda)
     if ranks != 1:
@@ -82,9 +88,16 @@ def measure_machine(
         if known is not None and (ranks == 1 or ranks in known.rank_shares):
             return known
     wanted = _Wanted(
-        facts, cuda, Path(storage_dir) if storage_dir is not None else None, seconds, elements,
-        ranks, progress or _silent, name, tuple(Path(drive) for drive in drives),
-    )  # fmt: skip
+        facts,
+        cuda,
+        Path(storage_dir) if storage_dir is not None else None,
+        seconds,
+        elements,
+        ranks,
+        progress or _silent,
+        name,
+        tuple(Path(drive) for drive in drives),
+    )
     machine = _watched(wanted)
     if not disks:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -121,9 +134,7 @@ def _is_cuda(device: DeviceChoice) -> bool:
 
 
 def _cache_path(facts: Hardware, cuda: bool) -> Path:
-    key = (
-        f"{facts.cpu_name}-{facts.cores}-{facts.gpu_name}-{facts.gpus}-{'cuda' if cuda else 'cpu'}"
-    )
+    key = f"{facts.cpu_name}-{facts.cores}-{facts.gpu_name}-{facts.gpus}-{'cuda' if cuda else 'cpu'}"
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
     return cache_dir() / f"machine-{safe}.json"
 
@@ -255,9 +266,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     with _folder(wanted.folder) as folder:
         disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
         drives = {
-            str(drive.absolute()): storage.measure_drive(
-                drive, storage.PARTS * wanted.elements * 4, wanted.share_s
-            )
+            str(drive.absolute()): storage.measure_drive(drive, storage.PARTS * wanted.elements * 4, wanted.share_s)
             for drive in wanted.drives
         }
         tell()
@@ -296,9 +305,8 @@ def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], list[
     if wanted.ranks == 1:
         return {}, []
     shares, notes = measure_ranks(
-        wanted.ranks, wanted.facts.cores, wanted.cuda, wanted.elements, wanted.folder,
-        wanted.share_s,
-    )  # fmt: skip
+        wanted.ranks, wanted.facts.cores, wanted.cuda, wanted.elements, wanted.folder, wanted.share_s
+    )
     return {wanted.ranks: shares}, notes
 
 

@@ -51,9 +51,7 @@ class HostWatch:
             )
         stolen_s = after.stolen_s - before.stolen_s
         if stolen_s / passed_s > STOLEN_SHARE:
-            self.warnings.append(
-                f"the hypervisor took {stolen_s / passed_s:.0%} of the cores' time for others"
-            )
+            self.warnings.append(f"the hypervisor took {stolen_s / passed_s:.0%} of the cores' time for others")
         if after.throttled > before.throttled:
             self.warnings.append(
                 "the container's CPU quota stopped this process while it was measured: there are "

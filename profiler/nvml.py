@@ -7,9 +7,7 @@ from typing import Any, Self
 SAMPLE_EVERY_S = 0.25
 BUSY_PERCENT = 5  # of the time kernels run although we have started none
 BUSY_LINK_BYTES_PER_S = 100e6
-_SLOW = (
-    "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwPowerCap",
-)  # fmt: skip
+_SLOW = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwPowerCap")
 
 
 @dataclass
@@ -73,16 +71,14 @@ class GpuWatch:
         busy = n.nvmlDeviceGetUtilizationRates(handle).gpu
         if busy > BUSY_PERCENT:
             self.warnings.append(
-                f"the GPU is busy for {busy}% of the time before anything is measured: another "
-                "process uses it"
+                f"the GPU is busy for {busy}% of the time before anything is measured: another process uses it"
             )
         counters = (n.NVML_PCIE_UTIL_RX_BYTES, n.NVML_PCIE_UTIL_TX_BYTES)
         link = sum(n.nvmlDeviceGetPcieThroughput(handle, c) for c in counters) * 1e3  # KB/s
         self.facts["pcie_idle_bytes_per_s"] = f"{link:.3g}"
         if link > BUSY_LINK_BYTES_PER_S:
             self.warnings.append(
-                f"{link / 1e9:.2f} GB/s cross the PCIe link before anything is copied: a neighbour "
-                "uses it"
+                f"{link / 1e9:.2f} GB/s cross the PCIe link before anything is copied: a neighbour uses it"
             )
 
     def _keep_sampling(self) -> None:
@@ -104,17 +100,12 @@ class GpuWatch:
         n, handle = self._nvml, self._handle
         newest = n.nvmlDeviceGetMaxPcieLinkGeneration(handle)
         widest = n.nvmlDeviceGetMaxPcieLinkWidth(handle)
-        self.facts["pcie"] = (
-            f"generation {self._generation} of {newest}, {self._width} lanes of {widest}"
-        )
+        self.facts["pcie"] = f"generation {self._generation} of {newest}, {self._width} lanes of {widest}"
         if self._width < widest:
             self.warnings.append(f"the PCIe link runs with {self._width} lanes of {widest}")
         if self._generation < newest:
-            self.warnings.append(
-                f"the PCIe link runs at generation {self._generation} of {newest} even under load"
-            )
-        slow = [name for name in _SLOW
-                if self._reasons & getattr(n, f"nvmlClocksThrottleReason{name}", 0)]  # fmt: skip
+            self.warnings.append(f"the PCIe link runs at generation {self._generation} of {newest} even under load")
+        slow = [name for name in _SLOW if self._reasons & getattr(n, f"nvmlClocksThrottleReason{name}", 0)]
         if slow:
             self.warnings.append(f"the GPU's clocks were throttled: {', '.join(slow)}")
         replays = n.nvmlDeviceGetPcieReplayCounter(handle) - self._replays

@@ -35,8 +35,7 @@ class ProgressFile:
 
 def read_progress(folder: Path) -> list[RankProgress]:
     """What the ranks told last."""
-    return [RankProgress(**json.loads(path.read_text()))
-            for path in sorted(folder.glob("rank-*.json"))]  # fmt: skip
+    return [RankProgress(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def first_error(ranks: list[RankProgress]) -> str:

@@ -65,21 +65,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="where workload.json goes")
     parser.add_argument("--iterations", type=int, default=5, help="optimizer steps to profile")
-    parser.add_argument("--continue", dest="go_on", action="store_true",
-                        help="let the script run to its end afterwards")  # fmt: skip
+    parser.add_argument(
+        "--continue", dest="go_on", action="store_true", help="let the script run to its end afterwards"
+    )
     parser.add_argument("--report", type=Path, help="a folder for each rank's progress")
     parser.add_argument("--local_rank", "--local-rank", help="from the launcher; passed on")
-    parser.add_argument("script", nargs=argparse.REMAINDER,
-                        help="-- the training script and its arguments")  # fmt: skip
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- the training script and its arguments")
     return parser
 
 
 class ProfiledScript:
     """Runs a script while the first engine that it trains is profiled."""
 
-    def __init__(
-        self, out: Path, iterations: int, rank: int, progress: ProgressFile, *, go_on: bool
-    ) -> None:
+    def __init__(self, out: Path, iterations: int, rank: int, progress: ProgressFile, *, go_on: bool) -> None:
         self._out, self._iterations, self._rank = out, iterations, rank
         self._progress, self._go_on = progress, go_on
         self._profiles: list[PassiveProfile] = []

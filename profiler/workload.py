@@ -45,14 +45,14 @@ def check_engine(engine: Any) -> None:
             "zero_optimization.offload_optimizer.super_offload nor ebbtide.runtime.attach), but its "
             f"optimizer is {kind}"
         )
-    for key, settings in (("offload_optimizer", engine.zero_offload_optimizer()),
-                          ("offload_param", engine.zero_offload_param())):  # fmt: skip
+    for key, settings in (
+        ("offload_optimizer", engine.zero_offload_optimizer()),
+        ("offload_param", engine.zero_offload_param()),
+    ):
         device = str(getattr(settings, "device", None) or "none").rpartition(".")[2]
         allowed = ("none", "cpu") if key == "offload_optimizer" else ("none",)
         if device not in allowed:
-            raise ValueError(
-                f"zero_optimization.{key}.device must be {' or '.join(allowed)}, but got {device}"
-            )
+            raise ValueError(f"zero_optimization.{key}.device must be {' or '.join(allowed)}, but got {device}")
 
 
 def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
@@ -128,8 +128,7 @@ def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
 
 def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
     """Seconds of each phase with their spread, and what must not be called stable."""
-    samples = {name: [trace.phases[name] for trace in traces]
-               for name in ("forward", "backward", "step")}  # fmt: skip
+    samples = {name: [trace.phases[name] for trace in traces] for name in ("forward", "backward", "step")}
     samples["iteration"] = [trace.ended_s - trace.began_s for trace in traces]
     times: dict[str, Quantity] = {}
     notes: list[str] = []
@@ -147,11 +146,7 @@ def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
         "host": [float(max(p.host_bytes for p in trace.memory)) for trace in traces],
     }
     detail = f"{len(traces)} steps"
-    return {
-        name: Quantity.from_samples(peak, "measured", detail)
-        for name, peak in peaks.items()
-        if min(peak) > 0
-    }
+    return {name: Quantity.from_samples(peak, "measured", detail) for name, peak in peaks.items() if min(peak) > 0}
 
 
 def _tokens(engine: Any, traces: list[Trace]) -> int | None:
@@ -225,10 +220,15 @@ def _layers(
         part = size / elements[owner]
         share = seconds[owner] / timed_s * part
         layers.append(
-            Layer(name=owner, params=size, forward_s=forward_s * share,
-                  backward_s=backward_s * share, activation_bytes=int(held[owner] * part),
-                  **({} if gathers is None else gathers.of_layer(pieces)))
-        )  # fmt: skip
+            Layer(
+                name=owner,
+                params=size,
+                forward_s=forward_s * share,
+                backward_s=backward_s * share,
+                activation_bytes=int(held[owner] * part),
+                **({} if gathers is None else gathers.of_layer(pieces)),
+            )
+        )
     return tuple(layers)
 
 

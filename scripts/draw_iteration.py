@@ -32,32 +32,47 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 def machine() -> Machine:
     """Host and device could each do about half of the update while the next forward runs."""
     rates = {
-        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 20e9, "dram_bytes_per_s": 100e9,
-        "host_adam_params_per_s": 2e9, "stock_host_adam_params_per_s": 1.2e9,
-        "device_adam_params_per_s": 20e9, "host_copy_bytes_per_s": 40e9,
-        "pageable_h2d_bytes_per_s": 6e9, "pageable_d2h_bytes_per_s": 6e9,
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 20e9,
+        "dram_bytes_per_s": 100e9,
+        "host_adam_params_per_s": 2e9,
+        "stock_host_adam_params_per_s": 1.2e9,
+        "device_adam_params_per_s": 20e9,
+        "host_copy_bytes_per_s": 40e9,
+        "pageable_h2d_bytes_per_s": 6e9,
+        "pageable_d2h_bytes_per_s": 6e9,
         "storage_write_bytes_per_s": 2e9,
-    }  # fmt: skip
+    }
     return Machine(
-        name="made up", device_kind="cuda", cpu_cores=32, host_memory_bytes=2**38,
-        device_memory_bytes=2**35, **{name: Quantity.exact(rate) for name, rate in rates.items()},
-    )  # fmt: skip
+        name="made up",
+        device_kind="cuda",
+        cpu_cores=32,
+        host_memory_bytes=2**38,
+        device_memory_bytes=2**35,
+        **{name: Quantity.exact(rate) for name, rate in rates.items()},
+    )
 
 
 def workload() -> Workload:
     layer = Layer(params=PARAMS, forward_s=0.03, backward_s=0.06)
     return Workload(
-        name="eight equal layers", layers=(layer,) * SUBGROUPS, subgroups=(PARAMS,) * SUBGROUPS,
-        subgroup_size=PARAMS, clip=True,
-    )  # fmt: skip
+        name="eight equal layers",
+        layers=(layer,) * SUBGROUPS,
+        subgroups=(PARAMS,) * SUBGROUPS,
+        subgroup_size=PARAMS,
+        clip=True,
+    )
 
 
 def plan() -> Plan:
     placements = ["resident", "host", "device", "host", "device", "host", "device", "host"]
     return Plan(
-        subgroup_size=PARAMS, placement=Plan.runs(placements),  # type: ignore[arg-type]
-        staging_slots=2, prefetch=2, overlap_forward=True,
-    )  # fmt: skip
+        subgroup_size=PARAMS,
+        placement=Plan.runs(placements),  # type: ignore[arg-type]
+        staging_slots=2,
+        prefetch=2,
+        overlap_forward=True,
+    )
 
 
 def one_iteration(timeline: Timeline) -> Timeline:
@@ -66,10 +81,7 @@ def one_iteration(timeline: Timeline) -> Timeline:
     begin = min(s.start_s for s in kept if s.iteration == 1 and s.kind.value == "backward")
     end = max(s.end_s for s in kept if s.iteration == 2 and s.kind.value == "forward")
     inside = [s for s in kept if s.start_s < end - 1e-9 and s.end_s > begin + 1e-9]
-    moved = [
-        replace(s, start_s=max(s.start_s, begin) - begin, end_s=min(s.end_s, end) - begin)
-        for s in inside
-    ]
+    moved = [replace(s, start_s=max(s.start_s, begin) - begin, end_s=min(s.end_s, end) - begin) for s in inside]
     return replace(timeline, spans=tuple(moved), memory=())
 
 

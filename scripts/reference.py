@@ -18,9 +18,7 @@ from ebbtide.tuner.cli import main  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (
-    plan.Plan, plan.PlacementRun, plan.HomeRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction,
-)  # fmt: skip
+MODELS = (plan.Plan, plan.PlacementRun, plan.HomeRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
 
 
 def pages() -> dict[str, str]:
@@ -32,10 +30,11 @@ def cli_page() -> str:
     """Every command that is not hidden, with its flags."""
     context = click.Context(main, info_name="tune")
     lines = [
-        NOTE, "# The `tune` command\n",
+        NOTE,
+        "# The `tune` command\n",
         "`tune --version` says which ebbtide it is; shell completion: "
         '`eval "$(_TUNE_COMPLETE=bash_source tune)"` (also `zsh_source`, `fish_source`).\n',
-    ]  # fmt: skip
+    ]
     for name, command in _commands(main, context, "tune"):
         lines.append(f"## `{name}`\n")
         lines.append(f"{_paragraphs(command.help or '')}\n")
@@ -47,9 +46,7 @@ def cli_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _commands(
-    group: click.Group, context: click.Context, prefix: str
-) -> Iterator[tuple[str, click.Command]]:
+def _commands(group: click.Group, context: click.Context, prefix: str) -> Iterator[tuple[str, click.Command]]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if command is None or command.hidden:
@@ -87,14 +84,19 @@ def _flag(parameter: click.Parameter) -> str:
 def plan_page() -> str:
     """Every field of the plan file."""
     lines = [
-        NOTE, "# The plan file\n",
+        NOTE,
+        "# The plan file\n",
         "JSON, written by `tune plan`; unknown fields are errors. Its schema: "
-        "[plan.schema.json](plan.schema.json). Under the key `\"ebbtide\"` of DeepSpeed's JSON, "
+        '[plan.schema.json](plan.schema.json). Under the key `"ebbtide"` of DeepSpeed\'s JSON, '
         "`plan` takes such a file or its fields, and `checkpoint` the fields of CheckpointPlan.\n",
-    ]  # fmt: skip
+    ]
     for model in MODELS:
-        lines += [f"## {model.__name__}\n", f"{_paragraphs(_summary(model))}\n",
-                  "| field | type | default | |", "|---|---|---|---|"]  # fmt: skip
+        lines += [
+            f"## {model.__name__}\n",
+            f"{_paragraphs(_summary(model))}\n",
+            "| field | type | default | |",
+            "|---|---|---|---|",
+        ]
         about = _attributes(model)
         for name, field in model.model_fields.items():
             text = " ".join((field.description or about.get(name, "")).split())

@@ -16,8 +16,9 @@ PADDING = 0.01  # of storage: extents are padded to whole sectors, and manifests
 SIGMAS = 3.0  # of the profiled steps' peaks
 GIB, MIB = 2**30, 2**20
 _NAMES: Mapping[Memory, str] = {
-    "device": "device_memory_bytes (--gpu-memory)", "host": "host_memory_bytes (--host-memory)",
-}  # fmt: skip
+    "device": "device_memory_bytes (--gpu-memory)",
+    "host": "host_memory_bytes (--host-memory)",
+}
 
 
 def size(size_bytes: float) -> str:
@@ -76,23 +77,17 @@ class Limits:
             ValueError: a limit is not positive, or a margin not a share.
         """
         if storage_bytes is not None and storage_bytes <= 0:
-            raise RuleError(
-                f"storage_bytes (--storage) must be > 0, but got {storage_bytes}",
-                key="storage_bytes",
-            )
+            raise RuleError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}", key="storage_bytes")
         asked = _asked(machine, {"device": device_memory_bytes, "host": host_memory_bytes})
         if margin is not None and not 0 <= margin < 1:
             raise RuleError(
-                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}",
-                key="memory_margin",
+                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}", key="memory_margin"
             )
         available = {
             name: size or TIERS[name].capacity_bytes(machine, workload.ranks_per_node) or 0
             for name, size in asked.items()
         }
-        left = {
-            name: _margin_bytes(workload, name, size, margin) for name, size in available.items()
-        }
+        left = {name: _margin_bytes(workload, name, size, margin) for name, size in available.items()}
         explained = [
             f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {name} memory stay "
             f"free: {why} (--memory-margin)"
@@ -101,17 +96,14 @@ class Limits:
         ]
         reserved = machine.device_reserved_bytes
         if reserved:
-            explained.append(
-                f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's"
-            )
+            explained.append(f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's")
         return cls(
             max(0, int(available["device"] - left["device"][0]) - reserved),
             max(0, int(available["host"] - left["host"][0])),
             tuple(explained),
             machine.unified_memory,
-            None if storage_bytes is None
-            else int(storage_bytes * (1 - PADDING)) // workload.ranks_per_node,
-        )  # fmt: skip
+            None if storage_bytes is None else int(storage_bytes * (1 - PADDING)) // workload.ranks_per_node,
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -128,15 +120,15 @@ class Limits:
     def by_memory(self) -> dict[Memory, int]:
         """Of each that has a limit; where device and host are one memory, the host's."""
         asked: dict[Memory, int | None] = {
-            "device": None if self.unified else self.device_bytes, "host": self.host_bytes,
+            "device": None if self.unified else self.device_bytes,
+            "host": self.host_bytes,
             "storage": self.storage_bytes,
-        }  # fmt: skip
+        }
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
         """Bytes by which peaks exceed each memory; empty: they fit. Nothing else says what fits."""
-        over = {"GPU memory": device_bytes - self.device_bytes,
-                "host memory": host_bytes - self.host_bytes}  # fmt: skip
+        over = {"GPU memory": device_bytes - self.device_bytes, "host memory": host_bytes - self.host_bytes}
         if self.unified:
             over = {"host memory": device_bytes + host_bytes - self.host_bytes}
         if self.storage_bytes is not None:
@@ -187,9 +179,7 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory
     return asked
 
 
-def _margin_bytes(
-    workload: Workload, name: str, size_bytes: int, margin: float | None
-) -> tuple[float, str]:
+def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:
     """What stays free of a memory, and why so much."""
     if margin is not None:
         return margin * size_bytes, f"{margin:.1%} as asked for"
@@ -199,6 +189,5 @@ def _margin_bytes(
     sigma = peak.sigma
     return (
         LEAST_MARGIN * size_bytes + SIGMAS * sigma,
-        f"{LEAST_MARGIN:.0%}, and three sigma ({sigma / GIB:.3f} GiB) of {peak.n} profiled steps' "
-        "peaks",
+        f"{LEAST_MARGIN:.0%}, and three sigma ({sigma / GIB:.3f} GiB) of {peak.n} profiled steps' peaks",
     )

@@ -38,8 +38,10 @@ RateName = Literal[
 ]
 # Those that depend on the threads of an op.
 THREADED: tuple[RateName, ...] = (
-    "host_adam_params_per_s", "host_adam_out_of_place_params_per_s", "stock_host_adam_params_per_s",
-)  # fmt: skip
+    "host_adam_params_per_s",
+    "host_adam_out_of_place_params_per_s",
+    "stock_host_adam_params_per_s",
+)
 OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5, whose profile says
 _OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
@@ -124,22 +126,14 @@ class Machine(Page):
     h2d_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy host to device", scatters=True)]
     d2h_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy device to host", scatters=True)]
     duplex_factor: Quantity = Quantity.exact(1.0)
-    pageable_h2d_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("h2d_bytes_per_s", 1 / 4))] = (
-        None
-    )
-    pageable_d2h_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("d2h_bytes_per_s", 1 / 4))] = (
-        None
-    )
+    pageable_h2d_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("h2d_bytes_per_s", 1 / 4))] = None
+    pageable_d2h_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("d2h_bytes_per_s", 1 / 4))] = None
     copy_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(1e-5, ge=0)
     launch_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(5e-6, ge=0)
 
     dram_bytes_per_s: Annotated[Quantity, Rate(1e15, label="host memory", scatters=True)]
-    host_copy_bytes_per_s: Annotated[Quantity | None, Rate(1e15, ("dram_bytes_per_s", 1 / 3))] = (
-        None
-    )
-    host_adam_params_per_s: Annotated[
-        Quantity, Rate(1e14, label="host Adam, ebbtide", scatters=True)
-    ]
+    host_copy_bytes_per_s: Annotated[Quantity | None, Rate(1e15, ("dram_bytes_per_s", 1 / 3))] = None
+    host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, ebbtide", scatters=True)]
     host_adam_out_of_place: Quantity | None = None
     stock_host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, stock")]
     stock_host_adam_thread_params_per_s: Annotated[Quantity | None, Rate(1e14)] = None
@@ -154,9 +148,7 @@ class Machine(Page):
     loop_s: Annotated[Quantity | None, Rate(1e5, changeable=False)] = None
     unexplained_spread: float | None = Field(None, gt=0)
     storage_write_bytes_per_s: Annotated[Quantity, Rate(1e14, label="storage write with fsync")]
-    storage_read_bytes_per_s: Annotated[
-        Quantity | None, Rate(1e14, ("storage_write_bytes_per_s", 1.0))
-    ] = None
+    storage_read_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("storage_write_bytes_per_s", 1.0))] = None
     storage_duplex_factor: Quantity | None = None
     drives: dict[str, StorageRates] = Field(default_factory=dict)
     storage_fsync_s: Annotated[float, Rate(1e3, changeable=False)] = Field(1e-3, ge=0)
@@ -164,8 +156,7 @@ class Machine(Page):
     save_s_per_tensor: Annotated[Quantity | None, Rate(1e2, changeable=False)] = None
     network_bytes_per_s: Annotated[Quantity | None, Rate(1e14)] = None
     contention: dict[str, Quantity] = Field(
-        default_factory=dict,
-        description="measured slow-downs, e.g. 'host_adam_while_h2d': speed then over speed alone",
+        default_factory=dict, description="measured slow-downs, e.g. 'host_adam_while_h2d': speed then over speed alone"
     )
     rank_shares: dict[int, dict[ShareName, Quantity]] = Field(default_factory=dict)
     other_rates: dict[str, Quantity] = Field(default_factory=dict)
@@ -211,8 +202,7 @@ class Machine(Page):
             )
         if any(ranks < 1 for ranks in self.rank_shares):
             raise RuleError(
-                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}",
-                key="rank_shares",
+                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}", key="rank_shares"
             )
         return self
 
@@ -349,9 +339,10 @@ class Machine(Page):
             return self.drives[directory]
         write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
         return StorageRates(
-            write_bytes_per_s=write, read_bytes_per_s=self.storage_read_bytes_per_s or write,
+            write_bytes_per_s=write,
+            read_bytes_per_s=self.storage_read_bytes_per_s or write,
             duplex_factor=both or Quantity.exact(1.0),
-        )  # fmt: skip
+        )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
         """This machine with the storage of these directories, by which state is shared out."""
@@ -366,13 +357,9 @@ class Machine(Page):
 
     def _changed(self, name: str, value: float) -> Any:
         if name not in CHANGEABLE:
-            raise RuleError(
-                f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}", key=name
-            )
+            raise RuleError(f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}", key=name)
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise RuleError(
-                f"{name} must be finite and greater than 0, but got {value!r}", key=name
-            )
+            raise RuleError(f"{name} must be finite and greater than 0, but got {value!r}", key=name)
         own = getattr(self, name)
         reference = own.median if isinstance(own, Quantity) else own
         if reference is not None and not 1e-4 <= value / reference <= 1e4:
@@ -396,19 +383,15 @@ class Machine(Page):
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")
         values: Mapping[str, Any] = (
-            hardware if isinstance(hardware, Mapping)
-            else {name: getattr(hardware, name) for name in (*names, *sizes)}
-        )  # fmt: skip
+            hardware if isinstance(hardware, Mapping) else {name: getattr(hardware, name) for name in (*names, *sizes)}
+        )
         facts = {name: values[name] for name in names}
         facts |= {f"{s.removesuffix('_bytes')}_gib": round(values[s] / 2**30) for s in sizes}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 RATES: Mapping[str, Rate] = {
-    name: known
-    for name, field in Machine.model_fields.items()
-    for known in field.metadata
-    if isinstance(known, Rate)
+    name: known for name, field in Machine.model_fields.items() for known in field.metadata if isinstance(known, Rate)
 }
 # By `Machine.with_rates`.
 CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "duplex_factor")

@@ -285,8 +285,7 @@ class Plan(Page):
             )
         if any(share <= 0 for share in self.storage_shares.values()):
             raise RuleError(
-                f"plan.storage_shares must be greater than 0, but got {self.storage_shares}",
-                key="storage_shares",
+                f"plan.storage_shares must be greater than 0, but got {self.storage_shares}", key="storage_shares"
             )
 
     def _check_homes(self) -> None:
@@ -341,9 +340,7 @@ class Plan(Page):
         for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
             if can_be_guessed(*way):
                 able[way[0]].append(i)
-        chosen = guesses_among(
-            able, self.speculate, self.speculate_among, self.speculate_visits, self.speculate_stored
-        )
+        chosen = guesses_among(able, self.speculate, self.speculate_among, self.speculate_visits, self.speculate_stored)
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property
@@ -401,26 +398,19 @@ class Plan(Page):
     @staticmethod
     def runs(placements: Sequence[Placement]) -> tuple[PlacementRun, ...]:
         """Run-length encodes placements given in forward order."""
-        return tuple(
-            PlacementRun(placement=key, count=sum(1 for _ in group))
-            for key, group in groupby(placements)
-        )
+        return tuple(PlacementRun(placement=key, count=sum(1 for _ in group)) for key, group in groupby(placements))
 
     @staticmethod
     def home_runs(homes: Sequence[ParameterHome]) -> tuple[HomeRun, ...]:
         """Run-length encodes parameter homes given in forward order; none where all are devices."""
         if "host" not in homes:
             return ()
-        return tuple(
-            HomeRun(home=key, count=sum(1 for _ in group)) for key, group in groupby(homes)
-        )
+        return tuple(HomeRun(home=key, count=sum(1 for _ in group)) for key, group in groupby(homes))
 
     @property
     def digest(self) -> str:
         """Hash of what the plan does (not of its prediction): recorded in checkpoints."""
-        body = self.model_dump(
-            mode="json", exclude={"prediction", "alternatives", "reasons", "versions"}
-        )
+        body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
@@ -437,9 +427,7 @@ class Plan(Page):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise PlanError(
-                f"{path} is not a plan this ebbtide can use: {explain(error)}"
-            ) from None
+            raise PlanError(f"{path} is not a plan this ebbtide can use: {explain(error)}") from None
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Plan":
@@ -462,15 +450,16 @@ def spread(able: int, count: int, among: int = 0) -> list[int]:
 
 
 def guesses_among(
-    able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0,
-    stored: int = 0,
-) -> set[int]:  # fmt: skip
+    able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0, stored: int = 0
+) -> set[int]:
     """Those that a plan with these fields updates before the norm, of those that can be, by
     placement.
     """
     numbers: dict[Placement, tuple[int, int]] = {
-        "host": (speculate, among), "device": (visits, 0), "stored": (stored, len(able["stored"])),
-    }  # fmt: skip
+        "host": (speculate, among),
+        "device": (visits, 0),
+        "stored": (stored, len(able["stored"])),
+    }
     return {able[p][i] for p, some in numbers.items() for i in spread(len(able[p]), *some)}
 
 

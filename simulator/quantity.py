@@ -46,9 +46,7 @@ class Quantity(BaseModel):
             )
         if not self.q1 <= self.median <= self.q3:
             raise RuleError(
-                f"q1 <= median <= q3 must hold, but got q1={self.q1}, median={self.median}, "
-                f"q3={self.q3}",
-                key="median",
+                f"q1 <= median <= q3 must hold, but got q1={self.q1}, median={self.median}, q3={self.q3}", key="median"
             )
         if self.n < 1:
             raise RuleError(f"n >= 1 must hold, but got n={self.n}", key="n")
@@ -60,9 +58,7 @@ class Quantity(BaseModel):
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
-    def from_samples(
-        cls, samples: Sequence[float], source: Source = "measured", detail: str = ""
-    ) -> "Quantity":
+    def from_samples(cls, samples: Sequence[float], source: Source = "measured", detail: str = "") -> "Quantity":
         """Median and quartiles of repeated measurements.
 
         Raises:

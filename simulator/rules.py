@@ -85,10 +85,7 @@ def broken(error: Failed, given: Any = None) -> list[Broken]:
 def explain(error: Failed, given: Any = None) -> str:
     """All of them in one line: where, what must hold, and what was received."""
     rows = broken(error, given)
-    lines = [
-        f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})")
-        for key, rule, value in rows
-    ]
+    lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
     return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
@@ -138,10 +135,17 @@ _RULES: Mapping[str, str] = {
     "too_long": "must have at most {max_length} items",
 }
 _KINDS: Mapping[str, str] = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text",
-    "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",
-    "dataclass": "an object", "none": "null",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "dataclass": "an object",
+    "none": "null",
+}
 
 
 def _rule(item: Mapping[str, Any]) -> str:
@@ -150,8 +154,7 @@ def _rule(item: Mapping[str, Any]) -> str:
         return str(context["error"])[:1000]
     if kind == "json_invalid":
         place = re.search(r"line (\d+) column (\d+)", str(context.get("error")))
-        return "must be JSON" + (", but is not at line {} column {}".format(*place.groups())
-                                 if place else "")  # fmt: skip
+        return "must be JSON" + (", but is not at line {} column {}".format(*place.groups()) if place else "")
     if kind in _RULES:
         return _RULES[kind].format(**context)
     word = _KINDS.get(kind.partition("_")[0])

@@ -165,10 +165,7 @@ class Schedule:
                 raise ValueError(f"op ids must be positions, but op {position} has id {op.id}")
             if op.after and not (min(op.after) >= 0 and max(op.after) < position):
                 late = [other for other in op.after if not 0 <= other < op.id]
-                raise ValueError(
-                    f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits "
-                    f"for {late}"
-                )
+                raise ValueError(f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits for {late}")
 
     @property
     def device_base_bytes(self) -> int:
@@ -184,11 +181,7 @@ class Schedule:
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
         """Ops of one kind, in order; of one iteration if given."""
-        return [
-            op
-            for op in self.ops
-            if op.kind == kind and (iteration is None or op.iteration == iteration)
-        ]
+        return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 
 
 @dataclass(slots=True)

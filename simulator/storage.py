@@ -35,16 +35,14 @@ class StorageRates(Page):
         read = min((d.read_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
         write = min((d.write_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
         if len(each) == 1:
-            return cls(
-                write_bytes_per_s=write, read_bytes_per_s=read,
-                duplex_factor=each[0][0].duplex_factor,
-            )  # fmt: skip
+            return cls(write_bytes_per_s=write, read_bytes_per_s=read, duplex_factor=each[0][0].duplex_factor)
         busy_s = max(s * d.busy_s_per_byte for d, s in each)
         both = (1 / read.median + 1 / write.median) / busy_s / 2
         return cls(
-            write_bytes_per_s=write, read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            read_bytes_per_s=read,
             duplex_factor=Quantity.exact(min(1.0, both), read.source, _SHARED),
-        )  # fmt: skip
+        )
 
 
 _SHARED = "a share of each subgroup on each directory"

@@ -25,9 +25,14 @@ _PHASE = {
     OpKind.STEP_END: "step",
 }
 _UPDATES = {
-    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED,
-    OpKind.STATE_D2H, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H,
-}  # fmt: skip
+    OpKind.UPDATE_HOST,
+    OpKind.UPDATE_GUESSED,
+    OpKind.UPDATE_DEVICE,
+    OpKind.VISIT_GUESSED,
+    OpKind.STATE_D2H,
+    OpKind.PARAMETER_H2D,
+    OpKind.PARAMETER_D2H,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +120,7 @@ class Timeline:
 
     def _start_of(self, iteration: int) -> float:
         """Where the previous step returned, or where the iteration's first op started."""
-        previous = [
-            s.end_s
-            for s in self.spans
-            if s.kind == OpKind.STEP_END and s.iteration == iteration - 1
-        ]
+        previous = [s.end_s for s in self.spans if s.kind == OpKind.STEP_END and s.iteration == iteration - 1]
         starts = (s.start_s for s in self.spans if s.iteration == iteration)
         return max(previous) if previous else min(starts, default=0.0)
 
@@ -165,14 +166,10 @@ class Timeline:
 
 def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     name = f"{timeline.source}: {timeline.strategy}"
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    ]
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     lanes: Sequence[Lane] = list(Lane)
     for tid, lane in enumerate(lanes, start=1):
-        events.append(
-            {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane.value}}
-        )
+        events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane.value}})
     events.extend(
         {
             "ph": "X",
@@ -188,7 +185,5 @@ def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     )
     for sample in timeline.memory:
         used = {"device": sample.device_bytes, "host": sample.host_bytes}
-        events.append(
-            {"ph": "C", "pid": pid, "name": "memory_bytes", "ts": sample.t_s * 1e6, "args": used}
-        )
+        events.append({"ph": "C", "pid": pid, "name": "memory_bytes", "ts": sample.t_s * 1e6, "args": used})
     return events

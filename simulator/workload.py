@@ -51,8 +51,7 @@ class Layer(Page):
     def _check(self) -> Self:
         if self.persistent_params > self.params:
             raise RuleError(
-                f"persistent_params must be at most the layer's {self.params} params, but got "
-                f"{self.persistent_params}",
+                f"persistent_params must be at most the layer's {self.params} params, but got {self.persistent_params}",
                 key="persistent_params",
             )
         return self
@@ -174,14 +173,11 @@ class Workload(Page):
     def _check(self) -> Self:
         if self.optimizer not in OPTIMIZERS:
             raise RuleError(
-                f"workload.optimizer must be one of {', '.join(OPTIMIZERS)}, but got "
-                f"{self.optimizer!r}",
+                f"workload.optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}",
                 key="optimizer",
             )
         if any(size < 1 for size in self.subgroups):
-            raise RuleError(
-                f"every subgroup must hold >= 1 element, but got {self.subgroups}", key="subgroups"
-            )
+            raise RuleError(f"every subgroup must hold >= 1 element, but got {self.subgroups}", key="subgroups")
         in_layers = sum(layer.params for layer in self.layers)
         if in_layers != self.params:
             raise RuleError(
@@ -192,8 +188,7 @@ class Workload(Page):
         listed = sum(sum(group) for group in self.parameters)
         if self.parameters and listed != self.params:
             raise RuleError(
-                "workload.parameters must sum up to the subgroups' elements, but got "
-                f"{listed} and {self.params}",
+                f"workload.parameters must sum up to the subgroups' elements, but got {listed} and {self.params}",
                 key="parameters",
             )
         self._check_stage()
@@ -243,9 +238,7 @@ class Workload(Page):
                 key="subgroup_size",
             )
         if subgroup_size < 1:
-            raise RuleError(
-                f"subgroup_size must be >= 1, but got {subgroup_size}", key="subgroup_size"
-            )
+            raise RuleError(f"subgroup_size must be >= 1, but got {subgroup_size}", key="subgroup_size")
         if self.zero_stage == 3:
             subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
         else:
@@ -279,11 +272,14 @@ class Workload(Page):
         layers[-1] = first.model_copy(update={"backward_s": first.backward_s + moved_s / steps})
         return self.model_copy(
             update={
-                "layers": tuple(layers), "zero_stage": 3, "step_gather_s": 0.0,
-                "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0,
+                "layers": tuple(layers),
+                "zero_stage": 3,
+                "step_gather_s": 0.0,
+                "network_step_gather_bytes": 0,
+                "pipeline_idle_s": 0.0,
                 "gradient_accumulation_steps": steps,
             }
-        )  # fmt: skip
+        )
 
     @property
     def one_subgroup(self) -> "Workload":
@@ -401,8 +397,4 @@ def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
     other has any.
     """
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
-    return [
-        min(size, elements - offset)
-        for elements in partitions
-        for offset in range(0, elements, size)
-    ]
+    return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

@@ -71,12 +71,8 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     if "none" in ran:
         for results in ran.values():
             for key in ("every_1", "every_10"):
-                results[key]["slowdown"] = (
-                    results[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
-                )
-            results["extra_host_peak_bytes"] = (
-                results["host_peak_bytes"] - (ran["none"]["host_peak_bytes"])
-            )
+                results[key]["slowdown"] = results[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
+            results["extra_host_peak_bytes"] = results["host_peak_bytes"] - (ran["none"]["host_peak_bytes"])
         result["ebbtide_slowdown_every_10"] = ran["ebbtide"]["every_10"]["slowdown"]
     return result
 
@@ -121,17 +117,10 @@ def _study(options: argparse.Namespace) -> int:
         writers = {n: measure(n, workload, scratch / n.replace(" ", "-")) for n in options.writers}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    result = {
-        "workload": workload.__dict__,
-        **compare(writers, raw),
-        "raw_write_bytes_per_s": raw,
-        "writers": writers,
-    }
+    result = {"workload": workload.__dict__, **compare(writers, raw), "raw_write_bytes_per_s": raw, "writers": writers}
     ran = any("failed" not in f for n, f in writers.items() if n != "none")
     publish("checkpoint_stall", options.json, result, draw if ran else None)
-    return (
-        0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
-    )
+    return 0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
 
 
 if __name__ == "__main__":

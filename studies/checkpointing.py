@@ -63,11 +63,7 @@ def main() -> None:
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Bytes per second of waiting with the largest model measured, by the kind of writer."""
     names = {"ebbtide": "ebbtide", "torch": "synchronous", "dcp async": "asynchronous"}
-    return {
-        f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"]
-        for row in rows
-        if "failed" not in row
-    }
+    return {f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"] for row in rows if "failed" not in row}
 
 
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -75,21 +71,14 @@ def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str,
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
     try:
-        result = {
-            name: measure_writer(name, workload, scratch / name.replace(" ", "-"))
-            for name in writers
-        }
+        result = {name: measure_writer(name, workload, scratch / name.replace(" ", "-")) for name in writers}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     plain = result.pop("none")
-    return [
-        _row(model, workload.checkpoint_bytes, name, one, plain) for name, one in result.items()
-    ]
+    return [_row(model, workload.checkpoint_bytes, name, one, plain) for name, one in result.items()]
 
 
-def _row(
-    model: str, size_bytes: int, name: str, found: dict[str, Any], plain: dict[str, Any]
-) -> dict[str, Any]:
+def _row(model: str, size_bytes: int, name: str, found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "writer": name, "checkpoint_bytes": size_bytes}
     if "failed" in found or "failed" in plain:
         return {**row, "failed": found.get("failed") or plain.get("failed")}
@@ -106,27 +95,32 @@ def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
 
     machine, rows = preset("a100-node"), []
     for name in names:
-        work = workload_from_model(
-            SIMULATED[name], machine, {"bf16": {"enabled": True}}, data_parallel=RANKS
-        ).recut(100_000_000)
+        work = workload_from_model(SIMULATED[name], machine, {"bf16": {"enabled": True}}, data_parallel=RANKS).recut(
+            100_000_000
+        )
         plan = ebbtide.tuner.plan(work, machine)
         simulation = CheckpointSimulation(work, plan, machine)
         # A drive takes longer than an iteration: what is updated meanwhile is copied first.
-        lazy = simulation.cost(
-            CheckpointPlan(interval_steps=1, copy_budget_bytes=work.checkpoint_bytes)
-        )
+        lazy = simulation.cost(CheckpointPlan(interval_steps=1, copy_budget_bytes=work.checkpoint_bytes))
         blocking_s = work.checkpoint_bytes / simulation.storage
         for interval in INTERVALS:
             _, cost = lazy.at_interval(interval, simulation.iteration_s, "wait")
             training_s = interval * simulation.iteration_s
-            rows.append({
-                "model": name, "interval": interval, "iteration_s": simulation.iteration_s,
-                "checkpoint_bytes": RANKS * work.checkpoint_bytes, "stall_s": cost.stall_s,
-                "persist_s": cost.persist_s, "blocking_stall_s": blocking_s,
-                "bytes_per_s": RANKS * work.checkpoint_bytes / cost.stall_s,
-                "blocking_bytes_per_s": RANKS * work.checkpoint_bytes / blocking_s,
-                "slowdown": cost.cost_s / training_s, "blocking_slowdown": blocking_s / training_s,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": name,
+                    "interval": interval,
+                    "iteration_s": simulation.iteration_s,
+                    "checkpoint_bytes": RANKS * work.checkpoint_bytes,
+                    "stall_s": cost.stall_s,
+                    "persist_s": cost.persist_s,
+                    "blocking_stall_s": blocking_s,
+                    "bytes_per_s": RANKS * work.checkpoint_bytes / cost.stall_s,
+                    "blocking_bytes_per_s": RANKS * work.checkpoint_bytes / blocking_s,
+                    "slowdown": cost.cost_s / training_s,
+                    "blocking_slowdown": blocking_s / training_s,
+                }
+            )
     return rows
 
 
@@ -142,26 +136,30 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         width = 0.8 / max(1, len(names))
         for place, name in enumerate(names):
             own = {row["model"]: row["bytes_per_s"] for row in rows if row["writer"] == name}
-            spots = [
-                i + (place - (len(names) - 1) / 2) * width for i, m in enumerate(models) if m in own
-            ]
-            left.bar(spots, [own[m] / 1e9 for m in models if m in own], width, label=name,
-                     color=COLOURS.get(name, "#999999"))  # fmt: skip
+            spots = [i + (place - (len(names) - 1) / 2) * width for i, m in enumerate(models) if m in own]
+            left.bar(
+                spots, [own[m] / 1e9 for m in models if m in own], width, label=name, color=COLOURS.get(name, "#999999")
+            )
         left.set_xticks(range(len(models)), models)
-        left.set(yscale="log", ylabel="GB per second of waiting (log)", xlabel="parameters",
-                 title="measured on this machine, a checkpoint per step")  # fmt: skip
+        left.set(
+            yscale="log",
+            ylabel="GB per second of waiting (log)",
+            xlabel="parameters",
+            title="measured on this machine, a checkpoint per step",
+        )
         left.legend(frameon=False, fontsize=8)
         for number, name in enumerate(dict.fromkeys(row["model"] for row in figures["simulated"])):
             own_rows = [row for row in figures["simulated"] if row["model"] == name]
             steps = [row["interval"] for row in own_rows]
             colour = f"C{number}"
-            right.plot(
-                steps, [100 * r["slowdown"] for r in own_rows], "o-", color=colour, label=name
-            )
+            right.plot(steps, [100 * r["slowdown"] for r in own_rows], "o-", color=colour, label=name)
             right.plot(steps, [100 * r["blocking_slowdown"] for r in own_rows], ":", color=colour)
-        right.set(yscale="log", xlabel="steps between checkpoints",
-                  ylabel="longer training (%, log)",
-                  title="simulated on an A100 node; dotted: blocking writer")  # fmt: skip
+        right.set(
+            yscale="log",
+            xlabel="steps between checkpoints",
+            ylabel="longer training (%, log)",
+            title="simulated on an A100 node; dotted: blocking writer",
+        )
         right.legend(frameon=False, fontsize=8)
 
 

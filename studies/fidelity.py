@@ -60,8 +60,7 @@ def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
         work, given = bench.workload(steps), setting.machine()
         machine = calibrated(bench, work, given, steps)
         drawn = [random_plan(work, rng) for _ in range(count)]
-        rows += [{"machine": number, **_row(bench, plan, work, (machine, given), steps)}
-                 for plan in drawn]  # fmt: skip
+        rows += [{"machine": number, **_row(bench, plan, work, (machine, given), steps)} for plan in drawn]
         same = same and not differences(bench.close(), stock_state(setting, bench.steps))
     errors = [row["abs_error_pct"] for row in rows]
     return {
@@ -72,9 +71,7 @@ def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
         "median_abs_pct_error": statistics.median(errors),
         "p90_abs_pct_error": float(np.quantile(errors, 0.9)),
         "max_abs_pct_error": max(errors),
-        "median_abs_pct_error_given_rates": statistics.median(
-            abs(row["error_given_rates_pct"]) for row in rows
-        ),
+        "median_abs_pct_error_given_rates": statistics.median(abs(row["error_given_rates_pct"]) for row in rows),
         "bit_identical": same,
         "rows": rows,
     }
@@ -133,14 +130,14 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
     """All subgroups alike, in steps that wait for their updates."""
     return Plan(
-        subgroup_size=work.subgroup_size, placement=Plan.runs([placement] * len(work.subgroups)),
-        staging_slots=slots, overlap_forward=False,
-    )  # fmt: skip
+        subgroup_size=work.subgroup_size,
+        placement=Plan.runs([placement] * len(work.subgroups)),
+        staging_slots=slots,
+        overlap_forward=False,
+    )
 
 
-def _row(
-    bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int
-) -> dict[str, Any]:
+def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
     """``machines``: as measured under other schedules, and as given."""
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
     result = bench.measure(plan, steps)
@@ -165,22 +162,25 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     rows = figures["rows"]
     with picture(path, figsize=(5.5, 5)) as (_, axes):
         highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)
-        axes.plot(
-            [0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted"
-        )
-        for overlap, colour, label in ((True, "#0072b2", "overlap with forward"),
-                                       (False, "#d55e00", "no overlap")):  # fmt: skip
+        axes.plot([0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted")
+        for overlap, colour, label in ((True, "#0072b2", "overlap with forward"), (False, "#d55e00", "no overlap")):
             chosen = [r for r in rows if r["overlap_forward"] == overlap]
             axes.scatter(
-                [r["predicted_s"] for r in chosen], [r["executed_s"] for r in chosen],
-                color=colour, label=label, s=28, zorder=3,
-            )  # fmt: skip
+                [r["predicted_s"] for r in chosen],
+                [r["executed_s"] for r in chosen],
+                color=colour,
+                label=label,
+                s=28,
+                zorder=3,
+            )
         axes.set(
-            xlabel="predicted iteration (s)", ylabel="executed iteration (s)",
-            xlim=(0, highest), ylim=(0, highest), aspect="equal",
-            title=f"{len(rows)} random plans on emulated devices:\n"
-            f"median error {figures['median_abs_pct_error']:.1f}%",
-        )  # fmt: skip
+            xlabel="predicted iteration (s)",
+            ylabel="executed iteration (s)",
+            xlim=(0, highest),
+            ylim=(0, highest),
+            aspect="equal",
+            title=f"{len(rows)} random plans on emulated devices:\nmedian error {figures['median_abs_pct_error']:.1f}%",
+        )
         axes.legend(loc="upper left", frameon=False)
 
 

@@ -32,8 +32,7 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 # -- in the two processes: one line in, one line out
 
 
-def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str],
-          answers: TextIO) -> None:  # fmt: skip
+def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
     """Does what each line of ``orders`` says (``step``, ``save`` or ``state``) and answers it."""
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
@@ -65,9 +64,11 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     subgroup = max(20_000, sum(parameters) // 10)
     config = ds_config(1, subgroup)
     plan = Plan(
-        subgroup_size=subgroup, placement=Plan.runs(["host"] * len(cut(parameters, subgroup))),
-        overlap_forward=overlap, checkpoint=CheckpointPlan(keep=1),
-    )  # fmt: skip
+        subgroup_size=subgroup,
+        placement=Plan.runs(["host"] * len(cut(parameters, subgroup))),
+        overlap_forward=overlap,
+        checkpoint=CheckpointPlan(keep=1),
+    )
     if door == "library":
         import ebbtide.runtime
 
@@ -100,8 +101,17 @@ class Door:
     """One of the two processes."""
 
     def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
-        command = [sys.executable, "-m", "studies.front_door_speed", "--train", door,
-                   "--size", size, "--folder", str(folder / door)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "studies.front_door_speed",
+            "--train",
+            door,
+            "--size",
+            size,
+            "--folder",
+            str(folder / door),
+        ]
         if overlap:
             command.append("--overlap")
         if door == "tune run":
@@ -172,8 +182,7 @@ def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the pairs of processes, and between which ratios they lie."""
     ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
     result: dict[str, Any] = {
-        door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES}
-        for door in DOORS
+        door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES} for door in DOORS
     }
     result["front_door_over_library"] = {name: median(ratios[name]) for name in FIGURES}
     result["lowest_and_highest"] = {n: [min(r), max(r)] for n, r in ratios.items()}

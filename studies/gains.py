@@ -40,9 +40,7 @@ def main() -> None:
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
     """Stock's iteration and the plan's, in seconds, with what does not fit; no plan: None."""
     have = preset(machine)
-    job = Job.of_deepspeed(
-        MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation
-    )
+    job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)
     work = job.workload(have)
     try:
         made = ebbtide.tuner.plan(work, have)
@@ -53,12 +51,19 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
     stock, plan = by_role["stock"], by_role.get("plan")
     stock_s, plan_s = stock.result.iteration_s, plan and plan.result.iteration_s
     return {
-        "model": model, "machine": machine, "device": have.device_name, "gpus": gpus,
-        "sequence": sequence, "accumulation": accumulation, "stock": stock.label,
-        "stock_s": stock_s, "stock_lacks": stock.simulated.lacks, "plan_s": plan_s,
+        "model": model,
+        "machine": machine,
+        "device": have.device_name,
+        "gpus": gpus,
+        "sequence": sequence,
+        "accumulation": accumulation,
+        "stock": stock.label,
+        "stock_s": stock_s,
+        "stock_lacks": stock.simulated.lacks,
+        "plan_s": plan_s,
         "speedup": plan_s and stock_s / plan_s,
         "tokens_per_s": plan_s and (work.tokens_per_iteration or 0) / plan_s,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

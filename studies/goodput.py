@@ -36,9 +36,13 @@ LLAMA_EFFECTIVE = 0.90
 NODE_MTBF_S = DAYS * 86_400 / INTERRUPTIONS * GPUS / GPUS_PER_NODE
 STORAGE_BYTES_PER_S = 2e12  # sustained, published there
 ASSUMED = {
-    "restart_s": 600.0, "iteration_s": 20.0, "stall_s": 1.0, "interference_s": 0.5,
-    "node_write_bytes_per_s": 2e9, "checkpoint_bytes": 405e9 * 14,
-}  # fmt: skip
+    "restart_s": 600.0,
+    "iteration_s": 20.0,
+    "stall_s": 1.0,
+    "interference_s": 0.5,
+    "node_write_bytes_per_s": 2e9,
+    "checkpoint_bytes": 405e9 * 14,
+}
 SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 
@@ -82,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a shorter Monte Carlo")
     args = parser.parse_args(arguments)
     figures = {
-        "what": "computed from published failure rates and an assumed restart; nothing was "
-        "measured or validated",
+        "what": "computed from published failure rates and an assumed restart; nothing was measured or validated",
         "assumed": ASSUMED,
         "node_mtbf_s": NODE_MTBF_S,
         "llama3_405b": llama3(20_000 if args.quick else 200_000),
@@ -97,9 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def cluster(gpus: int) -> Cluster:
     """So many GPUs in Llama 3's nodes, on its storage."""
     return Cluster(
-        math.ceil(gpus / GPUS_PER_NODE), NODE_MTBF_S, ASSUMED["restart_s"],
-        ASSUMED["node_write_bytes_per_s"], STORAGE_BYTES_PER_S,
-    )  # fmt: skip
+        math.ceil(gpus / GPUS_PER_NODE),
+        NODE_MTBF_S,
+        ASSUMED["restart_s"],
+        ASSUMED["node_write_bytes_per_s"],
+        STORAGE_BYTES_PER_S,
+    )
 
 
 def cost(of: Cluster, gpus: int) -> CheckpointCost:
@@ -115,11 +121,16 @@ def at_scale(gpus: int) -> dict[str, Any]:
     paid = cost(of, gpus)
     steps = best_interval_steps(iteration_s, paid, of.failures)
     return {
-        "gpus": gpus, "iteration_s": iteration_s, "stall_s": paid.stall_s,
-        "interference_s": paid.interference_s, "mtbf_s": of.failures.mtbf_s,
-        "restart_s": of.restart_s, "persist_s": paid.persist_s, "interval_steps": steps,
+        "gpus": gpus,
+        "iteration_s": iteration_s,
+        "stall_s": paid.stall_s,
+        "interference_s": paid.interference_s,
+        "mtbf_s": of.failures.mtbf_s,
+        "restart_s": of.restart_s,
+        "persist_s": paid.persist_s,
+        "interval_steps": steps,
         "goodput": expected_goodput(iteration_s, paid, of.failures, steps),
-    }  # fmt: skip
+    }
 
 
 def llama3(samples: int) -> dict[str, Any]:
@@ -132,8 +143,7 @@ def llama3(samples: int) -> dict[str, Any]:
     simulated = simulated_goodput(*asked, of.failures, steps, intervals=samples, seed=1)
     without = expected_goodput(*asked, Failures(mtbf_s), steps)
     return {
-        "published": f"over {LLAMA_EFFECTIVE:.0%} effective; {INTERRUPTIONS} interruptions, "
-        f"{DAYS} days, {GPUS} GPUs",
+        "published": f"over {LLAMA_EFFECTIVE:.0%} effective; {INTERRUPTIONS} interruptions, {DAYS} days, {GPUS} GPUs",
         "mtbf_s": mtbf_s,
         "goodput": best["goodput"],
         "monte_carlo": simulated,
@@ -192,9 +202,7 @@ def simulated_goodput(
         ValueError: as `expected_goodput`, or no interval to simulate.
     """
     if intervals < 1 or interval_steps < 1:
-        raise ValueError(
-            f"intervals and interval_steps must be >= 1, but got {intervals} and {interval_steps}"
-        )
+        raise ValueError(f"intervals and interval_steps must be >= 1, but got {intervals} and {interval_steps}")
     work_s = interval_steps * iteration_s
     interval_s = work_s + cost.cost_s
     persist_s, restart_s = cost.persist_s, failures.restart_s

@@ -124,22 +124,21 @@ def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
     own = [run for run in runs if run.testbed == name]
     return {
         "strides": [
-            {"stride": k, "iteration_s": _seconds(replace(_as(base, INTERLEAVED), stride=k)),
-             "published_s": _published(own, params_b=13, prefetch=True, stride=k, micro_batch=1)}
+            {
+                "stride": k,
+                "iteration_s": _seconds(replace(_as(base, INTERLEAVED), stride=k)),
+                "published_s": _published(own, params_b=13, prefetch=True, stride=k, micro_batch=1),
+            }
             for k in STRIDES
         ],
         "ratios": [
-            {"ratio": r, **{w.name: _seconds(replace(_as(base, w), offload_ratio=r))
-                            for w in ways}}
-            for r in RATIOS
+            {"ratio": r, **{w.name: _seconds(replace(_as(base, w), offload_ratio=r)) for w in ways}} for r in RATIOS
         ],
         "subgroups": [
-            {"subgroup": n, **{w.name: _seconds(replace(_as(base, w), subgroup=n)) for w in ways}}
-            for n in SUBGROUPS
+            {"subgroup": n, **{w.name: _seconds(replace(_as(base, w), subgroup=n)) for w in ways}} for n in SUBGROUPS
         ],
-        "models": [_model_row(name, own, size) for size in
-                   track(models, description=f"planning on {name}")],
-    }  # fmt: skip
+        "models": [_model_row(name, own, size) for size in track(models, description=f"planning on {name}")],
+    }
 
 
 def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
@@ -148,13 +147,17 @@ def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
     machine = machine_of(name)
     for way in (STOCK, ASYNC, INTERLEAVED):
         row[way.name] = _seconds(_as(base, way))
-        row[f"{way.name}, as bound"] = [
-            _seconds(_as(base, way), as_bound(machine, end)) for end in BINDINGS
-        ]
+        row[f"{way.name}, as bound"] = [_seconds(_as(base, way), as_bound(machine, end)) for end in BINDINGS]
         row[f"{way.name}, published"] = _published(
-            own, params_b=size, prefetch=way.prefetch, async_grads=way.async_grads, micro_batch=1,
-            dp=4, offload_ratio=base.offload_ratio, stride=2 if way.prefetch else 0,
-        )  # fmt: skip
+            own,
+            params_b=size,
+            prefetch=way.prefetch,
+            async_grads=way.async_grads,
+            micro_batch=1,
+            dp=4,
+            offload_ratio=base.offload_ratio,
+            stride=2 if way.prefetch else 0,
+        )
     row[EQUAL] = ebbtide_s(_as(base, INTERLEAVED), machine, fused=False)
     row[FUSED] = ebbtide_s(_as(base, INTERLEAVED), machine, fused=True)
     return row
@@ -163,16 +166,26 @@ def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
 def _base(testbed: str, size: int) -> Run:
     layers, hidden = MODELS[size]
     return Run(
-        testbed=testbed, params_b=size, layers=layers, hidden=hidden, seq=2048, tp=1, dp=4,
-        micro_batch=1, offload_ratio=1.0 if testbed == "a100" else 0.8, subgroup=10**8,
-        prefetch=False, async_grads=False, stride=0, family="", heads=hidden // 128,
-    )  # fmt: skip
+        testbed=testbed,
+        params_b=size,
+        layers=layers,
+        hidden=hidden,
+        seq=2048,
+        tp=1,
+        dp=4,
+        micro_batch=1,
+        offload_ratio=1.0 if testbed == "a100" else 0.8,
+        subgroup=10**8,
+        prefetch=False,
+        async_grads=False,
+        stride=0,
+        family="",
+        heads=hidden // 128,
+    )
 
 
 def _as(run: Run, way: Way) -> Run:
-    return replace(
-        run, prefetch=way.prefetch, async_grads=way.async_grads, stride=2 if way.prefetch else 0
-    )
+    return replace(run, prefetch=way.prefetch, async_grads=way.async_grads, stride=2 if way.prefetch else 0)
 
 
 def _seconds(run: Run, machine: Machine | None = None) -> float:
@@ -201,9 +214,8 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
     limit += machine.device_reserved_bytes
     work = workload_of(run, machine)
     made = plan(
-        work, machine if fused else equal_kernels(machine),
-        device_memory_bytes=int(limit / (1 - UNKNOWN_MARGIN)) + 1,
-    )  # fmt: skip
+        work, machine if fused else equal_kernels(machine), device_memory_bytes=int(limit / (1 - UNKNOWN_MARGIN)) + 1
+    )
     schedule = build_strategy("ebbtide", work, plan=made, fused=fused)
     return simulate_fast(schedule, machine).iteration_s + HARNESS_S
 
@@ -211,10 +223,7 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Four panels per testbed: stride, ratio, subgroup size, model size."""
     beds = figures["testbeds"]
-    with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (
-        figure,
-        axes,
-    ):
+    with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (figure, axes):
         for row, (name, bed) in zip(axes, beds.items(), strict=True):
             _draw_strides(row[0], bed["strides"])
             _draw_sweep(row[1], bed["ratios"], "ratio", "share of state on the host")
@@ -223,38 +232,45 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             row[2].set_xscale("log")
             _draw_models(row[3], bed["models"])
             row[0].set_ylabel(f"{name}\nseconds per iteration")
-        for ax, title in zip(axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)",
-                                       "model size"), strict=True):  # fmt: skip
+        for ax, title in zip(
+            axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)", "model size"), strict=True
+        ):
             ax.set_title(title, fontsize=11)
         axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
         axes[0, 1].legend(frameon=False, fontsize=8)
         axes[0, 0].legend(frameon=False, fontsize=8)
         figure.suptitle(
-            "simulated on published testbeds; crosses: published medians; "
-            "shaded: as ranks are bound",
-            fontsize=12,
+            "simulated on published testbeds; crosses: published medians; shaded: as ranks are bound", fontsize=12
         )
 
 
-COLOURS = {"stock": "#7f7f7f", "asynchronous gradients": "#56b4e9", "stride 2": "#e69f00",
-           EQUAL: "#009e73", FUSED: "#cc79a7"}  # fmt: skip
+COLOURS = {
+    "stock": "#7f7f7f",
+    "asynchronous gradients": "#56b4e9",
+    "stride 2": "#e69f00",
+    EQUAL: "#009e73",
+    FUSED: "#cc79a7",
+}
 
 
 def _draw_strides(ax: Any, rows: list[dict[str, Any]]) -> None:
-    ax.plot([r["stride"] for r in rows], [r["iteration_s"] for r in rows], "o-",
-            color=COLOURS["stride 2"], label="simulated")  # fmt: skip
+    ax.plot(
+        [r["stride"] for r in rows],
+        [r["iteration_s"] for r in rows],
+        "o-",
+        color=COLOURS["stride 2"],
+        label="simulated",
+    )
     known = [r for r in rows if r["published_s"] is not None]
     if known:
-        ax.plot([r["stride"] for r in known], [r["published_s"] for r in known], "kx",
-                markersize=8, label="published")  # fmt: skip
+        ax.plot([r["stride"] for r in known], [r["published_s"] for r in known], "kx", markersize=8, label="published")
     ax.set_xlabel("stride")
     ax.set_ylim(0, 1.1 * ax.dataLim.y1)
 
 
 def _draw_sweep(ax: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
     for way in (STOCK, ASYNC, INTERLEAVED):
-        ax.plot([r[key] for r in rows], [r[way.name] for r in rows], "o-",
-                color=COLOURS[way.name], label=way.name)  # fmt: skip
+        ax.plot([r[key] for r in rows], [r[way.name] for r in rows], "o-", color=COLOURS[way.name], label=way.name)
     ax.set_xlabel(label)
     ax.set_ylim(0, 1.1 * ax.dataLim.y1)
 

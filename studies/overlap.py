@@ -48,9 +48,7 @@ class Row:
 def main() -> None:
     parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
-    parser.add_argument(
-        "--clipped-steps", type=int, default=16, help="timed steps at each rate of clipping"
-    )
+    parser.add_argument("--clipped-steps", type=int, default=16, help="timed steps at each rate of clipping")
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
     args = parser.parse_args()
     become_only_rank()
@@ -80,8 +78,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
         "device_kind": "emulated",
         "setting": asdict(setting),
         "floor_s": floor_s,
-        "layers_measured_over_given": (work.forward_s + work.backward_s)
-        / (given.forward_s + given.backward_s),
+        "layers_measured_over_given": (work.forward_s + work.backward_s) / (given.forward_s + given.backward_s),
         "steps_per_plan": steps,
         "bit_identical": same,
         "iteration_over_floor": rows[0].over_floor,
@@ -100,14 +97,11 @@ def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
 
     def in_turn(placements: list[Any], slots: int) -> Plan:
         return Plan(
-            subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots,
-            prefetch=0, overlap_forward=False,
-        )  # fmt: skip
+            subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots, prefetch=0, overlap_forward=False
+        )
 
     result = {"ebbtide": chosen}
-    result["ebbtide, no overlap with forward"] = chosen.model_copy(
-        update={"overlap_forward": False}
-    )
+    result["ebbtide, no overlap with forward"] = chosen.model_copy(update={"overlap_forward": False})
     result["all on the host"] = in_turn(["host"] * count, 0)
     for stride in STRIDES:
         visits = ["device" if (i + 1) % stride == 0 else "host" for i in range(count)]
@@ -119,14 +113,17 @@ def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
     return result
 
 
-def _row(
-    name: str, plan: Plan, found: Measured, work: Workload, machine: Machine, floor_s: float
-) -> Row:
+def _row(name: str, plan: Plan, found: Measured, work: Workload, machine: Machine, floor_s: float) -> Row:
     predicted_s = simulate(build_schedule(work, plan), machine).iteration_s
     return Row(
-        name, found.iteration_s, predicted_s, found.forward_s, found.backward_s, found.step_s,
+        name,
+        found.iteration_s,
+        predicted_s,
+        found.forward_s,
+        found.backward_s,
+        found.step_s,
         found.iteration_s / floor_s,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

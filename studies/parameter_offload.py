@@ -56,8 +56,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
     machine = setting.machine()
     plans = plans_of(work, machine)
     found = {name: bench.measure(plan, steps) for name, plan in plans.items()}
-    predicted = {n: simulate(build_schedule(work, p), machine).iteration_s
-                 for n, p in plans.items()}  # fmt: skip
+    predicted = {n: simulate(build_schedule(work, p), machine).iteration_s for n, p in plans.items()}
     stock = StockBench(setting, **zero)
     found["stock"] = stock.measure_stock(steps)
     while stock.steps < bench.steps:
@@ -134,9 +133,7 @@ class StockBench(Bench):
     def _copy(self, param: Any) -> Fetch:
         held: torch.Tensor = param.ds_tensor.data
         to, completion = torch.empty_like(held), Completion("parameter fetch")
-        self._lane.submit(
-            lambda: self.device.copy(to, held, LaneName.H2D_FETCH, None), [], completion
-        )
+        self._lane.submit(lambda: self.device.copy(to, held, LaneName.H2D_FETCH, None), [], completion)
         return Fetch(param, to, [completion], self.device)
 
     def measure_stock(self, steps: int) -> Measured:
@@ -159,9 +156,13 @@ class StockBench(Bench):
 
 def _row(name: str, found: Measured, predicted_s: float | None) -> dict[str, Any]:
     return {
-        "name": name, "iteration_s": found.iteration_s, "predicted_s": predicted_s,
-        "forward_s": found.forward_s, "backward_s": found.backward_s, "step_s": found.step_s,
-    }  # fmt: skip
+        "name": name,
+        "iteration_s": found.iteration_s,
+        "predicted_s": predicted_s,
+        "forward_s": found.forward_s,
+        "backward_s": found.backward_s,
+        "step_s": found.step_s,
+    }
 
 
 if __name__ == "__main__":

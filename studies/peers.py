@@ -50,15 +50,15 @@ def main() -> None:
     args = _arguments()
     import torch
 
-    emulated = args.device == "emulated" or (
-        args.device == "auto" and not torch.cuda.is_available()
-    )
+    emulated = args.device == "emulated" or (args.device == "auto" and not torch.cuda.is_available())
     suite = Suite(
         out=args.json.parent / f"{args.json.stem}.runs",
         size=args.size or ("tiny" if emulated else "3b"),
-        cap_gib=args.cap_gib, subgroup=args.subgroup or (20_000 if emulated else 100_000_000),
-        emulated=emulated, deadline_s=time.monotonic() + 60 * args.minutes,
-    )  # fmt: skip
+        cap_gib=args.cap_gib,
+        subgroup=args.subgroup or (20_000 if emulated else 100_000_000),
+        emulated=emulated,
+        deadline_s=time.monotonic() + 60 * args.minutes,
+    )
     suite.out.mkdir(parents=True, exist_ok=True)
     figures = compare(suite, args.only)
     if emulated:
@@ -106,11 +106,7 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
     figures = against_control(stock, control, ours)
     if figures["correct"] and any(rows[n].get("bit_identical") is False for n in features):
         figures["correct"] = False
-    return {
-        "rows": list(rows.values()),
-        **figures,
-        "speedup_over_best_exact_peer": _over_best(rows, ours),
-    }
+    return {"rows": list(rows.values()), **figures, "speedup_over_best_exact_peer": _over_best(rows, ours)}
 
 
 def _reference(name: str) -> str:
@@ -177,9 +173,7 @@ def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
     others = [
         row["iteration_s"]
         for name, row in rows.items()
-        if "failed" not in row
-        and row["variant"].split(":")[0] in EXACT
-        and _reference(name) == "stock"
+        if "failed" not in row and row["variant"].split(":")[0] in EXACT and _reference(name) == "stock"
     ]
     return min(others) / ours["iteration_s"] if others else None
 
@@ -187,8 +181,19 @@ def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
 def show(figures: Figures, emulated: bool) -> None:
     """Prints a row each."""
     table = Table(title="no GPU: every device is host memory" if emulated else "peers")
-    columns = ("peer", "iteration", "forward", "backward", "step", "device", "host", "tokens/s",
-               "loss", "bits", "speed-up")  # fmt: skip
+    columns = (
+        "peer",
+        "iteration",
+        "forward",
+        "backward",
+        "step",
+        "device",
+        "host",
+        "tokens/s",
+        "loss",
+        "bits",
+        "speed-up",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in ("peer", "bits") else "right")
     for row in figures["rows"]:
@@ -200,16 +205,14 @@ def _cells(row: Figures) -> list[str]:
     name = str(row.get("name") or row["variant"])
     if "failed" in row:
         return [name, f"failed: {row['failed']}"[:60]]
-    times = [f"{row[f'{key}_s'] * 1e3:.0f} ms" for key in ("iteration", "forward", "backward",
-                                                            "step")]  # fmt: skip
+    times = [f"{row[f'{key}_s'] * 1e3:.0f} ms" for key in ("iteration", "forward", "backward", "step")]
     memory = [_gib(row["device_peak_bytes"]), _gib(row["host_peak_bytes"])]
     words: dict[Any, str] = {True: "same", False: "differ"}
     same = words.get(row.get("bit_identical"), "")
     bits = same if row["exact"] else f"{same} (not exact)"
     speedup = f"{row['speedup']:.2f}x" if "speedup" in row else ""
     best = " (best)" if row.get("best") else ""
-    return [name + best, *times, *memory, f"{row['tokens_per_s']:.0f}", f"{row['loss']:.4f}", bits,
-            speedup]  # fmt: skip
+    return [name + best, *times, *memory, f"{row['tokens_per_s']:.0f}", f"{row['loss']:.4f}", bits, speedup]
 
 
 def _gib(size: int | None) -> str:

@@ -110,8 +110,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "not_bit_identical": "{} not bit-identical",
     },
     "front_door_speed": {
-        "step_holds_the_update.front_door_over_library.step_s": "step under tune run at {:.2f} of "
-        "the library's time",
+        "step_holds_the_update.front_door_over_library.step_s": "step under tune run at {:.2f} of the library's time",
         "update_overlaps_forward.front_door_over_library.iteration_s": "iteration {:.2f}",
         "step_holds_the_update.front_door_over_library.stall_s": "stall {:.2f}",
         "step_holds_the_update.bit_identical": "bit-identical: {}",
@@ -243,9 +242,8 @@ def replaced(page: str, rows: str, name: str = "results") -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites the tables, or says whether they are up to date."""
     parser = argparse.ArgumentParser(
-        prog="python -m studies.readme_table", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="python -m studies.readme_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")

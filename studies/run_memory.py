@@ -185,10 +185,7 @@ def _engine(size: str, config: dict[str, Any]) -> Any:
 def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Plan:
     placements = [pattern[i % len(pattern)] for i in range(len(sizes))]
     slots = 2 if "device" in placements else 0
-    return Plan(
-        subgroup_size=subgroup, placement=Plan.runs(placements), staging_slots=slots,
-        prefetch=min(1, slots),
-    )  # fmt: skip
+    return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), staging_slots=slots, prefetch=min(1, slots))
 
 
 def _machine() -> Machine:

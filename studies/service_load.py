@@ -37,8 +37,15 @@ from studies.bench.console import publish, study_parser
 from studies.bench.page_moves import page_moves
 
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
-STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
-              "superoffload", "no_offload", "ebbtide")  # fmt: skip
+STRATEGIES = (
+    "zero3_offload",
+    "zero3_offload_async",
+    "twin_flow",
+    "deep_optimizer_states",
+    "superoffload",
+    "no_offload",
+    "ebbtide",
+)
 JOBS, CELLS, KILL_EVERY = 30, 6, 6  # points of each job, submissions between kills
 WARM_S = 3.0
 IN_PROCESS_CALLS = 200
@@ -50,11 +57,15 @@ JOBS_LIMIT_S = 300.0
 def drawn(rng: random.Random) -> dict[str, Any]:
     """A question like no other."""
     return {
-        "machine": MACHINE, "model": MODEL, "strategy": rng.choice(STRATEGIES),
-        "gpus": rng.choice((1, 2, 4)), "micro_batch": rng.randint(1, 8),
-        "sequence": 512 * rng.randint(1, 16), "link_bytes_per_s": rng.uniform(1e10, 6e10),
+        "machine": MACHINE,
+        "model": MODEL,
+        "strategy": rng.choice(STRATEGIES),
+        "gpus": rng.choice((1, 2, 4)),
+        "micro_batch": rng.randint(1, 8),
+        "sequence": 512 * rng.randint(1, 16),
+        "link_bytes_per_s": rng.uniform(1e10, 6e10),
         "device_memory_bytes": rng.uniform(24e9, 160e9),
-    }  # fmt: skip
+    }
 
 
 class Server:
@@ -124,24 +135,22 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(lines[0].split()[1]), await reader.readexactly(size)
 
 
-async def load(
-    server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+async def load(server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Percentiles in milliseconds, answers per second, errors."""
     started_s = time.perf_counter()
     asking = [Client(server, question) for _ in range(clients)]
     from_s = started_s + WARM_S
-    done = await asyncio.gather(
-        *(client.run(from_s, from_s + seconds) for client in asking), return_exceptions=True
-    )
+    done = await asyncio.gather(*(client.run(from_s, from_s + seconds) for client in asking), return_exceptions=True)
     errors = [error for client in asking for error in client.errors]
     errors += [repr(end) for end in done if end is not None]
     latencies = sorted(s for client in asking for s in client.latencies_s)
     return {
-        "errors": len(errors), "first_error": errors[0] if errors else None,
-        **percentiles(latencies), "requests_per_s": len(latencies) / seconds,
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        **percentiles(latencies),
+        "requests_per_s": len(latencies) / seconds,
         "requests": len(latencies),
-    }  # fmt: skip
+    }
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -180,17 +189,16 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
     done = {job for job, state in states.items() if state["state"] == "done"}
     results = [len(server.call(f"/jobs/{job}/result")["rows"]) for job in done]
     interrupted = sum(
-        attempt["outcome"] == "the server ended"
-        for state in states.values() for attempt in state["history"]
-    )  # fmt: skip
+        attempt["outcome"] == "the server ended" for state in states.values() for attempt in state["history"]
+    )
     return {
-        "jobs": JOBS, "kills": kills, "lost_jobs": JOBS - sum(rows == CELLS for rows in results),
+        "jobs": JOBS,
+        "kills": kills,
+        "lost_jobs": JOBS - sum(rows == CELLS for rows in results),
         "interrupted_attempts": interrupted,
-        "unseen_attempts": sum(
-            state["attempts"] != len(state["history"]) for state in states.values()
-        ),
+        "unseen_attempts": sum(state["attempts"] != len(state["history"]) for state in states.values()),
         "most_attempts": max(state["attempts"] for state in states.values()),
-    }  # fmt: skip
+    }
 
 
 def _kill_while_running(server: Server) -> int:
@@ -232,15 +240,18 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
         finally:
             server.stop()
     return {
-        "clients": clients, "seconds": seconds, **different,
+        "clients": clients,
+        "seconds": seconds,
+        **different,
         **{f"equal/{key}": value for key, value in equal.items()},
         **{f"in_process/{key}": value for key, value in in_process(rng).items()},
         **{f"page/{key}": value for key, value in percentiles(moves).items()},
         "page/moves": len(moves),
-        **jobs, "cores": len(os.sched_getaffinity(0)),
+        **jobs,
+        "cores": len(os.sched_getaffinity(0)),
         "what": f"simulate of {MODEL} on {MACHINE}; no two requests equal, no pause between them; "
         "equal/: one request again and again, answered from the cache",
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -249,9 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of load (60)")
     args = parser.parse_args(argv)
     if args.clients < 1 or args.seconds <= 0:
-        parser.error(
-            f"--clients must be >= 1 and --seconds > 0, but got {args.clients} and {args.seconds}"
-        )
+        parser.error(f"--clients must be >= 1 and --seconds > 0, but got {args.clients} and {args.seconds}")
     figures = measure(args.clients, args.seconds)
     publish("service_load", args.json, figures)
 

@@ -125,9 +125,7 @@ def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
     """As the search calls: the placements are codes already."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
-    return lambda: sweep.evaluate(
-        codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue
-    )
+    return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,7 @@ def _attach(engine: Any, subgroup: int) -> None:
     import ebbtide.runtime
 
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    plan = Plan(
-        subgroup_size=subgroup, placement=Plan.runs(["host"] * count), overlap_forward=False
-    )
+    plan = Plan(subgroup_size=subgroup, placement=Plan.runs(["host"] * count), overlap_forward=False)
     ebbtide.runtime.attach(engine, plan)
 
 

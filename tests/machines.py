@@ -17,16 +17,28 @@ def _made(rates, facts, changes):
 def machine(**changes):
     """1 of everything per second: an op of work w takes w seconds alone."""
     rates = {
-        "h2d_bytes_per_s": 1.0, "d2h_bytes_per_s": 1.0, "dram_bytes_per_s": 1e6,
-        "host_adam_params_per_s": 1.0, "stock_host_adam_params_per_s": 1.0,
-        "device_adam_params_per_s": 1.0, "storage_write_bytes_per_s": 1.0,
-        "host_copy_bytes_per_s": 1.0, "pageable_h2d_bytes_per_s": 1.0,
-        "pageable_d2h_bytes_per_s": 1.0, "duplex_factor": 1.0, "network_bytes_per_s": 1.0,
-    }  # fmt: skip
+        "h2d_bytes_per_s": 1.0,
+        "d2h_bytes_per_s": 1.0,
+        "dram_bytes_per_s": 1e6,
+        "host_adam_params_per_s": 1.0,
+        "stock_host_adam_params_per_s": 1.0,
+        "device_adam_params_per_s": 1.0,
+        "storage_write_bytes_per_s": 1.0,
+        "host_copy_bytes_per_s": 1.0,
+        "pageable_h2d_bytes_per_s": 1.0,
+        "pageable_d2h_bytes_per_s": 1.0,
+        "duplex_factor": 1.0,
+        "network_bytes_per_s": 1.0,
+    }
     facts = {
-        "name": "unit", "device_kind": "cuda", "cpu_cores": 8, "host_memory_bytes": GIB,
-        "device_memory_bytes": GIB, "copy_latency_s": 0.0, "launch_latency_s": 0.0,
-    }  # fmt: skip
+        "name": "unit",
+        "device_kind": "cuda",
+        "cpu_cores": 8,
+        "host_memory_bytes": GIB,
+        "device_memory_bytes": GIB,
+        "copy_latency_s": 0.0,
+        "launch_latency_s": 0.0,
+    }
     return _made(rates, facts, changes)
 
 
@@ -35,25 +47,29 @@ def node(**changes):
     given here follows from these.
     """
     rates = {
-        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
-        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
-        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
-    }  # fmt: skip
+        "h2d_bytes_per_s": 50e9,
+        "d2h_bytes_per_s": 50e9,
+        "dram_bytes_per_s": 200e9,
+        "host_adam_params_per_s": 3e9,
+        "stock_host_adam_params_per_s": 1.5e9,
+        "device_adam_params_per_s": 50e9,
+        "storage_write_bytes_per_s": 2e9,
+    }
     optional = ("host_copy_bytes_per_s", "pageable_h2d_bytes_per_s", "network_bytes_per_s")
     rates |= {name: changes[name] for name in optional if name in changes}
     facts = {
-        "name": "node", "device_kind": "cuda", "cpu_cores": 16, "host_memory_bytes": 128 * GIB,
+        "name": "node",
+        "device_kind": "cuda",
+        "cpu_cores": 16,
+        "host_memory_bytes": 128 * GIB,
         "device_memory_bytes": 24 * GIB,
-    }  # fmt: skip
+    }
     return _made(rates, facts, changes)
 
 
 def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
     """A layer per subgroup."""
-    layers = tuple(
-        Layer(params=n, forward_s=forward_s, backward_s=backward_s, activation_bytes=7)
-        for n in sizes
-    )
+    layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=backward_s, activation_bytes=7) for n in sizes)
     return Workload(name="w", layers=layers, subgroups=tuple(sizes), **fields)
 
 
@@ -64,15 +80,23 @@ def random_machine(rng: random.Random):
         return 10 ** rng.uniform(0, 3)
 
     return machine(
-        h2d_bytes_per_s=rate(), d2h_bytes_per_s=rate(), dram_bytes_per_s=10 * rate(),
-        host_adam_params_per_s=rate(), stock_host_adam_params_per_s=rate(),
-        device_adam_params_per_s=rate(), host_copy_bytes_per_s=rate(),
-        pageable_h2d_bytes_per_s=rate(), pageable_d2h_bytes_per_s=rate(),
+        h2d_bytes_per_s=rate(),
+        d2h_bytes_per_s=rate(),
+        dram_bytes_per_s=10 * rate(),
+        host_adam_params_per_s=rate(),
+        stock_host_adam_params_per_s=rate(),
+        device_adam_params_per_s=rate(),
+        host_copy_bytes_per_s=rate(),
+        pageable_h2d_bytes_per_s=rate(),
+        pageable_d2h_bytes_per_s=rate(),
         network_bytes_per_s=rate(),
-        duplex_factor=rng.uniform(0.5, 1.0), copy_latency_s=rng.choice([0.0, 0.01]),
-        launch_latency_s=rng.choice([0.0, 0.005]), cpu_cores=rng.randint(1, 16),
-        unified_memory=rng.random() < 0.15, device_shares_host_cores=rng.random() < 0.15,
-    )  # fmt: skip
+        duplex_factor=rng.uniform(0.5, 1.0),
+        copy_latency_s=rng.choice([0.0, 0.01]),
+        launch_latency_s=rng.choice([0.0, 0.005]),
+        cpu_cores=rng.randint(1, 16),
+        unified_memory=rng.random() < 0.15,
+        device_shares_host_cores=rng.random() < 0.15,
+    )
 
 
 def random_workload(rng: random.Random, zero_stage: int = 3):
@@ -85,20 +109,28 @@ def random_workload(rng: random.Random, zero_stage: int = 3):
         left -= params
         layers.append(
             Layer(
-                params=params, forward_s=rng.uniform(0, 3), backward_s=rng.uniform(0, 3),
+                params=params,
+                forward_s=rng.uniform(0, 3),
+                backward_s=rng.uniform(0, 3),
                 activation_bytes=rng.randint(0, 50),
                 network_gather_bytes=0 if whole else rng.choice([0, 0, rng.randint(1, 40)]),
                 network_reduce_bytes=rng.choice([0, 0, rng.randint(1, 40)]),
             )
-        )  # fmt: skip
+        )
     return Workload(
-        name="random", layers=tuple(layers), subgroups=tuple(sizes),
-        gradient_accumulation_steps=rng.randint(1, 3), ranks_per_node=rng.choice([1, 1, 2, 4]),
-        pipeline_idle_s=rng.choice([0.0, rng.uniform(0, 2)]), clip=rng.random() < 0.7,
+        name="random",
+        layers=tuple(layers),
+        subgroups=tuple(sizes),
+        gradient_accumulation_steps=rng.randint(1, 3),
+        ranks_per_node=rng.choice([1, 1, 2, 4]),
+        pipeline_idle_s=rng.choice([0.0, rng.uniform(0, 2)]),
+        clip=rng.random() < 0.7,
         stock_backward_extra_s=rng.choice([None, rng.uniform(0, 2)]),
-        device_base_bytes=rng.randint(0, 100), wire_dtype=rng.choice(["bf16", "fp32"]),
-        grad_bytes_per_param=rng.choice([2, 4]), zero_stage=zero_stage,
+        device_base_bytes=rng.randint(0, 100),
+        wire_dtype=rng.choice(["bf16", "fp32"]),
+        grad_bytes_per_param=rng.choice([2, 4]),
+        zero_stage=zero_stage,
         step_gather_s=rng.choice([0.0, rng.uniform(0, 2)]) if whole else 0.0,
         network_step_gather_bytes=rng.choice([0, rng.randint(1, 40)]) if whole else 0,
         reduced_beside=rng.choice([1.0, 0.0, rng.random()]),
-    )  # fmt: skip
+    )

@@ -10,16 +10,12 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Script -> subgroups of its engine: the optimizer's parameter groups, each smaller than a subgroup.
-SUBGROUPS = {
-    "plain_loop.py": 1, "hf_trainer.py": 2, "accelerate_loop.py": 1, "trl_sft.py": 2,
-    "lightning_fit.py": 1,
-}  # fmt: skip
+SUBGROUPS = {"plain_loop.py": 1, "hf_trainer.py": 2, "accelerate_loop.py": 1, "trl_sft.py": 2, "lightning_fit.py": 1}
 
 
 def config_of(script):
     """The config that the script's own docstring names, checked against examples/README.md."""
-    command = next(line for line in (EXAMPLES / script).read_text().splitlines()
-                   if line.strip().startswith("tune run"))  # fmt: skip
+    command = next(line for line in (EXAMPLES / script).read_text().splitlines() if line.strip().startswith("tune run"))
     assert command.strip() in (EXAMPLES / "README.md").read_text()
     return EXAMPLES.parent / command.split()[-1]
 
@@ -75,13 +71,11 @@ def without_a_gpu(monkeypatch):
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
     monkeypatch.setattr(
-        DeepSpeedStrategy, "setup_environment",
-        lambda self: super(DDPStrategy, self).setup_environment(),
-    )  # fmt: skip
+        DeepSpeedStrategy, "setup_environment", lambda self: super(DDPStrategy, self).setup_environment()
+    )
     monkeypatch.setattr(
-        DeepSpeedStrategy, "parallel_devices",
-        property(lambda _: [torch.device("cpu", 0)], lambda *_: None),
-    )  # fmt: skip
+        DeepSpeedStrategy, "parallel_devices", property(lambda _: [torch.device("cpu", 0)], lambda *_: None)
+    )
 
 
 def forget_accelerate():

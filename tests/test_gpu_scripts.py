@@ -40,9 +40,7 @@ def test_deepspeeds_own_dependencies_are_carried():
 def test_scripts_are_shell_and_say_how_they_are_used():
     for name in ("gpu_wheels.sh", "gpu_suite.sh"):
         subprocess.run(["sh", "-n", str(ROOT / "scripts" / name)], check=True)
-    done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / "gpu_suite.sh")], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["sh", str(ROOT / "scripts" / "gpu_suite.sh")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "usage:" in done.stderr
 
@@ -53,15 +51,17 @@ def test_missing_modules_are_told_all_at_once(tmp_path):
     import sys
 
     (tmp_path / ".ready").touch()
-    bare = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "EBBTIDE_PACKAGES": str(tmp_path),
-            "PYTHONHOME": ""}  # fmt: skip
+    bare = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "EBBTIDE_PACKAGES": str(tmp_path), "PYTHONHOME": ""}
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.base_prefix}/bin/python3" -S "$@"\n')
     wrapper.chmod(0o755)
     done = subprocess.run(
         ["sh", str(ROOT / "scripts" / "gpu_suite.sh"), str(tmp_path / "out")],
-        env={**bare, "PYTHON": str(wrapper)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**bare, "PYTHON": str(wrapper)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode != 0
     assert "these modules are needed, but are missing: torch, triton, deepspeed" in done.stderr
     assert not (tmp_path / "out").exists()

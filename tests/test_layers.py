@@ -168,12 +168,18 @@ def test_no_module_imports_itself_through_others():
 # What lies in the folder itself, in no room, is at the bottom.
 ROOMS = {
     "runtime": (
-        ("kernels", "hardware"), ("devices",), ("checkpoint",), ("storage",), ("execution",),
+        ("kernels", "hardware"),
+        ("devices",),
+        ("checkpoint",),
+        ("storage",),
+        ("execution",),
         ("replan",),
-        ("verify",), ("zero",), ("frontdoor",),
+        ("verify",),
+        ("zero",),
+        ("frontdoor",),
     ),
     "runtime.checkpoint": (("format",), ("protocol",), ("stream",), ("trainers",), ("deepspeed",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("package", sorted(ROOMS))

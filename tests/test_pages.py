@@ -177,7 +177,6 @@ def test_snippets_of_the_front_door():
 
 def test_a_page_for_each_error_class_people_meet():
     assert {page.name for page in (DOCS / "errors").iterdir()} == {
-        Path(target).name
-        for target in re.findall(r"\((errors/[\w-]+\.md)\)", (DOCS / "errors.md").read_text())
+        Path(target).name for target in re.findall(r"\((errors/[\w-]+\.md)\)", (DOCS / "errors.md").read_text())
     }
     assert len(WRITTEN) > 5

@@ -24,9 +24,7 @@ def machine(tmp_path):
     def run(**variables):
         script = tmp_path / "scripts" / SCRIPT.name
         environment = {"PATH": str(programs), "HOME": str(tmp_path), **variables}
-        done = subprocess.run(
-            ["/bin/sh", str(script)], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["/bin/sh", str(script)], env=environment, capture_output=True, text=True, check=False)
         assert not (tmp_path / ".venv").exists()
         return done
 
@@ -43,9 +41,7 @@ def test_old_python_is_named_with_what_to_do(machine):
     _program(programs / "python3", _OLD)
     done = run()
     assert done.returncode == 2
-    assert (
-        "Python >= 3.11 with the venv module is needed, but python3 is Python 3.9.2" in done.stderr
-    )
+    assert "Python >= 3.11 with the venv module is needed, but python3 is Python 3.9.2" in done.stderr
     assert "make PYTHON=" in done.stderr
 
 

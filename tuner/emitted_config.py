@@ -17,11 +17,7 @@ _FILLED_IN = {
 
 
 def emitted_config(
-    plan: Plan,
-    plan_file: str,
-    given: Mapping[str, Any] | None,
-    wire_dtype: str,
-    zero_stage: int = 3,
+    plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
     """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
 

@@ -42,36 +42,41 @@ class BadInputError(click.ClickException):
 
 
 MACHINE = click.option(
-    "--machine", required=True,
-    help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090.",
-)  # fmt: skip
+    "--machine", required=True, help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090."
+)
 LAUNCHER_OPTIONS = (
-    click.option("--launcher", type=click.Choice(_LAUNCHERS),
-                 help="What starts the ranks: torchrun and accelerate leave stock one thread a "
-                 "rank where a node has several; default: deepspeed, all cores."),
-    click.option("--omp-threads", type=click.IntRange(min=1),
-                 help="OMP_NUM_THREADS of each rank, whatever starts it."),
-)  # fmt: skip
+    click.option(
+        "--launcher",
+        type=click.Choice(_LAUNCHERS),
+        help="What starts the ranks: torchrun and accelerate leave stock one thread a "
+        "rank where a node has several; default: deepspeed, all cores.",
+    ),
+    click.option("--omp-threads", type=click.IntRange(min=1), help="OMP_NUM_THREADS of each rank, whatever starts it."),
+)
 _WORKLOAD_OPTIONS = (
     click.option("--workload", help="workload.json of the training run."),
     click.option("--model", help="Instead: a Hugging Face config.json, or a plain description."),
-    click.option("--ds-config", help="With --model: DeepSpeed's config; may hold \"auto\"."),
-    click.option("--sequence", type=click.IntRange(min=1),
-                 help="With --model: tokens per sample; default: 2048."),
+    click.option("--ds-config", help='With --model: DeepSpeed\'s config; may hold "auto".'),
+    click.option("--sequence", type=click.IntRange(min=1), help="With --model: tokens per sample; default: 2048."),
     click.option("--micro-batch", type=click.IntRange(min=1), help="With --model: samples."),
     click.option("--accumulation", type=click.IntRange(min=1), help="With --model: micro-batches."),
-    click.option("--zero-stage", type=click.IntRange(1, 3),
-                 help="With --model: 1, 2 or 3; default: the DeepSpeed config's, else 3."),
-    click.option("--data-parallel", type=click.IntRange(min=1),
-                 help="With --model: ranks of ZeRO; default: 1."),
-    click.option("--tensor-parallel", type=click.IntRange(min=1),
-                 help="With --model: ranks that share each layer; default: 1."),
-    click.option("--pipeline-parallel", type=click.IntRange(min=1),
-                 help="With --model: parts of the layers, with ZeRO-1; default: 1."),
-    click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of "
-                 "activations."),
+    click.option(
+        "--zero-stage",
+        type=click.IntRange(1, 3),
+        help="With --model: 1, 2 or 3; default: the DeepSpeed config's, else 3.",
+    ),
+    click.option("--data-parallel", type=click.IntRange(min=1), help="With --model: ranks of ZeRO; default: 1."),
+    click.option(
+        "--tensor-parallel", type=click.IntRange(min=1), help="With --model: ranks that share each layer; default: 1."
+    ),
+    click.option(
+        "--pipeline-parallel",
+        type=click.IntRange(min=1),
+        help="With --model: parts of the layers, with ZeRO-1; default: 1.",
+    ),
+    click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of activations."),
     *LAUNCHER_OPTIONS,
-)  # fmt: skip
+)
 
 
 def launched(command: Command) -> Command:
@@ -97,9 +102,7 @@ def read_machine(given: str) -> Machine:
         if given in PRESETS:
             return preset(given)
         if not given.endswith(".json"):
-            raise BadInputError(
-                f"--machine must be a machine file or one of {', '.join(PRESETS)}, but got {given}"
-            )
+            raise BadInputError(f"--machine must be a machine file or one of {', '.join(PRESETS)}, but got {given}")
     return _read(Machine, given, "--machine")
 
 
@@ -149,12 +152,7 @@ class Trained:
 
 
 def read_trained(
-    machine: Machine,
-    workload: str | None,
-    model: str | None,
-    *,
-    beside_workload: Sequence[str] = (),
-    **about: Any,
+    machine: Machine, workload: str | None, model: str | None, *, beside_workload: Sequence[str] = (), **about: Any
 ) -> Trained:
     """A workload file, or an estimate from a model's config.
 
@@ -169,8 +167,7 @@ def read_trained(
 
     if (workload is None) == (model is None):
         raise BadInputError(
-            "exactly one of --workload and --model must be given, but got "
-            f"{'both' if workload else 'none'}"
+            f"exactly one of --workload and --model must be given, but got {'both' if workload else 'none'}"
         )
     beside = (*beside_workload, *_STARTED)
     without_effect = [k for k, v in about.items() if v and k not in beside]
@@ -253,9 +250,7 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str |
     for flag, path in outputs.items():
         other = taken.setdefault(Path(path).resolve(), flag) if path else flag
         if other != flag:
-            raise BadInputError(
-                f"{flag} must be another file than {other}, but got {path} for both"
-            )
+            raise BadInputError(f"{flag} must be another file than {other}, but got {path} for both")
 
 
 def tell_unread(trained: Trained) -> None:
@@ -299,9 +294,7 @@ def _read(kind: type[T], path: str, flag: str) -> T:
         raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
     except ValidationError as error:
         name = kind.__name__.lower()
-        raise BadInputError(
-            f"{flag} must be a {name} file, but got {path}: {explain(error)}"
-        ) from None
+        raise BadInputError(f"{flag} must be a {name} file, but got {path}: {explain(error)}") from None
 
 
 def check_folder(flag: str, path: str | None) -> None:
@@ -315,9 +308,7 @@ def check_folder(flag: str, path: str | None) -> None:
     folder = Path(path).resolve().parent
     wrong = "cannot be written to" if folder.is_dir() else "is no folder"
     if not (os.access(folder, os.W_OK) or os.access(path, os.W_OK)):
-        raise BadInputError(
-            f"{flag} must be a file that can be written, but got {path}: {folder} {wrong}"
-        )
+        raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {folder} {wrong}")
 
 
 @contextmanager
@@ -326,5 +317,4 @@ def written(flag: str, path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format
-        raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {error}"
-                            ) from None  # fmt: skip
+        raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {error}") from None

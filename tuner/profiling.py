@@ -22,18 +22,21 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def machine_profile(
-    output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int,
-    fresh: bool, as_json: bool,
-) -> None:  # fmt: skip
+    output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
+) -> None:
     """Measures the machine and writes it."""
     from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
     with told_after(0.0) as tell, redirect_stdout(sys.stderr):
         machine = measure_machine(
-            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, drives=drives,
+            storage_dir,
+            seconds=seconds,
+            ranks=ranks,
+            fresh=fresh,
+            drives=drives,
             progress=lambda done, total, stage: tell(done / total, f"{stage} {done}/{total}"),
-        )  # fmt: skip
+        )
     with written("--output", output):
         machine.save(output)
     _tell(machine, show_machine, output, as_json)
@@ -58,20 +61,13 @@ def script_profile(
     from ebbtide.profiler.launch import LaunchError, ScriptRun, profile_script
 
     run = ScriptRun(
-        script,
-        arguments,
-        launcher,
-        ranks=ranks,
-        iterations=iterations,
-        go_on=go_on,
-        shown=go_on and not as_json,
+        script, arguments, launcher, ranks=ranks, iterations=iterations, go_on=go_on, shown=go_on and not as_json
     )
     try:
         with told_after(0.0) as tell:
             workload = profile_script(
-                run, Path(output),
-                lambda done, total: tell(done / total, f"optimizer steps {done}/{total}"),
-            )  # fmt: skip
+                run, Path(output), lambda done, total: tell(done / total, f"optimizer steps {done}/{total}")
+            )
     except LaunchError as error:
         if error.output:
             click.echo(error.output, err=True)

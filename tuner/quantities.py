@@ -4,8 +4,18 @@ import math
 import re
 from pathlib import Path
 
-_SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_SIZES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
 _DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST_S = 1e10  # three centuries: nothing planned takes longer
@@ -30,8 +40,7 @@ def directory_bytes(text: str) -> tuple[str, int]:
     directory, colon, size = text.rpartition(":")
     if not directory or not colon:
         raise ValueError(
-            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r} (a rate of storage is "
-            "--checkpoint-rate)"
+            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r} (a rate of storage is --checkpoint-rate)"
         )
     return str(Path(directory).absolute()), size_bytes(size)
 

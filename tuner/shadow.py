@@ -10,9 +10,7 @@ from ebbtide.simulator.workload import Workload
 LINK_STEP = 10e9
 
 
-def shadow_prices(
-    workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]
-) -> list[str]:
+def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]) -> list[str]:
     """Plans again with 1 GiB more device memory and with 10 GB/s more link each way."""
     from ebbtide.tuner.placements.planning import plan as search
 

@@ -31,15 +31,12 @@ def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
     buffers = AdamBuffers(elements)
     if torch.cuda.is_available():
         *buffers.state, buffers.gradient, buffers.wire = (
-            own_pages(elements, plain.dtype).copy_(plain)
-            for plain in (*buffers.state, buffers.gradient, buffers.wire)
+            own_pages(elements, plain.dtype).copy_(plain) for plain in (*buffers.state, buffers.gradient, buffers.wire)
         )
     return buffers
 
 
-def host_adam_by_threads(
-    elements: int, counts: list[int], budget_s: float
-) -> tuple[dict[int, Quantity], list[str]]:
+def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> tuple[dict[int, Quantity], list[str]]:
     """Parameters/s of the fused kernel for each number of threads, and doubts."""
     buffers = _as_the_runtime_has_them(elements)
     rates: dict[int, Quantity] = {}

@@ -17,9 +17,7 @@ from ebbtide.simulator.quantity import Quantity, Source
 Work = Callable[[], object]
 
 
-def slowdown(
-    work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source
-) -> Quantity:
+def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
     """Speed of ``work`` beside ``neighbour`` over its speed alone; 1: they do not touch."""
     alone_s = statistics.median(repeat_s(work, budget_s / 2))
     stop = threading.Event()
@@ -58,9 +56,7 @@ def measure_contention(
         file.write(PLANNED_WRITERS, as_checkpoints=True)
 
     compute = _device_compute(cuda)
-    pairs: list[tuple[str, Work, str, Work, Source]] = [
-        ("host_adam", update, "storage_write", write, "measured")
-    ]
+    pairs: list[tuple[str, Work, str, Work, Source]] = [("host_adam", update, "storage_write", write, "measured")]
     for name, copy in _copies(cuda, elements).items():
         pairs.append(("host_adam", update, name, copy, device))
         pairs.append((name, copy, "compute", compute, device))
@@ -73,9 +69,7 @@ def measure_contention(
     return result | _both_ways(on_all, share_s)
 
 
-def _both_ways(
-    pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: float
-) -> dict[str, Quantity]:
+def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: float) -> dict[str, Quantity]:
     result = {}
     for name, work, other, neighbour, source in pairs:
         result[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)

@@ -52,9 +52,7 @@ class Endpoints:
         self.on_host = torch.ones(size_bytes, dtype=torch.uint8)
         if cuda and pinned:
             self.on_host = self.on_host.pin_memory()
-        self.on_device = torch.zeros(
-            size_bytes, dtype=torch.uint8, device="cuda" if cuda else "cpu"
-        )
+        self.on_device = torch.zeros(size_bytes, dtype=torch.uint8, device="cuda" if cuda else "cpu")
 
     def h2d(self, stream: Any = None) -> None:
         self._copy(self.on_device, self.on_host, stream)

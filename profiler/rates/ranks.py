@@ -95,8 +95,7 @@ def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"
         raise ValueError(
-            f"ranks that measure at once must be 2 to {most}, the number of {of}, but got {ranks} "
-            "(--ranks)"
+            f"ranks that measure at once must be 2 to {most}, the number of {of}, but got {ranks} (--ranks)"
         )
 
 
@@ -108,9 +107,7 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def _shares(
-    samples: dict[str, StageSamples], cuda: bool
-) -> tuple[dict[ShareName, Quantity], list[str]]:
+def _shares(samples: dict[str, StageSamples], cuda: bool) -> tuple[dict[ShareName, Quantity], list[str]]:
     copied: Source = "measured" if cuda else "emulated"
     links: tuple[ShareName, ...] = ("h2d", "d2h", "link")
     result = {name: samples[name].share(copied, "bytes/s") for name in links}
@@ -143,8 +140,7 @@ def _dram(samples: dict[str, StageSamples]) -> StageSamples:
     triad = samples["triad"]
     alone = max((triad.alone, update.alone), key=statistics.median)
     together = max(
-        (triad.together, update.together),
-        key=lambda ranks: sum(statistics.median(rates) for rates in ranks),
+        (triad.together, update.together), key=lambda ranks: sum(statistics.median(rates) for rates in ranks)
     )
     return StageSamples(alone, together)
 
@@ -182,10 +178,7 @@ def _run(job: Job) -> dict[str, StageSamples]:
             if process.pid is not None:
                 process.terminate()
                 process.join()
-    return {
-        stage: StageSamples(result[0][n][0], [rank[n][1] for rank in result])
-        for n, stage in enumerate(STAGES)
-    }
+    return {stage: StageSamples(result[0][n][0], [rank[n][1] for rank in result]) for n, stage in enumerate(STAGES)}
 
 
 def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list[Any]]:
@@ -230,9 +223,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 if rank == 0:
                     alone = repeat_s(lambda: work(job.cores), job.budget_s, clock)
                 barrier.wait(PATIENCE_S + job.budget_s)
-                together = _together(
-                    lambda: work(job.own_threads), job, clock, enough, number, barrier
-                )
+                together = _together(lambda: work(job.own_threads), job, clock, enough, number, barrier)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
         sender.send(result)
@@ -252,9 +243,11 @@ def _together(
     reported = False
     while enough[number] < job.ranks and not barrier.broken:
         durations.append(clock(work))
-        if not reported and len(durations) >= LEAST_REPEATS and (
-            time.perf_counter() - began_s >= job.budget_s or len(durations) >= MOST_REPEATS
-        ):  # fmt: skip
+        if (
+            not reported
+            and len(durations) >= LEAST_REPEATS
+            and (time.perf_counter() - began_s >= job.budget_s or len(durations) >= MOST_REPEATS)
+        ):
             reported = True
             with enough.get_lock():
                 enough[number] += 1
@@ -263,9 +256,7 @@ def _together(
 
 
 @contextmanager
-def _stage(
-    stage: str, job: Job, rank: int
-) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
+def _stage(stage: str, job: Job, rank: int) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
     """(amount per call, the call with so many threads, its clock); buffers go afterwards."""
     clock: Clock = copies.cuda_clock if job.cuda else timed_s
     elements = job.own_elements

@@ -30,9 +30,7 @@ def timed_s(work: Callable[[], object]) -> float:
 
 
 def repeat_s(
-    work: Callable[[], object],
-    budget_s: float,
-    clock: Callable[[Callable[[], object]], float] = timed_s,
+    work: Callable[[], object], budget_s: float, clock: Callable[[Callable[[], object]], float] = timed_s
 ) -> list[float]:
     """Durations of repeated calls, one of warm-up left out: at least 5, then until the budget.
 
@@ -66,8 +64,7 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
     drift = last / first - 1
     if abs(drift) > UNSTABLE_DRIFT:
         result.append(
-            f"{name} drifted by {drift:+.0%} while it was measured: throttling clocks, or a "
-            "neighbour that came or went"
+            f"{name} drifted by {drift:+.0%} while it was measured: throttling clocks, or a neighbour that came or went"
         )
     return result
 

@@ -61,18 +61,17 @@ def with_writer_cost(machine: Machine) -> Machine:
             continue
         # Nothing is faster beside another than alone: what was measured so is noise, and hides
         # nothing of the other.
-        shares = [
-            (min(1.0, getattr(work, q)), min(1.0, getattr(writing, q)))
-            for q in ("q1", "median", "q3")
-        ]
+        shares = [(min(1.0, getattr(work, q)), min(1.0, getattr(writing, q))) for q in ("q1", "median", "q3")]
         low, middle, high = sorted(cost_for(machine, thread.median, *share) for share in shares)
         told = name.format(passes=shares[1][0], both=sum(shares[1]) / 2)
         cost = Quantity(
-            median=middle, q1=low, q3=high, n=work.n, source="measured",
-            detail=thread.detail
-            if middle == thread.median
-            else f"{thread.detail}; raised until {told} of their speed",
-        )  # fmt: skip
+            median=middle,
+            q1=low,
+            q3=high,
+            n=work.n,
+            source="measured",
+            detail=thread.detail if middle == thread.median else f"{thread.detail}; raised until {told} of their speed",
+        )
         return machine.model_copy(update={"writer_s_per_byte": cost})
     return machine
 
@@ -106,14 +105,24 @@ def _ops(machine: Machine) -> dict[str, Op]:
     """One op of each kind that is measured beside another."""
     return {
         "host_adam": Op(
-            0, OpKind.UPDATE_HOST, Lane.HOST, _WORK, "host_adam_params_per_s",
-            dram_bytes=_WORK * HOST_ADAM_BYTES, cores=machine.cpu_cores,
+            0,
+            OpKind.UPDATE_HOST,
+            Lane.HOST,
+            _WORK,
+            "host_adam_params_per_s",
+            dram_bytes=_WORK * HOST_ADAM_BYTES,
+            cores=machine.cpu_cores,
         ),
         "h2d": Op(0, OpKind.STATE_H2D, Lane.H2D, _WORK, "h2d_bytes_per_s", dram_bytes=_WORK),
         "d2h": Op(0, OpKind.STATE_D2H, Lane.D2H, _WORK, "d2h_bytes_per_s", dram_bytes=_WORK),
         "compute": Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0),
         "storage_write": Op(
-            0, OpKind.PERSIST, Lane.STORAGE, _WORK, "storage_write_bytes_per_s",
-            dram_bytes=WRITE_TRAFFIC * _WORK, cores=writer_cores(machine, CheckpointPlan()),
+            0,
+            OpKind.PERSIST,
+            Lane.STORAGE,
+            _WORK,
+            "storage_write_bytes_per_s",
+            dram_bytes=WRITE_TRAFFIC * _WORK,
+            cores=writer_cores(machine, CheckpointPlan()),
         ),
-    }  # fmt: skip
+    }

@@ -68,16 +68,11 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
         seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
         reads = repeat_s(file.read, share_s)
-        at_once = repeat_s(
-            lambda: _at_once(file.read, lambda: file.write(PLANNED_WRITERS)), share_s
-        )
+        at_once = repeat_s(lambda: _at_once(file.read, lambda: file.write(PLANNED_WRITERS)), share_s)
         fsyncs = repeat_s(file.touch_and_sync, share_s)
         buffered = _buffered(file, share_s) if file.direct else None
         cpu_s = _cpu_seconds(file, share_s)
-    by_writers = {
-        n: rate(file.size_bytes, s, "measured", f"{n} writers, {detail}")
-        for n, s in seconds.items()
-    }
+    by_writers = {n: rate(file.size_bytes, s, "measured", f"{n} writers, {detail}") for n, s in seconds.items()}
     notes = [*doubts("storage write", seconds[PLANNED_WRITERS]), *doubts("storage read", reads)]
     return StorageRates(
         write=by_writers[PLANNED_WRITERS],
@@ -123,9 +118,7 @@ def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.Stor
     return drives.StorageRates(
         write_bytes_per_s=rate(parts.size_bytes, writes, "measured", detail),
         read_bytes_per_s=rate(parts.size_bytes, reads, "measured", detail),
-        duplex_factor=Quantity.from_samples(
-            [duplex_factor(s, writes, reads) for s in at_once], "measured", detail
-        ),
+        duplex_factor=Quantity.from_samples([duplex_factor(s, writes, reads) for s in at_once], "measured", detail),
     )
 
 
@@ -210,9 +203,14 @@ class FileToWrite:
         return "O_DIRECT" if self.direct else "buffered"
 
     def write(
-        self, writers: int = 1, *, buffered: bool = False, as_checkpoints: bool = False,
-        from_memory: bool = False, blocks: range | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        writers: int = 1,
+        *,
+        buffered: bool = False,
+        as_checkpoints: bool = False,
+        from_memory: bool = False,
+        blocks: range | None = None,
+    ) -> None:
         """All of it by so many threads, then fsync.
 
         Args:

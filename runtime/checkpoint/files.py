@@ -163,12 +163,31 @@ class Files:
 # The named points of the protocol in their order, for crash tests. Those of rank 0 only come after
 # "votes_seen"; a checkpoint is committed at "tag_renamed".
 POINTS = (
-    "save_begun", "staging_made", "skeleton_made", "job_started", "first_block", "half_written",
-    "last_block", "payload_fsynced", "staging_fsynced", "vote_written", "vote_renamed", "voted",
-    "votes_seen", "manifest_written", "manifest_renamed", "sealed", "tag_renamed",
-    "parent_fsynced", "latest_written", "latest_renamed", "committed",
-    "trash_renamed", "trash_deleted", "done",
-)  # fmt: skip
+    "save_begun",
+    "staging_made",
+    "skeleton_made",
+    "job_started",
+    "first_block",
+    "half_written",
+    "last_block",
+    "payload_fsynced",
+    "staging_fsynced",
+    "vote_written",
+    "vote_renamed",
+    "voted",
+    "votes_seen",
+    "manifest_written",
+    "manifest_renamed",
+    "sealed",
+    "tag_renamed",
+    "parent_fsynced",
+    "latest_written",
+    "latest_renamed",
+    "committed",
+    "trash_renamed",
+    "trash_deleted",
+    "done",
+)
 # Points that come up in some runs only: a subgroup was copied before its update; a tag was saved
 # before; two names were swapped by two renames.
 RARE_POINTS = ("copied_on_update", "tag_set_aside")
@@ -176,9 +195,14 @@ RARE_POINTS = ("copied_on_update", "tag_set_aside")
 STORED_POINTS = ("stored_prepared", "stored_settled")
 # Those of a drain to the durable tier; "tag_renamed" and "parent_fsynced" come up in it too.
 DRAIN_POINTS = (
-    "drain_begun", "drain_half", "drain_payload_fsynced", "drain_sealed", "drain_latest_written",
-    "drain_latest_renamed", "drain_done",
-)  # fmt: skip
+    "drain_begun",
+    "drain_half",
+    "drain_payload_fsynced",
+    "drain_sealed",
+    "drain_latest_written",
+    "drain_latest_renamed",
+    "drain_done",
+)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -14,9 +14,14 @@ from ebbtide.simulator.schedule import Lane as LaneName
 
 HOST_LANES = (LaneName.HOST, LaneName.STORAGE, LaneName.STORAGE_READ)
 DEVICE_LANES = (
-    LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE, LaneName.H2D_FETCH,
-    LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS,
-)  # fmt: skip
+    LaneName.H2D,
+    LaneName.H2D_PARAMETERS,
+    LaneName.D2H,
+    LaneName.DEVICE_UPDATE,
+    LaneName.H2D_FETCH,
+    LaneName.D2H_GRADIENTS,
+    LaneName.H2D_GRADIENTS,
+)
 
 
 class Device:
@@ -63,14 +68,21 @@ class Device:
         """Copies on the lane of fetches to memory that its owner may drop before the copy ends."""
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
-    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
-                wire: torch.dtype) -> None:  # fmt: skip
+    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
         """Makes ready what `update` needs, so that no training step pays for it: ``steps`` of every
         form, ``tensors`` of state.
         """
 
-    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+    def update(
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        step: UpdateStep,
+        scale: float,
+        tail: int,
+        stream: Any,
+    ) -> None:
         """One step in device memory; ``state`` is the master and its moments in fp32."""
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
@@ -119,9 +131,7 @@ class Device:
         """
         end.wait_host()
 
-    def host_update(
-        self, elements: int, *, out_of_place: bool = False
-    ) -> AbstractContextManager[None]:
+    def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
         """Entered around the host kernel's update of so many parameters."""
         del elements, out_of_place
         return nullcontext()
@@ -143,9 +153,7 @@ class Device:
         """Uninitialised memory of a shape and dtype, for the training thread."""
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
-    def fetch_sum(
-        self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any
-    ) -> None:
+    def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
         """``total`` = ``base``, from the host, + ``gradient``, on the lane of gradients."""
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

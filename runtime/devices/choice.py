@@ -27,9 +27,7 @@ def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:
     if kind == "cuda" and not on_cuda:
         raise ValueError("device 'cuda' needs a CUDA GPU, but there is none: use 'auto'")
     if kind in ("unified", "emulated") and on_cuda:
-        raise ValueError(
-            f"device {kind!r} is for machines without a GPU, but training runs on CUDA: use 'auto'"
-        )
+        raise ValueError(f"device {kind!r} is for machines without a GPU, but training runs on CUDA: use 'auto'")
     choices = {"cuda": CudaDevice, "emulated": EmulatedDevice, "unified": Device}
     if kind not in choices:
         raise ValueError(f"device must be 'auto' or one of {sorted(choices)}, but got {kind!r}")

@@ -12,9 +12,7 @@ class Mark:
 
     __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
-    def __init__(
-        self, event: Any, reached_s: float | None, before: "Mark | None", host: Callable[[], float]
-    ) -> None:
+    def __init__(self, event: Any, reached_s: float | None, before: "Mark | None", host: Callable[[], float]) -> None:
         self.event = event
         self._reached_s = reached_s
         self._host, self._recorded_s = host, host()

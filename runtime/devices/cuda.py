@@ -113,14 +113,21 @@ class CudaDevice(Device):
         to.record_stream(stream)
         super().fetch(to, source, stream)
 
-    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
-                wire: torch.dtype) -> None:  # fmt: skip
+    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
         from ebbtide.runtime.kernels.device import compile_for
 
         compile_for(steps, tensors, gradient, wire)
 
-    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+    def update(
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        step: UpdateStep,
+        scale: float,
+        tail: int,
+        stream: Any,
+    ) -> None:
         from ebbtide.runtime.kernels.device import device_update
 
         # A kept gradient is dropped when the next one takes its place, which nothing makes wait for
@@ -169,9 +176,7 @@ class CudaDevice(Device):
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
-    def fetch_sum(
-        self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any
-    ) -> None:
+    def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
         for tensor in (total, gradient):
             tensor.record_stream(stream)
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)

@@ -68,15 +68,21 @@ class EmulatedDevice(Device):
             return nullcontext()
         return self._pacer.work(size_bytes / rate, {way: rate, "link": rate})
 
-    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+    def update(
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        step: UpdateStep,
+        scale: float,
+        tail: int,
+        stream: Any,
+    ) -> None:
         rate = self.rates.device_adam_params_per_s
         with nullcontext() if rate is None else self.compute(grad.numel() / rate):
             super().update(state, grad, out, step, scale, tail, stream)
 
-    def host_update(
-        self, elements: int, *, out_of_place: bool = False
-    ) -> AbstractContextManager[None]:
+    def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
         rate = self.rates.host_adam_params_per_s
         if rate is None:
             return nullcontext()

@@ -55,8 +55,7 @@ class Completion:
         """
         if not self.issued.wait(WAIT_DEADLINE_S):
             raise BackgroundError(
-                f"{self.label!r} must be issued within {WAIT_DEADLINE_S:.0f} s, but was not: a "
-                "lane is stuck"
+                f"{self.label!r} must be issued within {WAIT_DEADLINE_S:.0f} s, but was not: a lane is stuck"
             )
         if self.error is not None:
             raise BackgroundError(f"{self.label!r} failed in the background") from self.error
@@ -115,18 +114,14 @@ class Lane:
             self._thread = threading.Thread(target=self._run, name=f"ebbtide {name}", daemon=True)
             self._thread.start()
 
-    def submit(
-        self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion
-    ) -> None:
+    def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
         """Queues ``body`` behind everything submitted before and behind ``waits``."""
         if self._thread is None:
             self._execute(body, waits, completion)
             return
         self._queue.put(lambda: self._execute(body, waits, completion))
 
-    def _execute(
-        self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion
-    ) -> None:
+    def _execute(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
         try:
             if self._error is not None:
                 raise self._error

@@ -27,9 +27,7 @@ from ebbtide.simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, re
 HISTORY_STEPS = 8
 KEPT_FETCHES = 4096
 # Crossings that need no copy where device and host memory are one, and who does their work there.
-WRITTEN_BY = {
-    OpKind.PARAMETER_H2D: OpKind.UPDATE_HOST, OpKind.PARAMETER_D2H: OpKind.UPDATE_DEVICE,
-}  # fmt: skip
+WRITTEN_BY = {OpKind.PARAMETER_H2D: OpKind.UPDATE_HOST, OpKind.PARAMETER_D2H: OpKind.UPDATE_DEVICE}
 VISITS = {OpKind.STATE_H2D, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED, OpKind.STATE_D2H}
 
 
@@ -135,17 +133,17 @@ class Executor:
         }
 
     def _keep_spent(
-        self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob,
-        stream: object = None,
-    ) -> None:  # fmt: skip
+        self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob, stream: object = None
+    ) -> None:
         """Of the elements whose gradient stock spends, what an update is about to overwrite."""
         elements = self.states[subgroup].elements
         begin = self.rule.tail_begin(elements) if self.rule.spends else elements
         if begin < elements:
             last = [tensor[begin:elements] for tensor in source]
             kept, _ = self.spent.get(subgroup) or (
-                [self.device.host_empty(len(tensor), tensor.dtype) for tensor in last], None
-            )  # fmt: skip
+                [self.device.host_empty(len(tensor), tensor.dtype) for tensor in last],
+                None,
+            )
             self.spent[subgroup] = kept, job.step
             for to, tensor in zip(kept, last, strict=True):
                 if stream is None:
@@ -159,9 +157,7 @@ class Executor:
             dtypes = updated[0].gradient.dtype, updated[0].wire.dtype
             self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
-    def _visits_of(
-        self, prefetch: int, arrival: Sequence[int] | None, growing: Growing | None
-    ) -> Visits:  # fmt: skip
+    def _visits_of(self, prefetch: int, arrival: Sequence[int] | None, growing: Growing | None) -> Visits:
         visiting = _of_kind(self.template, OpKind.STATE_H2D)
         order = sorted(visiting, key=self._published.__getitem__)
         coming = arrival or range(len(self.states))[::-1]
@@ -239,9 +235,12 @@ class Executor:
         (position,) = self._guessed[subgroup]
         guess = self.guesses.begin(self.states[subgroup], job)
         self._submit(
-            position, self.template[position], self.gradients.arrived(subgroup),
-            body=partial(self._update_guessed, guess), job=job,
-        )  # fmt: skip
+            position,
+            self.template[position],
+            self.gradients.arrived(subgroup),
+            body=partial(self._update_guessed, guess),
+            job=job,
+        )
 
     def _guess_visit(self, subgroup: int) -> None:
         """On to its way home, if its gradient is complete and a slot has been taken."""
@@ -280,9 +279,7 @@ class Executor:
             if guess.written:
                 self._state_read(subgroup, number, job)
 
-        self.lanes[op.lane].submit(
-            lambda: self._run(body, op, number, None), [behind], completion
-        )  # fmt: skip
+        self.lanes[op.lane].submit(lambda: self._run(body, op, number, None), [behind], completion)
 
     def skip(self) -> bool:
         """This step updates nothing; whether there were guesses."""
@@ -359,9 +356,14 @@ class Executor:
             self._submit(position, item, waits)
 
     def _submit(
-        self, position: int, item: TemplateOp, waits: list[Completion], *,
-        body: Body | None = None, job: SubgroupJob | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        position: int,
+        item: TemplateOp,
+        waits: list[Completion],
+        *,
+        body: Body | None = None,
+        job: SubgroupJob | None = None,
+    ) -> None:
         """``body``, ``job``: None: those of the op and of the step."""
         op = item.op
         written = self._written_by(op)
@@ -388,9 +390,7 @@ class Executor:
             return self._position[OpKind.VISIT_GUESSED, op.subgroup]
         return None
 
-    def _visit(
-        self, op: Op, waits: list[Completion], end: Completion
-    ) -> tuple[Body, list[Completion]]:
+    def _visit(self, op: Op, waits: list[Completion], end: Completion) -> tuple[Body, list[Completion]]:
         """What an op of a visit does, in its slot, and what it waits for beside ``waits``."""
         if op.kind == OpKind.STATE_H2D:
             visit, free = self.visits.come(self.states[op.subgroup])
@@ -424,9 +424,7 @@ class Executor:
         assert self.store is not None
         self.store.read(subgroup, self._host_slot(subgroup, number))
 
-    def _state_write(
-        self, version: int, subgroup: int, number: int, job: SubgroupJob | None
-    ) -> None:
+    def _state_write(self, version: int, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
         self._ask_gate(subgroup)  # readers see the new state from the write's end on
         assert self.store is not None
@@ -446,9 +444,7 @@ class Executor:
         out = self._parameter_out(subgroup, number)
         self._update_device(subgroup, self.states[subgroup].state, out, job)
 
-    def _update_visit(
-        self, visit: Visit, subgroup: int, number: int, job: SubgroupJob | None
-    ) -> None:
+    def _update_visit(self, visit: Visit, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         if visit.dropped:
             return
         if self._was_stale(subgroup):
@@ -459,18 +455,22 @@ class Executor:
         self._update_device(subgroup, visit.into, out, job)
 
     def _update_device(
-        self, subgroup: int, target: tuple[torch.Tensor, ...], out: torch.Tensor,
-        job: SubgroupJob | None,
-    ) -> None:  # fmt: skip
+        self, subgroup: int, target: tuple[torch.Tensor, ...], out: torch.Tensor, job: SubgroupJob | None
+    ) -> None:
         assert job is not None
         state, stream = self.states[subgroup], self._stream(LaneName.DEVICE_UPDATE)
         self._keep_spent(subgroup, target, job, stream)
         for part in job.segments:
             span = slice(part.start, part.end)
             self.device.update(
-                [t[span] for t in target], part.gradient, out[span], job.step,
-                part.scale, self.rule.tail(state.elements, part.start, part.end), stream,
-            )  # fmt: skip
+                [t[span] for t in target],
+                part.gradient,
+                out[span],
+                job.step,
+                part.scale,
+                self.rule.tail(state.elements, part.start, part.end),
+                stream,
+            )
 
     def _was_stale(self, subgroup: int) -> bool:
         """Whether it was; from now on it is not."""
@@ -508,9 +508,7 @@ class Executor:
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(target, parts, out, job.step, self.threads)
 
-    def _update_guessed(
-        self, guess: Guess, subgroup: int, number: int, job: SubgroupJob | None
-    ) -> None:
+    def _update_guessed(self, guess: Guess, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         assert job is not None
         if guess.dropped:
             return
@@ -615,8 +613,7 @@ class Executor:
 
     def wait_state(self, subgroup: int) -> None:
         """Blocks until the latest update of the subgroup is back where its state lives."""
-        kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST,
-                 OpKind.UPDATE_GUESSED)  # fmt: skip
+        kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED)
         self._completion(kinds, subgroup).wait_host()
         if self.store is not None and subgroup in self._reads:
             self.store.check_restored([subgroup])
@@ -723,22 +720,16 @@ def _before_norm(template: Sequence[TemplateOp]) -> dict[int, list[int]]:
     return found
 
 
-def _redone(
-    template: Sequence[TemplateOp], states: Sequence[SubgroupState]
-) -> dict[int, TemplateOp]:
+def _redone(template: Sequence[TemplateOp], states: Sequence[SubgroupState]) -> dict[int, TemplateOp]:
     """By its place, what a guess is where nobody has guessed, or wrong."""
-    kinds = {
-        OpKind.UPDATE_GUESSED: OpKind.UPDATE_HOST, OpKind.VISIT_GUESSED: OpKind.UPDATE_DEVICE,
-    }  # fmt: skip
+    kinds = {OpKind.UPDATE_GUESSED: OpKind.UPDATE_HOST, OpKind.VISIT_GUESSED: OpKind.UPDATE_DEVICE}
 
     def ordinary(op: Op) -> Op:
         if op.kind == OpKind.STATE_D2H:  # without the parameters
             return op._replace(work=sum(t.nbytes for t in states[op.subgroup].state))
         return op._replace(kind=kinds.get(op.kind, op.kind))
 
-    return {
-        i: replace(item, op=ordinary(item.op)) for i, item in enumerate(template) if item.guessed
-    }
+    return {i: replace(item, op=ordinary(item.op)) for i, item in enumerate(template) if item.guessed}
 
 
 def published_by(state: SubgroupState, *, guessed: bool = False) -> OpKind:

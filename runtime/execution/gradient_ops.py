@@ -27,9 +27,7 @@ class GradientOps:
         latest: the way home that was begun last, of all subgroups.
     """
 
-    def __init__(
-        self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]
-    ) -> None:
+    def __init__(self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]) -> None:
         self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
         self.latest: Completion | None = None
         self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
@@ -38,9 +36,7 @@ class GradientOps:
         self._ends: dict[tuple[OpKind, int], Completion] = {}
         self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
 
-    def send(
-        self, subgroup: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool
-    ) -> None:
+    def send(self, subgroup: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Starts the way home of a part; ``summed``: `fetch_sum` gave it, and each micro-batch's
         goes home.
 
@@ -60,9 +56,7 @@ class GradientOps:
         lane = item.op.lane
         stream = self._lanes[lane].stream
         leaving = self._device.leaving(source, stream)
-        self.latest = self._submit(
-            item, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream)
-        )
+        self.latest = self._submit(item, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream))
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
@@ -89,9 +83,7 @@ class GradientOps:
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
         total = self._device.empty_on(gradient.device, base)
-        completion = self._submit(
-            item, base.nbytes, lambda: self._device.fetch_sum(total, base, gradient, stream)
-        )
+        completion = self._submit(item, base.nbytes, lambda: self._device.fetch_sum(total, base, gradient, stream))
         self._device.training_waits([completion])
         return total
 

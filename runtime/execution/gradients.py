@@ -79,9 +79,7 @@ class GradientHomes(Generic[Piece]):
 
     # -- arriving ----------------------------------------------------------------------------
 
-    def accept(
-        self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool
-    ) -> torch.Tensor:  # fmt: skip
+    def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
         """Stores or accumulates one partition; returns it as the device sees it, for its norm.
 
         Args:
@@ -95,9 +93,8 @@ class GradientHomes(Generic[Piece]):
         return total
 
     def _take(
-        self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool,
-        alone: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
+    ) -> torch.Tensor:
         """``alone``: it replaces what is at home and is no part of a sum that goes on."""
         self._open = True
         base = None if first else self._sum_so_far(piece, gradient.numel())
@@ -128,9 +125,8 @@ class GradientHomes(Generic[Piece]):
         return gradient
 
     def _hold(
-        self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None, *, boundary: bool,
-        alone: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None, *, boundary: bool, alone: bool
+    ) -> torch.Tensor:
         """As `_store`, where the sum stays on the device until the boundary."""
         total = gradient
         if not (alone or (boundary and base is None)):
@@ -143,9 +139,7 @@ class GradientHomes(Generic[Piece]):
             self.ops.send(piece.subgroup, home, total, summed=False)
         return total
 
-    def _sum_up(
-        self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None
-    ) -> torch.Tensor:  # fmt: skip
+    def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
         """In the device memory for the subgroup's sum, which it returns."""
         total = self._held(piece, gradient.numel())
         if not piece.unsent:  # what is there may still be on its way home

@@ -53,8 +53,9 @@ class Guesses:
         self._device = device
         self._spares = {
             s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state)
-            for s in states if RECIPES[s.placement].state == "host"
-        }  # fmt: skip
+            for s in states
+            if RECIPES[s.placement].state == "host"
+        }
         self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
         self.begun: dict[int, Guess] = {}
 
@@ -105,14 +106,11 @@ class Guesses:
 def _scalars(job: SubgroupJob) -> object:
     step = job.step
     parts = [
-        (s.start, s.end, s.gradient.data_ptr(), s.gradient.dtype, step.scalars(s.scale).tobytes())
-        for s in job.segments
+        (s.start, s.end, s.gradient.data_ptr(), s.gradient.dtype, step.scalars(s.scale).tobytes()) for s in job.segments
     ]
     return step.kernel, step.variant, parts
 
 
-def spares_of(
-    device: Device, states: Sequence[SubgroupState], guessed: Mapping[int, bool] | Sequence[bool]
-) -> Guesses:
+def spares_of(device: Device, states: Sequence[SubgroupState], guessed: Mapping[int, bool] | Sequence[bool]) -> Guesses:
     """Memory for the subgroups that a plan guesses."""
     return Guesses(device, [state for state in states if guessed[state.index]])

@@ -6,9 +6,7 @@ from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.ebbtide import check_homes
 
 
-def check_plan(
-    plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int
-) -> None:
+def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
     """Checks that a plan was made for these subgroups, at this stage.
 
     Raises:

@@ -80,18 +80,19 @@ class Recorder:
         first = records[0].number if records else 0
         spans = [
             Span(
-                noted.kind, Lane.COMPUTE, noted.begin.reached_s - self.origin_s,
-                noted.end.reached_s - self.origin_s, iteration=noted.iteration,
+                noted.kind,
+                Lane.COMPUTE,
+                noted.begin.reached_s - self.origin_s,
+                noted.end.reached_s - self.origin_s,
+                iteration=noted.iteration,
             )
             for noted in self._noted
             if noted.iteration >= first and noted.end.is_past
-        ]  # fmt: skip
+        ]
         for record in records:
             for op, completion in record.ops:
                 start_s, end_s = self._times(completion, record.origin)
-                spans.append(
-                    Span(op.kind, op.lane, start_s, end_s, op.subgroup, iteration=record.number)
-                )
+                spans.append(Span(op.kind, op.lane, start_s, end_s, op.subgroup, iteration=record.number))
         return Timeline(spans=tuple(sorted(spans, key=lambda s: s.start_s)), source="measured")
 
     def _times(self, completion: Completion, origin: Mark | None) -> tuple[float, float]:

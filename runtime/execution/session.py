@@ -42,9 +42,7 @@ from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
 from ebbtide.simulator.workload import WireDtype, ZeroStage
 
-DTYPES: dict[WireDtype, torch.dtype] = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-}  # fmt: skip
+DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TrainingEngine(Protocol):
@@ -96,9 +94,8 @@ class TrainingEngine(Protocol):
         ...
 
     def gradient_homes(
-        self, device: Device, states: list[SubgroupState], ops: GradientOps,
-        complete: Callable[[int], None],
-    ) -> GradientHomes[Any]:  # fmt: skip
+        self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
+    ) -> GradientHomes[Any]:
         """The way home of all parameters' gradients, of the session's first plan."""
         ...
 
@@ -177,9 +174,7 @@ class Session:
         overlaps: a plan's updates may go on in the next forward.
     """
 
-    def __init__(
-        self, engine: TrainingEngine, plan: Plan, device: Device, *, overlap_forward: bool = True
-    ) -> None:
+    def __init__(self, engine: TrainingEngine, plan: Plan, device: Device, *, overlap_forward: bool = True) -> None:
         """``overlap_forward`` False: steps wait for their updates, whatever a plan says."""
         self.engine = engine
         self.device = device
@@ -192,9 +187,7 @@ class Session:
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
-        self.stored = StoredSteps(
-            lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all
-        )  # fmt: skip
+        self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all)
         self.guessing = Guessing()
         self._guessed: tuple[list[UpdateStep], float] | None = None  # of the coming step
         # Ranks gather together: where one waits for its updates and another does not, both would
@@ -202,9 +195,7 @@ class Session:
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
-        self.homes = engine.gradient_homes(
-            device, self.executor.states, self.executor.gradients, self._complete
-        )
+        self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """The plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -231,10 +222,9 @@ class Session:
         homes = plan.parameter_homes
         apart = homes != self._homes_now(len(homes))
         states = [
-            self._move(index, "host" if placement == "device" and not placed else placement, home,
-                       apart)
+            self._move(index, "host" if placement == "device" and not placed else placement, home, apart)
             for index, (placement, home) in enumerate(zip(placements, homes, strict=True))
-        ]  # fmt: skip
+        ]
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
         # Parameters would be new before the norm; or what is guessed could not take its place.
@@ -246,11 +236,20 @@ class Session:
         gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
         return plan, Executor(
-            self.device, states, slots, template, threads, rule, gradients,
-            self._store, host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.guessed), plan.prefetch, arrival,
+            self.device,
+            states,
+            slots,
+            template,
+            threads,
+            rule,
+            gradients,
+            self._store,
+            host_slots(plan.host_slots, stored, tensors),
+            spares_of(self.device, states, plan.guessed),
+            plan.prefetch,
+            arrival,
             Growing(Counter(plan.grown), partial(staging_slot, self.device, *room)),
-        )  # fmt: skip
+        )
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
@@ -285,9 +284,7 @@ class Session:
             return (self.engine.parameter_home(),) * count
         return tuple(state.parameter_home for state in self._running.states)
 
-    def _move(
-        self, subgroup: int, placement: Placement, home: ParameterHome, apart: bool
-    ) -> SubgroupState:
+    def _move(self, subgroup: int, placement: Placement, home: ParameterHome, apart: bool) -> SubgroupState:
         running = self._running
         now = running.states[subgroup] if running else None
         before, store = self.engine.take(subgroup, now), self._store
@@ -377,9 +374,7 @@ class Session:
         self.homes.check_closed()
         self.homes.stepped(scale)
         steps = self.engine.hyperparameters()
-        jobs = [
-            SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)
-        ]
+        jobs = [SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)]
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
 
@@ -420,9 +415,7 @@ class Session:
             StorageError: there is no room for what it stores.
             BackgroundError, CheckpointError: something failed in the background before.
         """
-        check_plan(
-            plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage()
-        )  # fmt: skip
+        check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
             raise PlanError(
                 "plan.placement must be host for every subgroup of an optimizer that runs its own "
@@ -486,13 +479,9 @@ class Session:
             if recipe.gradient == "host" or unified:
                 total += state.gradient.nbytes
             if state.parameter_home == "host":
-                wires[state.wire.data_ptr()] = max(
-                    state.wire.nbytes, wires.get(state.wire.data_ptr(), 0)
-                )
+                wires[state.wire.data_ptr()] = max(state.wire.nbytes, wires.get(state.wire.data_ptr(), 0))
         total += sum(wires.values()) + sum(t.nbytes for t in self.executor.parameter_slots)
-        total += self.engine.update_rule().unplaced_bytes(
-            self.engine.sizes(), self.executor.states[0].p.dtype
-        )
+        total += self.engine.update_rule().unplaced_bytes(self.engine.sizes(), self.executor.states[0].p.dtype)
         total += sum(slot.nbytes for slot in self.executor.host_slots)
         total += self.executor.guesses.nbytes
         return total + self.homes.spare_bytes()
@@ -501,10 +490,11 @@ class Session:
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """The plan with the placements, homes and slots that memory allowed."""
     return plan.placed(
-        [s.placement for s in states], staging_slots=slots,
+        [s.placement for s in states],
+        staging_slots=slots,
         prefetch=min(plan.prefetch, slots + len(plan.growing_slots)),
         parameter_home=Plan.home_runs([s.parameter_home for s in states]),
-    )  # fmt: skip
+    )
 
 
 def threads_of(plan: Plan, device: Device) -> int:

@@ -59,16 +59,18 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
     return ExtentStore.open(
-        drives, sizes, rank=int(os.environ.get("RANK") or 0),
-        world_size=int(os.environ.get("WORLD_SIZE") or 1), keep=kept_steps(plan.checkpoint.keep),
-        stands=stands, verify_reads=plan.checkpoint.verify_reads,
+        drives,
+        sizes,
+        rank=int(os.environ.get("RANK") or 0),
+        world_size=int(os.environ.get("WORLD_SIZE") or 1),
+        keep=kept_steps(plan.checkpoint.keep),
+        stands=stands,
+        verify_reads=plan.checkpoint.verify_reads,
         deadline_s=min(DEADLINE_S, plan.checkpoint.deadline_s),
-    )  # fmt: skip
+    )
 
 
-def grown_store(
-    store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int
-) -> ExtentStore | None:
+def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
     """The store of a running training with room for what another plan stores; nothing is moved.
 
     Raises:

@@ -106,9 +106,7 @@ class StateStore(Protocol):
         """The version of the update that is launched now, which writes every subgroup."""
         ...
 
-    def write(
-        self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None
-    ) -> None:
+    def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
         """Writes new state beside the last one's, and shows it from then on; blocks.
 
         Args:
@@ -122,9 +120,15 @@ class StateStore(Protocol):
 
 
 def place(
-    device: Device, index: int, placement: Placement, home: ParameterHome, before: Buffers, *,
-    apart: bool = False, store: StateStore | None = None,
-) -> SubgroupState:  # fmt: skip
+    device: Device,
+    index: int,
+    placement: Placement,
+    home: ParameterHome,
+    before: Buffers,
+    *,
+    apart: bool = False,
+    store: StateStore | None = None,
+) -> SubgroupState:
     """Moves a subgroup's tensors to where the plan wants them; those that can stay do.
 
     A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
@@ -175,8 +179,10 @@ def _parameters(
         logger.warning(
             "the parameters of subgroup %d were planned to live on the device, but it has no "
             "memory left for them: they stay in %s memory. Plan again with a smaller --gpu-memory "
-            "if this stays so.", index, before.parameter_home,
-        )  # fmt: skip
+            "if this stays so.",
+            index,
+            before.parameter_home,
+        )
         return before.parameter_home, wire
 
 
@@ -215,15 +221,12 @@ def staging_slots(
             break
     if len(slots) < wanted:
         logger.warning(
-            "the device has memory for %d of the plan's %d staging slots (plan.staging_slots)",
-            len(slots), wanted,
-        )  # fmt: skip
+            "the device has memory for %d of the plan's %d staging slots (plan.staging_slots)", len(slots), wanted
+        )
     return slots
 
 
-def staging_slot(
-    device: Device, visiting: list[int], tensors: int, wire: torch.dtype | None
-) -> StagingSlot:
+def staging_slot(device: Device, visiting: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
     """One of `staging_slots`.
 
     Raises:
@@ -245,8 +248,10 @@ def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
         except torch.OutOfMemoryError:
             logger.warning(
                 "the device has memory for %d of the plan's %d sums of micro-batches "
-                "(plan.device_sums): the others go to host memory and back", done, len(states),
-            )  # fmt: skip
+                "(plan.device_sums): the others go to host memory and back",
+                done,
+                len(states),
+            )
             return done
         state.sum = made.zero_()
     return len(states)
@@ -256,5 +261,6 @@ def _warn_fallback(index: int, placement: Placement) -> None:
     logger.warning(
         "subgroup %d was planned as %r, but the device has no memory left for it: it is updated "
         "on the host instead. Plan again with a smaller --gpu-memory if this stays so.",
-        index, placement,
-    )  # fmt: skip
+        index,
+        placement,
+    )

@@ -53,8 +53,10 @@ class Growing:
                 "subgroup %d (plan.growing_slots): training goes on with fewer. If this stays so, "
                 "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, so that free memory in many "
                 "pieces serves too, or plan again with a smaller --gpu-memory.",
-                got, wanted, subgroup,
-            )  # fmt: skip
+                got,
+                wanted,
+                subgroup,
+            )
 
 
 @dataclass(slots=True)
@@ -101,9 +103,13 @@ class Visits:
     """
 
     def __init__(
-        self, slots: Sequence[StagingSlot], order: Sequence[int], guessed: Sequence[int],
-        prefetch: int, growing: Growing | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        slots: Sequence[StagingSlot],
+        order: Sequence[int],
+        guessed: Sequence[int],
+        prefetch: int,
+        growing: Growing | None = None,
+    ) -> None:
         """``slots``: those that are always there; ``order``: of all visits, the plan's;
         ``guessed``: those that the plan guesses, as their gradients arrive; ``prefetch``: of the
         others, how many come in before the norm.
@@ -196,9 +202,8 @@ class Visits:
         self._met = max(self._met, number)
         wire = slot.buffer.wire
         visit = self.inside[state.index] = Visit(
-            state.state, slot.buffer.views(state.elements),
-            None if wire is None else wire[: state.elements],
-        )  # fmt: skip
+            state.state, slot.buffer.views(state.elements), None if wire is None else wire[: state.elements]
+        )
         return visit, waits
 
     def leaves(self, subgroup: int, end: Completion) -> None:

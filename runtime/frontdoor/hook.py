@@ -84,8 +84,7 @@ def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
     try:
         with os.scandir(folder) as entries:
             return any(
-                entry.is_dir(follow_symlinks=False)
-                and os.path.lexists(os.path.join(entry.path, LEFTOVERS))  # noqa: PTH118
+                entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, LEFTOVERS))  # noqa: PTH118
                 for entry in entries
             )
     except OSError:
@@ -135,8 +134,9 @@ def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     first = kwargs.get("args", args[0] if args else None)
     places = [*args, kwargs.get("config"), kwargs.get("config_params")]
     places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
-    return any(KEY in (_text(place) if isinstance(place, str) else place)
-               for place in places if isinstance(place, str | dict))  # fmt: skip
+    return any(
+        KEY in (_text(place) if isinstance(place, str) else place) for place in places if isinstance(place, str | dict)
+    )
 
 
 def _text(config: str) -> str:
@@ -176,9 +176,7 @@ def _plugin_of(accelerate: Any) -> Any:
     return getattr(accelerate, "DeepSpeedPlugin", None)
 
 
-def _fill_match(
-    original: Callable[..., Any], plugin: Any, key: str, /, *args: Any, **kwargs: Any
-) -> None:
+def _fill_match(original: Callable[..., Any], plugin: Any, key: str, /, *args: Any, **kwargs: Any) -> None:
     """Accelerate takes every ``"auto"`` in the config for a value that it should fill in."""
     if key.split(".")[0] != KEY:
         original(plugin, key, *args, **kwargs)
@@ -186,9 +184,7 @@ def _fill_match(
 
 _WRAPPED: dict[str, Callable[[Any], None]] = {
     "deepspeed": lambda module: _wrap(module, "initialize", _initialize),
-    "accelerate.utils.dataclasses": lambda module: _wrap(
-        _plugin_of(module), "fill_match", _fill_match
-    ),
+    "accelerate.utils.dataclasses": lambda module: _wrap(_plugin_of(module), "fill_match", _fill_match),
 }
 
 
@@ -197,9 +193,7 @@ class _AfterImport:
 
     is_ebbtides = True
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if name not in _WRAPPED:
             return None
         for finder in sys.meta_path:

@@ -62,9 +62,8 @@ def _under(
         install(result[0], request.checkpoint)
         return result  # type: ignore[no-any-return]
     return initialize_under_plan(
-        plan=request.plan, checkpoint=request.checkpoint, config=config, device=request.device,
-        **options,
-    )  # fmt: skip
+        plan=request.plan, checkpoint=request.checkpoint, config=config, device=request.device, **options
+    )
 
 
 def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
@@ -102,8 +101,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     if not at(as_deepspeed_reads(config), f"{ZERO}.stage"):
         leave_to_stock(config)
         if at(config, f"{KEY}.checkpoint"):
-            logger.warning('"%s.checkpoint" has no effect there: DeepSpeed saves, when the script '
-                           "says so", KEY)  # fmt: skip
+            logger.warning('"%s.checkpoint" has no effect there: DeepSpeed saves, when the script says so', KEY)
         return False
     return True
 

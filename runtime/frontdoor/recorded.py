@@ -15,16 +15,11 @@ from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
 from ebbtide.runtime.zero.pieces import pieces, settle
 from ebbtide.simulator.versions import versions
 
-OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params",
-            "cpu_offload_use_pin_memory")  # fmt: skip
+OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
 
 
 def initialize(
-    original: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    job: Job,
-    done: Callable[[], None],
+    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], job: Job, done: Callable[[], None]
 ) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` on the job's side; the first engine that trains is recorded.
 
@@ -37,11 +32,7 @@ def initialize(
     config, _ = read(given)
     if config is None:  # DeepSpeed says what is wrong with it
         return original(*args, **kwargs)  # type: ignore[no-any-return]
-    facts = {
-        "key": config.get(KEY) is not None,
-        "offload": offloads(config),
-        "config": _plain(config),
-    }
+    facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)
     if made is not None:
         options = {k: v for k, v in call.items() if k not in ("config", "config_params")}
@@ -59,8 +50,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
     """This config keeps optimizer state or parameters off the device."""
     zero = config.get("zero_optimization") or {}
     return any(
-        zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none")
-        for key in OFFLOADS[:3]
+        zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none") for key in OFFLOADS[:3]
     )
 
 
@@ -112,9 +102,12 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
     norm = engine.get_global_grad_norm() if lines.steps >= 0 else None
     lines.step(
         pieces(engine, frozen=lines.steps < 0),
-        losses=losses, norm=number(norm), rates=[number(rate) for rate in engine.get_lr()],
-        global_step=engine.global_steps, skipped=engine.skipped_steps,
-    )  # fmt: skip
+        losses=losses,
+        norm=number(norm),
+        rates=[number(rate) for rate in engine.get_lr()],
+        global_step=engine.global_steps,
+        skipped=engine.skipped_steps,
+    )
 
 
 def perturb(engine: Any) -> None:
@@ -142,18 +135,19 @@ def _sensitive(engine: Any, own: Mapping[str, Piece]) -> str:
 class _Recorder:
     started = False
 
-    def __init__(
-        self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]) -> None:
         _Recorder.started = True
         if job.perturb:
             perturb(engine)
         about = {
-            **facts, "side": job.side, "ranks": torch.distributed.get_world_size(),
+            **facts,
+            "side": job.side,
+            "ranks": torch.distributed.get_world_size(),
             "versions": versions("deepspeed", "torch"),
-            "stage": engine.zero_optimization_stage(), "dtype": _wire(engine),
+            "stage": engine.zero_optimization_stage(),
+            "dtype": _wire(engine),
             "port": os.environ.get("MASTER_PORT"),
-        }  # fmt: skip
+        }
         lines = Lines(Path(job.folder), torch.distributed.get_rank(), about)
         record(engine, lines, job.steps, done)
 

@@ -58,9 +58,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
             f'"{KEY}" in DeepSpeed\'s config must have "plan", "checkpoint" or both, but got '
             f"{value!r}: to train as stock, leave the key out"
         )
-    return Request(
-        _plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value)
-    )
+    return Request(_plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value))
 
 
 def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
@@ -76,8 +74,7 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
     except PlanError as error:
         raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}') from None
     raise RequestError(
-        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", a plan\'s file or its fields, but '
-        f"got {value!r}"
+        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", a plan\'s file or its fields, but got {value!r}'
     )
 
 
@@ -102,7 +99,6 @@ def _device(value: dict[str, Any]) -> str:
     device = value.get("device", "auto")
     if device not in DEVICES:
         raise RequestError(
-            f'"{KEY}.device" in DeepSpeed\'s config must be one of {", ".join(DEVICES)}, but got '
-            f"{device!r}"
+            f'"{KEY}.device" in DeepSpeed\'s config must be one of {", ".join(DEVICES)}, but got {device!r}'
         )
     return str(device)

@@ -36,9 +36,15 @@ def _trains_alone() -> bool:
     return not any(
         name in word
         for word in words
-        for name in ("torchrun", "torch.distributed", "bin/deepspeed", "deepspeed.launcher",
-                     "bin/accelerate", "accelerate.commands")
-    )  # fmt: skip
+        for name in (
+            "torchrun",
+            "torch.distributed",
+            "bin/deepspeed",
+            "deepspeed.launcher",
+            "bin/accelerate",
+            "accelerate.commands",
+        )
+    )
 
 
 def _in_deepspeed(deepspeed: Any, hook: Any) -> None:

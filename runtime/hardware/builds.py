@@ -58,9 +58,8 @@ def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
     """Inside, a warning says for which build this thread waits; again once nobody builds it."""
     over = threading.Event()
     threading.Thread(
-        target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds",
-        daemon=True,
-    ).start()  # fmt: skip
+        target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds", daemon=True
+    ).start()
     try:
         yield
     finally:

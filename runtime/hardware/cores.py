@@ -10,9 +10,7 @@ from ebbtide.runtime.hardware.launcher import local_ranks
 SYSFS = Path("/sys")
 
 
-def update_cores(
-    pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = ()
-) -> list[int]:
+def update_cores(pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = ()) -> list[int]:
     """The cores for one rank's host updates, in order; empty: wherever the system likes.
 
     Those of the GPU's NUMA node that this process may use, shared among the ranks on that node,
@@ -38,9 +36,7 @@ def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 
 
-def _neighbours(
-    pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int
-) -> tuple[int, int]:
+def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int) -> tuple[int, int]:
     """How many ranks share this one's NUMA node, and which of them it is."""
     ranks, rank = local_ranks(), int(os.environ.get("LOCAL_RANK") or 0)
     node = _node_of(pci_address, sysfs)

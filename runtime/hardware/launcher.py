@@ -6,9 +6,12 @@ from pathlib import Path
 
 # Each launcher's variable for the number of ranks on this host: DeepSpeed's, torchrun's, MPI's.
 LOCAL_SIZES = (
-    "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
-)  # fmt: skip
+)
 
 
 def local_ranks() -> int:

@@ -27,9 +27,7 @@ def _root(x):  # type: ignore[no-untyped-def]
     if _INTERPRETED:  # which knows no assembler
         return tl.sqrt_rn(x)
     else:  # noqa: RET505 - Triton takes the branch when it compiles
-        return tl.inline_asm_elementwise(
-            "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,10 +48,25 @@ def _average(in_tail, a, x, b, y):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adam_kernel(  # type: ignore[no-untyped-def]
-    p_ptr, m_ptr, v_ptr, grad_ptr, out_ptr, n, tail_begin,
-    scale, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2, eps, decay, step_size,
-    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803 - Triton's custom
-):  # fmt: skip
+    p_ptr,
+    m_ptr,
+    v_ptr,
+    grad_ptr,
+    out_ptr,
+    n,
+    tail_begin,
+    scale,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    bias2,
+    eps,
+    decay,
+    step_size,
+    VARIANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, in_tail = offsets < n, offsets >= tail_begin
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
@@ -76,10 +89,22 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def lion_kernel(  # type: ignore[no-untyped-def]
-    p_ptr, m_ptr, grad_ptr, out_ptr, n, tail_begin,
-    scale, beta1, one_minus_beta1, beta2, one_minus_beta2, after_decay, lr,
-    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    p_ptr,
+    m_ptr,
+    grad_ptr,
+    out_ptr,
+    n,
+    tail_begin,
+    scale,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    after_decay,
+    lr,
+    VARIANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, in_tail = offsets < n, offsets >= tail_begin
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
@@ -100,9 +125,19 @@ def lion_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adagrad_kernel(  # type: ignore[no-untyped-def]
-    p_ptr, sum_ptr, grad_ptr, out_ptr, n, tail_begin, scale, eps, decay, step_size,
-    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    p_ptr,
+    sum_ptr,
+    grad_ptr,
+    out_ptr,
+    n,
+    tail_begin,
+    scale,
+    eps,
+    decay,
+    step_size,
+    VARIANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, in_tail = offsets < n, offsets >= tail_begin
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
@@ -135,15 +170,13 @@ def device_update(
         return
     scalars = [float(value) for value in step.scalars(scale)]
     KERNELS[step.kernel][(triton.cdiv(n, BLOCK),)](
-        *state, grad, out, n, n - tail, *scalars,
-        VARIANT=step.variant, BLOCK=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+        *state, grad, out, n, n - tail, *scalars, VARIANT=step.variant, BLOCK=BLOCK, enable_fp_fusion=False
+    )
 
 
 def compile_for(
-    steps: Sequence[UpdateStep], tensors: int, grad_dtype: torch.dtype, out_dtype: torch.dtype,
-    device: str = "cuda",
-) -> None:  # fmt: skip
+    steps: Sequence[UpdateStep], tensors: int, grad_dtype: torch.dtype, out_dtype: torch.dtype, device: str = "cuda"
+) -> None:
     """Compiles what `device_update` will run, by running it on the current device.
 
     Triton compiles anew for lengths, tails and addresses that are multiples of 16, for those that
@@ -151,8 +184,7 @@ def compile_for(
     state. A parameter's own slice of a subgroup begins anywhere.
     """
     for elements, grads, start in itertools.product((32, 33), {grad_dtype, torch.float32}, (0, 1)):
-        state = [torch.zeros(elements + 1, device=device)[start:][:elements]
-                 for _ in range(tensors)]  # fmt: skip
+        state = [torch.zeros(elements + 1, device=device)[start:][:elements] for _ in range(tensors)]
         grad = torch.zeros(elements, dtype=grads, device=device)
         out = torch.zeros(elements + 1, dtype=out_dtype, device=device)[start:][:elements]
         for step in steps:

@@ -49,9 +49,8 @@ class Digest:
     def packed(self) -> str:
         """For a file; `unpacked` reads it."""
         return struct.pack(
-            LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares,
-            self.largest, *self.sketch,
-        ).hex()  # fmt: skip
+            LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares, self.largest, *self.sketch
+        ).hex()
 
 
 def unpacked(text: str) -> Digest:
@@ -63,25 +62,32 @@ def unpacked(text: str) -> Digest:
 
 class _Digest(ctypes.Structure):
     _fields_ = (
-        ("hash", ctypes.c_uint64), ("narrow", ctypes.c_uint64), ("bits", ctypes.c_uint64),
-        ("not_finite", ctypes.c_int64), ("squares", ctypes.c_double),
-        ("largest", ctypes.c_double), ("sketch", ctypes.c_double * LANES),
-    )  # fmt: skip
+        ("hash", ctypes.c_uint64),
+        ("narrow", ctypes.c_uint64),
+        ("bits", ctypes.c_uint64),
+        ("not_finite", ctypes.c_int64),
+        ("squares", ctypes.c_double),
+        ("largest", ctypes.c_double),
+        ("sketch", ctypes.c_double * LANES),
+    )
 
 
 @functools.cache
 def _library() -> Any:
     library = ctypes.CDLL(str(host.build(Path(__file__).with_name("digest.cpp"))))
     library.ebbtide_digest.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
         ctypes.POINTER(_Digest),
-    ]  # fmt: skip
+    ]
     return library
 
 
-def digest(
-    piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1
-) -> Digest:
+def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
     """The digest of a flat piece that begins at element ``start`` of its tensor.
 
     Args:
@@ -106,12 +112,16 @@ def digest(
         return by_torch(piece.detach().view(-1), start, narrow)
     out = _Digest()
     error = _library().ebbtide_digest(
-        piece.data_ptr(), _KINDS[piece.dtype], -1 if narrow is None else _KINDS[narrow],
-        piece.numel(), start, threads if piece.numel() > SMALL else 1, ctypes.byref(out),
-    )  # fmt: skip
+        piece.data_ptr(),
+        _KINDS[piece.dtype],
+        -1 if narrow is None else _KINDS[narrow],
+        piece.numel(),
+        start,
+        threads if piece.numel() > SMALL else 1,
+        ctypes.byref(out),
+    )
     assert error == 0, f"digest.cpp must know {piece.dtype} and {narrow}"
-    return Digest(out.hash, out.narrow, out.bits, out.not_finite, out.squares, out.largest,
-                  tuple(out.sketch))  # fmt: skip
+    return Digest(out.hash, out.narrow, out.bits, out.not_finite, out.squares, out.largest, tuple(out.sketch))
 
 
 def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None) -> Digest:

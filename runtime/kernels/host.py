@@ -17,9 +17,16 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 _SOURCE = Path(__file__).with_name("host_update.cpp")
 _FLAGS = [
-    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp",
-    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-]  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -79,9 +86,7 @@ def build(source: Path) -> Path:
         command = [compiler, *_FLAGS, str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise MissingCompilerError(
-                f"building the update kernel failed: {' '.join(command)}\n{done.stderr}"
-            )
+            raise MissingCompilerError(f"building the update kernel failed: {' '.join(command)}\n{done.stderr}")
         out.replace(target)
     return target
 
@@ -96,9 +101,19 @@ def load() -> Any:
     library = ctypes.CDLL(str(_build()))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.ebbtide_update.argtypes = [
-        ctypes.c_char_p, pointer, pointer, pointer, integer, pointer, integer, count, pointer,
-        integer, count, integer,
-    ]  # fmt: skip
+        ctypes.c_char_p,
+        pointer,
+        pointer,
+        pointer,
+        integer,
+        pointer,
+        integer,
+        count,
+        pointer,
+        integer,
+        count,
+        integer,
+    ]
     library.ebbtide_norm.argtypes = [pointer, integer, count, integer]
     library.ebbtide_norm.restype = ctypes.c_double
     library.ebbtide_triad.argtypes = [pointer, pointer, pointer, ctypes.c_float, count, integer]
@@ -139,12 +154,19 @@ def host_update(
         _check(source, grad, None)
     scalars = step.scalars(scale)
     error = load().ebbtide_update(
-        step.kernel.encode(), _addresses(source or state), _addresses(state),
-        grad.data_ptr(), _DTYPES[grad.dtype],
+        step.kernel.encode(),
+        _addresses(source or state),
+        _addresses(state),
+        grad.data_ptr(),
+        _DTYPES[grad.dtype],
         out.data_ptr() if out is not None else None,
         _DTYPES[out.dtype] if out is not None else -1,
-        grad.numel(), scalars.ctypes.data, step.variant, tail, threads,
-    )  # fmt: skip
+        grad.numel(),
+        scalars.ctypes.data,
+        step.variant,
+        tail,
+        threads,
+    )
     assert error == 0, f"host_update.cpp must have {step.kernel}, variant {step.variant}"
 
 
@@ -177,9 +199,7 @@ def norm(tensor: torch.Tensor) -> float:
     lanes = _norm_lanes()
     if lanes == 0 or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    result: float = load().ebbtide_norm(
-        tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.numel(), lanes
-    )
+    result: float = load().ebbtide_norm(tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.numel(), lanes)
     return result
 
 
@@ -217,6 +237,5 @@ def copy(to: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
 def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
     if to.nbytes != source.nbytes or not (to.is_contiguous() and source.is_contiguous()):
         raise ValueError(
-            f"both tensors must be contiguous and of the same size, but got {to.nbytes} and "
-            f"{source.nbytes} bytes"
+            f"both tensors must be contiguous and of the same size, but got {to.nbytes} and {source.nbytes} bytes"
         )

@@ -127,9 +127,7 @@ class OwnStepRule(UpdateRule):
         mine = self._mine
         if len(mine.param_groups) != len(groups):
             mine.param_groups = [dict(group) for group in groups]
-        for group, now, seen in zip(
-            mine.param_groups, groups, self._seen or [{} for _ in groups], strict=True
-        ):
+        for group, now, seen in zip(mine.param_groups, groups, self._seen or [{} for _ in groups], strict=True):
             group.update({k: v for k, v in now.items() if k not in seen or _differ(v, seen[k])})
         self._seen = groups
 
@@ -178,11 +176,7 @@ def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _values(group: Group) -> dict[str, Any]:
-    return {
-        key: value.clone() if torch.is_tensor(value) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items() if key != "params"}
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -109,10 +109,15 @@ class UpdateRule(ABC):
         for start, end, gradient, scale in parts:
             span = slice(start, end)
             host_update(
-                [t[span] for t in state], gradient, out[span], step, scale, threads,
+                [t[span] for t in state],
+                gradient,
+                out[span],
+                step,
+                scale,
+                threads,
                 self.tail(elements, start, end),
                 None if source is None else [t[span] for t in source],
-            )  # fmt: skip
+            )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
         """Host memory beside the state that a plan places, for subgroups of these elements and
@@ -121,9 +126,7 @@ class UpdateRule(ABC):
         del sizes, master
         return 0
 
-    def spent(
-        self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep
-    ) -> torch.Tensor:
+    def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
         """What stock's scalar loop has left in the place of the fp32 ``gradient``, which it applied
         to ``state`` as that was before. Of rules that spend.
         """
@@ -183,9 +186,7 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
     )
 
 
-def same_bits(
-    rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int
-) -> bool:
+def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
     """Whether the rule and DeepSpeed's op make the same of subgroups of ``lengths`` elements."""
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]
@@ -202,13 +203,10 @@ def same_bits(
     finally:
         getattr(op, f"destroy_{rule.name}")(_OPTIMIZER)
     pairs = zip(ours, theirs, strict=True)
-    return all(torch.equal(*two) for (mine, _), stock in pairs
-               for two in zip(mine, stock, strict=True))  # fmt: skip
+    return all(torch.equal(*two) for (mine, _), stock in pairs for two in zip(mine, stock, strict=True))
 
 
-def _telling(
-    rule: UpdateRule, group: Group, length: int
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _telling(rule: UpdateRule, group: Group, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """State and gradient of elements that the two loops leave with different bits."""
     generator = torch.Generator().manual_seed(length)
     grad = torch.randn(_POOL, generator=generator)

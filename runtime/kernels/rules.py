@@ -46,10 +46,7 @@ class AdamRule(UpdateRule):
         if not group.get("bias_correction", True):
             bias1 = bias2 = 1.0
         beta1, beta2 = group["betas"]
-        return AdamStep(
-            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], bias1, bias2,
-            self.adamw,
-        )  # fmt: skip
+        return AdamStep(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], bias1, bias2, self.adamw)
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
@@ -72,9 +69,7 @@ def recounts(op: Any) -> bool:
     # A large step, so that the last bit of a bias correction shows in the parameter.
     group = {**group, "lr": 1e4}
     equal = [
-        way
-        for way in (False, True)
-        if same_bits(AdamRule(**settings, recounts=way), group, op, width, [9, 9], _STEPS)
+        way for way in (False, True) if same_bits(AdamRule(**settings, recounts=way), group, op, width, [9, 9], _STEPS)
     ]
     if len(equal) != 1:
         raise UnknownRoundingError(
@@ -162,9 +157,7 @@ class AdagradRule(UpdateRule):
         del number
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
 
-    def spent(
-        self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep
-    ) -> torch.Tensor:
+    def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
         """The update term, -lr * g / (sqrt(sum) + eps), with decay in the gradient g."""
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)

@@ -29,9 +29,7 @@ WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
-def host_plan(
-    subgroup_size: int, count: int, home: ParameterHome = "device", *, overlap_forward: bool = False
-) -> Plan:
+def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *, overlap_forward: bool = False) -> Plan:
     """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
 
@@ -86,14 +84,15 @@ class _Automatic:
         free = _free_device_bytes(own.device)
         away = "host" in current.parameter_homes  # DeepSpeed's config lets them be there
         result = quick_plan(
-            workload, machine, current, device_bytes=held["device"] + free, move_parameters=away,
+            workload,
+            machine,
+            current,
+            device_bytes=held["device"] + free,
+            move_parameters=away,
             host_bytes=held["host"] + free_host_bytes() if current.stores else None,
-        )  # fmt: skip
+        )
         if own.engine.any_rank(result.iteration_s < result.current_s):
-            logger.info(
-                "plan='auto': %.3f s expected instead of %.3f s",
-                result.iteration_s, result.current_s,
-            )  # fmt: skip
+            logger.info("plan='auto': %.3f s expected instead of %.3f s", result.iteration_s, result.current_s)
             current = result.plan
         own.switch(current)
         watch(own, machine, workload, replan=False, show=self.show)
@@ -118,12 +117,7 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
     return Workload(
         name="observed",
         layers=tuple(
-            Layer(
-                params=n,
-                forward_s=forward_s * n / total,
-                backward_s=backward_s * n / total,
-                **kept[i],
-            )
+            Layer(params=n, forward_s=forward_s * n / total, backward_s=backward_s * n / total, **kept[i])
             for i, n in enumerate(sizes)
         ),
         live_params=None if gathers is None else gathers.live,

@@ -22,9 +22,13 @@ WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 Show = Callable[[Timeline, Plan], None]
 
 _RATED = (
-    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED,
-    OpKind.STATE_H2D, OpKind.STATE_D2H,
-)  # fmt: skip
+    OpKind.UPDATE_HOST,
+    OpKind.UPDATE_GUESSED,
+    OpKind.UPDATE_DEVICE,
+    OpKind.VISIT_GUESSED,
+    OpKind.STATE_H2D,
+    OpKind.STATE_D2H,
+)
 _GUESSES = (OpKind.UPDATE_GUESSED, OpKind.VISIT_GUESSED)
 
 
@@ -98,15 +102,15 @@ class Watch:
         if own.engine.any_rank(result.iteration_s < WORTH_SWITCHING * result.current_s):
             logger.info(
                 "switching plans after step %d: %.3f s expected instead of %.3f s",
-                self.steps, result.iteration_s, result.current_s,
-            )  # fmt: skip
+                self.steps,
+                result.iteration_s,
+                result.current_s,
+            )
             own.switch(result.plan)
             self.machine = machine
 
 
-def watch(
-    session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show
-) -> Watch:
+def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
     """Starts watching a plan at work.
 
     Raises:

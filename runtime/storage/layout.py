@@ -40,9 +40,8 @@ class Layout:
     """
 
     def __init__(
-        self, sizes: Mapping[int, Sequence[int]], weights: Sequence[float], block_bytes: int,
-        extents: int,
-    ) -> None:  # fmt: skip
+        self, sizes: Mapping[int, Sequence[int]], weights: Sequence[float], block_bytes: int, extents: int
+    ) -> None:
         self.sizes = {subgroup: tuple(tensors) for subgroup, tensors in sizes.items()}
         self.extents = extents
         self.block_bytes = block_bytes
@@ -63,10 +62,7 @@ class Layout:
         """Where in the subgroup's row each drive's part begins, and the end."""
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
-        inner = [
-            round(row * weight / total / ALIGNMENT) * ALIGNMENT
-            for weight in accumulate(self._weights[:-1])
-        ]
+        inner = [round(row * weight / total / ALIGNMENT) * ALIGNMENT for weight in accumulate(self._weights[:-1])]
         return [0, *inner, row]
 
     def shares(self, subgroup: int) -> list[int]:
@@ -89,8 +85,6 @@ class Layout:
             at += padded(size_bytes)
 
 
-def needed_bytes(
-    sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1
-) -> tuple[int, ...]:
+def needed_bytes(sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1) -> tuple[int, ...]:
     """Per drive, of one rank that keeps so many finished steps."""
     return Layout(sizes, weights, ALIGNMENT, keep + 1).file_bytes

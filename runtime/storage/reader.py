@@ -63,9 +63,7 @@ class StepReader:
         self._layout = Layout(dict(store.sizes), store.weights, store.block_bytes, store.extents)
         self._opened = [
             ExtentFile(file_of(directory, page.rank, EXTENTS), size_bytes, self._files)
-            for directory, size_bytes in zip(
-                self._directories, self._layout.file_bytes, strict=True
-            )
+            for directory, size_bytes in zip(self._directories, self._layout.file_bytes, strict=True)
         ]
         for file in self._opened:
             file.check()

@@ -85,10 +85,20 @@ class ExtentStore:
     """
 
     def __init__(
-        self, folders: Folders, layout: Layout, files: Sequence[ExtentFile], nonce: str,
-        steps: list[StepRecord], keep: int, depth: int, block_bytes: int, deadline_s: float,
-        *, verify_reads: bool, unclaimed: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        folders: Folders,
+        layout: Layout,
+        files: Sequence[ExtentFile],
+        nonce: str,
+        steps: list[StepRecord],
+        keep: int,
+        depth: int,
+        block_bytes: int,
+        deadline_s: float,
+        *,
+        verify_reads: bool,
+        unclaimed: Sequence[int] = (),
+    ) -> None:
         self._folders, self._layout, self._files = folders, layout, files
         self.nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
         self.rank, self.directories = folders.rank, folders.directories
@@ -111,11 +121,20 @@ class ExtentStore:
 
     @classmethod
     def open(
-        cls, drives: Sequence[Drive], sizes: Mapping[int, Sequence[int]], *, rank: int = 0,
-        world_size: int = 1, keep: int = 1, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES,
-        verify_reads: bool = False, deadline_s: float = DEADLINE_S, files: Files | None = None,
+        cls,
+        drives: Sequence[Drive],
+        sizes: Mapping[int, Sequence[int]],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        keep: int = 1,
+        depth: int = DEPTH,
+        block_bytes: int = BLOCK_BYTES,
+        verify_reads: bool = False,
+        deadline_s: float = DEADLINE_S,
+        files: Files | None = None,
         stands: Callable[[StepRecord], bool] = lambda _: True,
-    ) -> ExtentStore:  # fmt: skip
+    ) -> ExtentStore:
         """Reserves the space, or finds what an earlier run has left there, and grows it.
 
         Args:
@@ -134,10 +153,15 @@ class ExtentStore:
         """
         files = files or Files()
         wanted = StorePage(
-            nonce="", rank=rank, world_size=world_size, drive=0, block_bytes=block_bytes,
-            weights=[float(d.weight) for d in drives], extents=keep + 1,
+            nonce="",
+            rank=rank,
+            world_size=world_size,
+            drive=0,
+            block_bytes=block_bytes,
+            weights=[float(d.weight) for d in drives],
+            extents=keep + 1,
             sizes=[(s, list(tensors)) for s, tensors in sizes.items()],
-        )  # fmt: skip
+        )
         with contextlib.ExitStack() as undo:
             try:
                 folders = Folders(drives, rank, files)
@@ -160,9 +184,18 @@ class ExtentStore:
                 ) from error
             undo.pop_all()
         made = cls(
-            folders, layout, opened, page.nonce, steps, keep, depth, block_bytes, deadline_s,
-            verify_reads=verify_reads, unclaimed=[s.step for s in steps if stands(s)],
-        )  # fmt: skip
+            folders,
+            layout,
+            opened,
+            page.nonce,
+            steps,
+            keep,
+            depth,
+            block_bytes,
+            deadline_s,
+            verify_reads=verify_reads,
+            unclaimed=[s.step for s in steps if stands(s)],
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(made.close)
             made.grow(sizes)
@@ -221,9 +254,7 @@ class ExtentStore:
             held = self._subgroups[subgroup]
             extent, check = held.live, held.unchecked or self._verify_reads
             if extent < 0:
-                raise StorageError(
-                    f"subgroup {subgroup} must have been written before it is read, but was not"
-                )
+                raise StorageError(f"subgroup {subgroup} must have been written before it is read, but was not")
             held.reads += 1
         try:
             read = partial(self._read_block, check)
@@ -255,16 +286,15 @@ class ExtentStore:
         """
         with self._condition:
             late = [
-                s for s in (self._subgroups if subgroups is None else subgroups)
+                s
+                for s in (self._subgroups if subgroups is None else subgroups)
                 if s in self._subgroups and self._subgroups[s].unchecked
-            ]  # fmt: skip
+            ]
         for s in late:
             sizes = self._layout.sizes[s]
             self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
 
-    def write(
-        self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None
-    ) -> None:
+    def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
         """Writes a subgroup's state to a free extent; blocks. From then on it is the live one.
 
         Args:
@@ -282,9 +312,7 @@ class ExtentStore:
             held.versions[extent] = None
         own = held.view is not None and source[0].data_ptr() == held.view.tensors[0].data_ptr()
         try:
-            hashes = self._move(
-                subgroup, extent, source, self._writers, partial(self._write_block, own)
-            )
+            hashes = self._move(subgroup, extent, source, self._writers, partial(self._write_block, own))
             if held.view is not None:
                 held.view.show(extent, self._files)
         except BaseException as error:
@@ -300,20 +328,16 @@ class ExtentStore:
         held = self._subgroups[subgroup]
         waiting = self._telling(f"a commit, for whose room subgroup {subgroup} waits,")
         while True:
-            kept = {
-                record.extent
-                for step in self._steps
-                for record in step.extents
-                if record.subgroup == subgroup
-            }
+            kept = {record.extent for step in self._steps for record in step.extents if record.subgroup == subgroup}
             kept |= {e for one in self._announced.values() if (e := held.of(one)) is not None}
             free = [extent for extent in range(self._layout.extents) if extent not in kept]
             if free:
                 return next((extent for extent in free if extent != held.live), free[0])
             self._wait(
-                waiting, f"a write of subgroup {subgroup} must find a free extent",
+                waiting,
+                f"a write of subgroup {subgroup} must find a free extent",
                 f"versions {sorted(self._announced)} are still being committed",
-            )  # fmt: skip
+            )
 
     def _telling(self, what: str) -> Telling:
         return Telling(f"{what} in {self._where()}", self._deadline_s)
@@ -331,15 +355,13 @@ class ExtentStore:
         self._condition.wait(min(1.0, self._deadline_s / 4))
 
     def _move(
-        self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor],
-        workers: Sequence[Workers], job: partial[str],
-    ) -> list[str]:  # fmt: skip
+        self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor], workers: Sequence[Workers], job: partial[str]
+    ) -> list[str]:
         """All blocks of one extent, by all drives at once; returns the tensors' hashes."""
         sizes = tuple(t.numel() * t.element_size() for t in tensors)
         if sizes != self._layout.sizes[subgroup]:
             raise StorageError(
-                f"the tensors of subgroup {subgroup} must have {self._layout.sizes[subgroup]} "
-                f"bytes, but got {sizes}"
+                f"the tensors of subgroup {subgroup} must have {self._layout.sizes[subgroup]} bytes, but got {sizes}"
             )
         self._raise_failure()
         blocks = list(self._layout.blocks(subgroup))
@@ -356,9 +378,7 @@ class ExtentStore:
         transfer.wait(f"subgroup {subgroup} in {self._where()}", self._deadline_s)
         return hashes_of_tensors(blocks, hashes)
 
-    def _write_block(
-        self, copies: bool, block: Block, address: int, start: int, bounce: Bounce
-    ) -> str:
+    def _write_block(self, copies: bool, block: Block, address: int, start: int, bounce: Bounce) -> str:
         if copies or not _straight(block, address):
             ctypes.memset(bounce.address(), 0, padded(block.size_bytes))
             ctypes.memmove(bounce.address(), address, block.size_bytes)
@@ -369,9 +389,7 @@ class ExtentStore:
         self._files[block.drive].write(data, start)
         return hashed
 
-    def _read_block(
-        self, check: bool, block: Block, address: int, start: int, bounce: Bounce
-    ) -> str:
+    def _read_block(self, check: bool, block: Block, address: int, start: int, bounce: Bounce) -> str:
         straight = _straight(block, address)
         data = bounce.view(padded(block.size_bytes))
         if straight:
@@ -504,20 +522,12 @@ class ExtentStore:
         with self._condition:
             asked = self._announced.get(version)
             if asked is None:
-                raise StorageError(
-                    f"a version must be announced before it is committed, but {version} was not"
-                )
+                raise StorageError(f"a version must be announced before it is committed, but {version} was not")
             held, waiting = self._subgroups, self._telling(f"the writing of version {version}")
             while late := [s for s in sorted(asked.subgroups) if held[s].of(asked) is None]:
-                self._wait(
-                    waiting, f"version {version} must be written", f"subgroups {late[:5]} are not"
-                )
+                self._wait(waiting, f"version {version} must be written", f"subgroups {late[:5]} are not")
             found = [(s, held[s].of(asked)) for s in sorted(asked.subgroups)]
-            return [
-                ExtentRecord(subgroup=s, extent=e, hashes=held[s].hashes[e])
-                for s, e in found
-                if e is not None
-            ]
+            return [ExtentRecord(subgroup=s, extent=e, hashes=held[s].hashes[e]) for s, e in found if e is not None]
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
@@ -585,9 +595,7 @@ class ExtentStore:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise StorageError(
-                f"the state on storage is out of use since an error: {self._failure}"
-            ) from self._failure
+            raise StorageError(f"the state on storage is out of use since an error: {self._failure}") from self._failure
 
     def close(self) -> None:
         """Ends the threads and gives the directories to others. Views stay readable."""

@@ -97,9 +97,7 @@ class StoredSteps:
         return held & self.subgroups() if self._ours(asked) else frozenset()
 
     @contextmanager
-    def read(
-        self, page: bytes, adopted: Collection[int]
-    ) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
+    def read(self, page: bytes, adopted: Collection[int]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
         asked = self._parse(page)
         wanted = [t for t in asked.tensors if t.subgroup not in adopted]
         self.loading = True
@@ -132,14 +130,16 @@ class StoredStep:
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
         return dump(
             CheckpointPage(
-                store=self.store.nonce, name=self.nonce, step=self.step, rank=self.store.rank,
+                store=self.store.nonce,
+                name=self.nonce,
+                step=self.step,
+                rank=self.store.rank,
                 directories=[str(d.absolute()) for d in self.store.directories],
                 tensors=[
-                    TensorRecord(file=t.file, path=list(t.path), subgroup=t.subgroup, index=t.index)
-                    for t in tensors
+                    TensorRecord(file=t.file, path=list(t.path), subgroup=t.subgroup, index=t.index) for t in tensors
                 ],
             )
-        )  # fmt: skip
+        )
 
     def prepare(self) -> None:
         where = json.dumps({"checkpoint": str(self.target), "nonce": self.nonce})

@@ -88,9 +88,7 @@ def _library() -> Any:
 def _map(address: int, size_bytes: int, descriptor: int, offset: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    )  # fmt: skip
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     flags = _MAP_PRIVATE | _MAP_FIXED
     got = libc.mmap(address, size_bytes, protection, flags, descriptor, offset)

@@ -121,8 +121,7 @@ class Workers:
         self._queue: queue.SimpleQueue[tuple[Transfer, Job] | None] = queue.SimpleQueue()
         self._bounce_bytes = bounce_bytes
         self._threads = [
-            threading.Thread(target=self._run, name=f"ebbtide {name} {i}", daemon=True)
-            for i in range(depth)
+            threading.Thread(target=self._run, name=f"ebbtide {name} {i}", daemon=True) for i in range(depth)
         ]
         for thread in self._threads:
             thread.start()

@@ -70,10 +70,15 @@ class _Watch:
         self._optimizer = optimizer
         rank, ranks = _place()
         about = {
-            "side": self._job.side, "ranks": ranks, "key": False, "offload": _offloads(optimizer),
-            "versions": {"torch": torch.__version__}, "stage": None, "dtype": "bf16",
+            "side": self._job.side,
+            "ranks": ranks,
+            "key": False,
+            "offload": _offloads(optimizer),
+            "versions": {"torch": torch.__version__},
+            "stage": None,
+            "dtype": "bf16",
             "port": None,
-        }  # fmt: skip
+        }
         self._lines = Lines(Path(self._job.folder), rank, about)
         self._lines.step(_pieces(optimizer), losses=[], norm=None, rates=_rates(optimizer))
         if self._job.perturb:
@@ -83,9 +88,11 @@ class _Watch:
         if optimizer is not self._optimizer or self._lines is None:
             return
         self._lines.step(
-            _pieces(optimizer), losses=[number(loss) for loss in self._losses],
-            norm=number(self._norm), rates=_rates(optimizer),
-        )  # fmt: skip
+            _pieces(optimizer),
+            losses=[number(loss) for loss in self._losses],
+            norm=number(self._norm),
+            rates=_rates(optimizer),
+        )
         self._losses.clear()
         if self._lines.steps == self._job.steps:
             self._done()
@@ -119,9 +126,7 @@ def _pieces(optimizer: Any) -> Iterator[Piece]:
     for group, fields in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(fields["params"]):
             values = _local(parameter)
-            if not values.is_contiguous() or values.dtype not in (
-                torch.float32, torch.bfloat16, torch.float16,
-            ):  # fmt: skip
+            if not values.is_contiguous() or values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 continue
             shape = "x".join(map(str, parameter.shape))
             name = f"parameter {index} of group {group} ({shape})"

@@ -282,8 +282,9 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
     if plan.count("host") < plan.subgroup_count:
         logger.warning(
             "%s runs its own step, for which there is no kernel on the device: every subgroup is "
-            "updated on the host, whatever the plan says", name,
-        )  # fmt: skip
+            "updated on the host, whatever the plan says",
+            name,
+        )
     return on_the_host(plan)
 
 
@@ -313,17 +314,14 @@ def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
     return show
 
 
-def _take_over(
-    engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool, size: int
-) -> Session:
+def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool, size: int) -> Session:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         from ebbtide.runtime.zero import stage3
 
         stage3.take_over(
-            optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward,
-            subgroup_size=size,
-        )  # fmt: skip
+            optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward, subgroup_size=size
+        )
     else:  # only there: an older DeepSpeed lacks what it imports
         from ebbtide.runtime.zero import stage12
 
@@ -349,9 +347,14 @@ def _report(session: Session) -> None:
     logger.info(
         "ebbtide: %d subgroups on %s: %d host, %d device, %d resident, %d stored; %.1f bytes of "
         "host memory per parameter",
-        plan.subgroup_count, session.device.name, plan.count("host"), plan.count("device"),
-        plan.count("resident"), plan.count("stored"), session.host_bytes() / max(1, elements),
-    )  # fmt: skip
+        plan.subgroup_count,
+        session.device.name,
+        plan.count("host"),
+        plan.count("device"),
+        plan.count("resident"),
+        plan.count("stored"),
+        session.host_bytes() / max(1, elements),
+    )
 
 
 def host_bytes(optimizer: Any) -> int:
@@ -375,10 +378,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
     live.stored = session.stored
     session.executor.gate = live
-    lazy = install(
-        engine, checkpoint, live, after_step=session.after_step,
-        plan_digest=lambda: session.plan.digest,
-    )  # fmt: skip
+    lazy = install(engine, checkpoint, live, after_step=session.after_step, plan_digest=lambda: session.plan.digest)
     session.before_switch.append(lazy.wait)
     if session.engine.update_rule().own_step:  # its moments are there after the first step only
         lazy._before_save = lambda: live.register_all(

@@ -41,9 +41,7 @@ class Partitions:
             return private.parameter_home(self._optimizer) == "host"
         return executor.states[subgroup].parameter_home == "host"
 
-    def bring(
-        self, params: Iterable[Any], executor: Executor
-    ) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
+    def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
         """Each parameter's partition on the device, and what has to end before it is there.
 
         Nobody waits here: a copy begins as soon as its update has ended, in the order of the calls.
@@ -76,18 +74,15 @@ class Partitions:
             return None
         private.mark_in_flight(params)
         brought = self.bring(sorted(params, key=lambda p: p.ds_id), executor)
-        return Fetches({
-            param: Fetch(param, tensor, ends, executor.device)
-            for param, (tensor, ends) in brought.items()
-        })  # fmt: skip
+        return Fetches(
+            {param: Fetch(param, tensor, ends, executor.device) for param, (tensor, ends) in brought.items()}
+        )
 
 
 class Fetch:
     """A parameter on its way to the device: DeepSpeed waits for it where its module begins."""
 
-    def __init__(
-        self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device
-    ) -> None:
+    def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
         """``tensor``: what the parameter is once all of ``ends`` have ended, on the device."""
         self._param, self._tensor, self._ends = param, tensor, ends
         self._device = device

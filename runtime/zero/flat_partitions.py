@@ -25,9 +25,7 @@ class FlatState:
         published: the shadows hold what the state holds.
     """
 
-    def __init__(
-        self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device
-    ) -> None:
+    def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device) -> None:
         self.cuts = pieces
         self.shadows: dict[int, State] = {}
         self.published = True
@@ -93,9 +91,7 @@ class FlatPartitions(FlatState):
         slices: parameter id -> its parts on this rank, in order; together `grad_position`'s part.
     """
 
-    def __init__(
-        self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device
-    ) -> None:
+    def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:
         pieces = cuts([p.numel() for p in masters], plan_size)
         self.slices = _slices(optimizer, pieces)
         self._device = device
@@ -127,9 +123,7 @@ class HomeSums(MutableMapping[int, torch.Tensor | None]):
     gets a copy.
     """
 
-    def __init__(
-        self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]
-    ) -> None:
+    def __init__(self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]) -> None:
         self._sums, self._read = dict(known), read
 
     def __getitem__(self, key: int) -> torch.Tensor:
@@ -230,8 +224,6 @@ def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ZeroSlice]]:
         while position < begin + elements:
             _, offset, length = pieces[subgroup]
             end = min(begin + elements, offset + length)
-            slices[key].append(
-                ZeroSlice(subgroup, position - offset, end - position, real=True, summed=False)
-            )
+            slices[key].append(ZeroSlice(subgroup, position - offset, end - position, real=True, summed=False))
             position, subgroup = end, subgroup + 1
     return slices

@@ -41,9 +41,7 @@ class Gathers:
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first
 
-    def gate(
-        self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch
-    ) -> Callable[[], None]:
+    def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
         """``wait`` is called before every gather, with the parameters; returns an undo.
 
         ``fetch`` may bring them in itself, see `private.gate_gathers`.

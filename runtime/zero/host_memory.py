@@ -38,9 +38,7 @@ def needed_bytes(
     """
     if not plan.subgroups:
         return 0
-    held = Holding.of(
-        optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches
-    )
+    held = Holding.of(optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches)
     amounts, guessed = tallies(plan.subgroups, plan)
     summed = summed_elements(plan.subgroups, plan)
     return held.bytes(amounts, plan.staging_slots, plan.host_slots, guessed, summed)["host"]
@@ -61,10 +59,13 @@ def check_host_memory(
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
     own = own_step_of(config, client)
     needed = needed_bytes(
-        on_the_host(plan) if own else plan, _gradient_bytes(config),
-        wire_bytes=_wire_bytes(config), optimizer=_KEPT_APART if own else _optimizer(config),
-        stage=stage, micro_batches=_micro_batches(config),
-    )  # fmt: skip
+        on_the_host(plan) if own else plan,
+        _gradient_bytes(config),
+        wire_bytes=_wire_bytes(config),
+        optimizer=_KEPT_APART if own else _optimizer(config),
+        stage=stage,
+        micro_batches=_micro_batches(config),
+    )
     if own:
         largest = max(plan.subgroups, default=0)
         needed += sum(plan.subgroups) * sum(own) + largest * own[0]
@@ -72,8 +73,10 @@ def check_host_memory(
     available = psutil.virtual_memory().available if available_bytes is None else available_bytes
     logger.info(
         "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",
-        needed / 2**30, ranks, available / 2**30,
-    )  # fmt: skip
+        needed / 2**30,
+        ranks,
+        available / 2**30,
+    )
     if needed > available:
         raise ConfigError(
             "host memory must hold the state and the gradients of all parameters that are not "
@@ -118,9 +121,7 @@ def _gradient_bytes(config: dict[str, Any]) -> int:
 
 def _micro_batches(config: dict[str, Any]) -> int:
     """Of a step; DeepSpeed takes any two of its three batch sizes."""
-    steps, micro = (
-        config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-    )
+    steps, micro = (config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
     if isinstance(steps, int):
         return steps
     total, ranks = config.get("train_batch_size"), int(os.environ.get("WORLD_SIZE") or 1)

@@ -94,9 +94,8 @@ class PlannedZero:
     # -- what the session asks ---------------------------------------------------------------
 
     def gradient_homes(
-        self, device: Device, states: list[SubgroupState], ops: GradientOps,
-        complete: Callable[[int], None],
-    ) -> Windows:  # fmt: skip
+        self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
+    ) -> Windows:
         spend = self._spend if self._rule.spends else None
         one = self.zero_stage() < 3 and self.master_weights_and_grads_dtype != torch.float32
         homes = OneBuffer if one else Windows
@@ -210,14 +209,7 @@ class PlannedZero:
         held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
         self._ebbtide.set_aside = self._ebbtide.set_aside or plan
         self._ebbtide.switch(
-            plan.placed(
-                held,
-                staging_slots=0,
-                growing_slots=(),
-                prefetch=0,
-                device_sums=0,
-                parameter_home=homes,
-            )
+            plan.placed(held, staging_slots=0, growing_slots=(), prefetch=0, device_sums=0, parameter_home=homes)
         )
         private.empty_cache()  # for other processes, and other allocators of this one
 
@@ -283,9 +275,7 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
-def bring_home(
-    inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[str, torch.Tensor]
-) -> None:
+def bring_home(inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[str, torch.Tensor]) -> None:
     """Loaders replace the moments by new tensors: their values go to where the state lives.
 
     A checkpoint of stock's from before the first update has none, and stock then starts anew.

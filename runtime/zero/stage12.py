@@ -115,9 +115,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         totals, position = [], 0
         for piece in self._flat.slices[key]:
             part = gradient.narrow(0, position, piece.elements)
-            totals.append(
-                self._windows.accept(piece, part, first=first, boundary=boundary, alone=alone)
-            )
+            totals.append(self._windows.accept(piece, part, first=first, boundary=boundary, alone=alone))
             position += piece.elements
         if boundary:
             if key in self.norm_for_param_grads:  # of a backward before, whose overflow counts too
@@ -363,8 +361,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         which lets the old ones go.
         """
         self.parallel_partitioned_bit16_groups[:] = [
-            self.get_data_parallel_partitions(flat, group)
-            for group, flat in enumerate(self.bit16_groups_flat)
+            self.get_data_parallel_partitions(flat, group) for group, flat in enumerate(self.bit16_groups_flat)
         ]
         self._flat.find_parameters()
 
@@ -419,9 +416,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return self.bit16_groups_flat[0].device  # type: ignore[no-any-return]
 
 
-def take_over(
-    optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool
-) -> None:
+def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:
     """Makes DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
@@ -435,9 +430,7 @@ def take_over(
         optimizer.__class__ = DeepSpeedZeroOptimizer
         hand_back(optimizer, masters)
         raise
-    optimizer.accumulated_grads_in_cpu = HomeSums(
-        optimizer.accumulated_grads_in_cpu, optimizer._sum_at_home
-    )
+    optimizer.accumulated_grads_in_cpu = HomeSums(optimizer.accumulated_grads_in_cpu, optimizer._sum_at_home)
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
     # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.

@@ -35,17 +35,13 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     overlaps_forward = True
     # What DeepSpeed keeps them in is public: read from outside, they wait for the updates.
     fp32_partitioned_groups_flat = gated("fp32_partitioned_groups_flat")
-    fp16_partitioned_groups_flat = gated(
-        "fp16_partitioned_groups_flat", lambda self: self._pieces.joined()
-    )
+    fp16_partitioned_groups_flat = gated("fp16_partitioned_groups_flat", lambda self: self._pieces.joined())
     state = gated("state", lambda self: self.optimizer.state)
 
     # -- backward ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def partition_grads(
-        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
         """Takes each gradient home in one crossing; its norm is taken on the device."""
         own = self._ebbtide
         boundary = private.at_boundary(self)
@@ -57,9 +53,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 private.note_active(self, param)
                 # Older DeepSpeeds widen a gradient only where they add it up.
                 arrived = partition.view(-1).to(self.gradient_accumulation_dtype)
-                total = self._windows.accept(
-                    piece, arrived, first=self.micro_step_id == 0, boundary=boundary
-                )
+                total = self._windows.accept(piece, arrived, first=self.micro_step_id == 0, boundary=boundary)
                 if boundary:
                     self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
             if param.grad is not None:
@@ -70,9 +64,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._windows.before_reuse()
         return []
 
-    def _offload_grad_partition_at_boundary(
-        self, param: Any, grad_buffer: torch.Tensor, *_: Any
-    ) -> None:
+    def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
         total = self._windows.finish(self._piece(param))
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
@@ -178,9 +170,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         return self._gathers.gate(wait, self._fetch)
 
-    def _fetch(
-        self, params: list[Any], gather: Callable[[list[Any]], private.Handle]
-    ) -> private.Handle | None:
+    def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> private.Handle | None:
         own = self._ebbtide
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
@@ -209,15 +199,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._flat.publish(self._ebbtide)
         return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
 
-    def set_full_hp_param(
-        self, value: torch.Tensor, param: Any, optim_state_key: Any = None
-    ) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: Any = None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
         self._state_written(param)
 
-    def set_local_hp_param(
-        self, value: torch.Tensor, param: Any, optim_state_key: Any = None
-    ) -> None:
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: Any = None) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
         self._state_written(param)
 
@@ -229,9 +215,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _piece(self, param: Any) -> ZeroSlice:
         return self._windows.slices[self.get_param_id(param)]
 
-    def _get_fp32_grad_state_partition(
-        self, param: Any, release_swap_buffers: bool
-    ) -> tuple[torch.Tensor, int]:
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         del release_swap_buffers
         self._ebbtide.executor.wait_all()  # an update may be reading this gradient
         number, _, _ = self.grad_position[self.get_param_id(param)]
@@ -240,10 +224,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """Group index -> parameter index -> fp32 gradient partition."""
         return {
-            index: {
-                number: self._get_fp32_grad_state_partition(param, True)[0]
-                for number, param in enumerate(group)
-            }
+            index: {number: self._get_fp32_grad_state_partition(param, True)[0] for number, param in enumerate(group)}
             for index, group in enumerate(self.fp16_groups)
         }
 

@@ -32,16 +32,16 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
     """
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)
-    choices = [before & frozenset(range(count))] if before else [
-        _spaced(count, n) for n in range(count + 1)
-    ]  # fmt: skip
+    choices = [before & frozenset(range(count))] if before else [_spaced(count, n) for n in range(count + 1)]
     chosen, slots = _of_all_ranks(*_first_that_fits(engine, rule, sizes, room, choices))
     stored = choices[min(chosen, len(choices) - 1)]
     logger.info(
-        "ebbtide: state of %d of %d subgroups is stored in %s: %s", len(stored), count, folder,
-        "as an earlier run has left it" if before
-        else f"this rank's host memory takes {room / GIB:.2f} GiB",
-    )  # fmt: skip
+        "ebbtide: state of %d of %d subgroups is stored in %s: %s",
+        len(stored),
+        count,
+        folder,
+        "as an earlier run has left it" if before else f"this rank's host memory takes {room / GIB:.2f} GiB",
+    )
     made = _plan(engine, sizes, stored, slots)
     return made.model_copy(update={"storage_dir": str(folder)})
 
@@ -67,9 +67,8 @@ def host_room_bytes(optimizer: Any) -> int:
 
 
 def _first_that_fits(
-    engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int,
-    choices: Sequence[frozenset[int]],
-) -> tuple[int, int]:  # fmt: skip
+    engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int, choices: Sequence[frozenset[int]]
+) -> tuple[int, int]:
     """The number of the first choice of stored subgroups with which the others fit, and the most
     host slots that do: a slot is as large as a subgroup, so that few stored ones save no byte
     beside many slots. The last one with one slot, if nothing fits.
@@ -80,10 +79,12 @@ def _first_that_fits(
     def fits(stored: frozenset[int], slots: int) -> bool:
         plan = _plan(engine, sizes, stored, slots)
         return room_bytes >= needed_bytes(
-            plan, optimizer.gradient_accumulation_dtype.itemsize,
-            wire_bytes=optimizer.dtype.itemsize, optimizer=kept,
+            plan,
+            optimizer.gradient_accumulation_dtype.itemsize,
+            wire_bytes=optimizer.dtype.itemsize,
+            optimizer=kept,
             micro_batches=engine.gradient_accumulation_steps(),
-        )  # fmt: skip
+        )
 
     tried = product(range(len(choices)), range(HOST_SLOTS, 0, -1))
     fitting = ((n, slots) for n, slots in tried if fits(choices[n], slots))
@@ -110,8 +111,11 @@ def _plan(engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slot
     placements: list[Placement] = ["stored" if i in stored else "host" for i in range(len(sizes))]
     home = private.parameter_home(engine.optimizer)
     return Plan(
-        subgroup_size=max(1, int(engine.zero_sub_group_size())), subgroups=sizes,
-        placement=Plan.runs(placements), staging_slots=0, overlap_forward=False,
+        subgroup_size=max(1, int(engine.zero_sub_group_size())),
+        subgroups=sizes,
+        placement=Plan.runs(placements),
+        staging_slots=0,
+        overlap_forward=False,
         host_slots=host_slots,
         parameter_home=Plan.home_runs([home] * len(sizes)),
-    )  # fmt: skip
+    )

@@ -61,9 +61,8 @@ class Windows(GradientHomes[ZeroSlice]):
     _turned: set[int] = field(default_factory=set, init=False)
 
     def accept(
-        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool,
-        alone: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
+    ) -> torch.Tensor:
         """``alone``: DeepSpeed does not take this gradient into its sum of micro-batches."""
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):
@@ -104,9 +103,7 @@ class Windows(GradientHomes[ZeroSlice]):
         subgroup = piece.subgroup
         if self._crosses[subgroup] or self.device.unified:
             # All of the subgroup at once, by reference: what has not arrived yet is left behind.
-            if subgroup not in self._turned and not any(
-                p.touched for p in self.by_subgroup[subgroup]
-            ):
+            if subgroup not in self._turned and not any(p.touched for p in self.by_subgroup[subgroup]):
                 state = self.states[subgroup]
                 spare = self._spare(subgroup)
                 self._spares[subgroup], state.gradient = state.gradient, spare
@@ -293,9 +290,8 @@ class OneBuffer(Windows):
     """
 
     def accept(
-        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool,
-        alone: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
+    ) -> torch.Tensor:
         del alone  # there is nothing else
         fresh = (piece.begun or piece.touched) and piece.kept is None
         if not (first or fresh):

@@ -84,9 +84,7 @@ class _Strategy:
             tried += self._guessing(plain)
         waiting = (one.waiting_s for one in tried if one.fits)
         most_s = (1 + PAUSED) * min(waiting, default=math.inf)
-        return min(
-            (one for one in tried if one.waiting_s <= most_s or not one.fits), key=self._rank
-        )
+        return min((one for one in tried if one.waiting_s <= most_s or not one.fits), key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:
         lacking = self.limits.missing_bytes(one.result)

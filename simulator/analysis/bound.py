@@ -58,10 +58,16 @@ class Bound:
 
 
 def bound(
-    workload: Workload, machine: Machine, device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, guesses: bool = False, *, enough_s: float | None = None,
-) -> Bound:  # fmt: skip
+    workload: Workload,
+    machine: Machine,
+    device_bytes: float | None = None,
+    homes: Sequence[Memory] | None = (),
+    host_bytes: float | None = None,
+    storage_bytes: float | None = None,
+    guesses: bool = False,
+    *,
+    enough_s: float | None = None,
+) -> Bound:
     """The bound for every plan that stays within so much memory.
 
     Between the norm barrier and the end of the next forward (of its first micro-batch) all
@@ -87,10 +93,14 @@ def bound(
 
 
 def fluid_bound(
-    workload: Workload, machine: Machine, device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, guesses: bool = False,
-) -> Bound:  # fmt: skip
+    workload: Workload,
+    machine: Machine,
+    device_bytes: float | None = None,
+    homes: Sequence[Memory] | None = (),
+    host_bytes: float | None = None,
+    storage_bytes: float | None = None,
+    guesses: bool = False,
+) -> Bound:
     """`bound` as if parameters were a fluid: no tighter, and there in milliseconds.
 
     Raises:
@@ -126,11 +136,18 @@ def _passes_s(workload: Workload, machine: Machine) -> float:
 
 
 def tightened(
-    fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, guesses: bool = False, *,
-    most_nodes: int = NODES_OF_FEW, enough_s: float | None = None,
-) -> Bound:  # fmt: skip
+    fluid: Bound,
+    workload: Workload,
+    machine: Machine,
+    device_bytes: float | None = None,
+    homes: Sequence[Memory] | None = (),
+    host_bytes: float | None = None,
+    storage_bytes: float | None = None,
+    guesses: bool = False,
+    *,
+    most_nodes: int = NODES_OF_FEW,
+    enough_s: float | None = None,
+) -> Bound:
     """`bound`, where `fluid_bound` is known.
 
     Args:
@@ -193,10 +210,17 @@ class NumberedBounds:
 
 class _Problem:
     def __init__(
-        self, workload: Workload, machine: Machine, device_bytes: float | None,
-        homes: Sequence[Memory] | None, host_bytes: float | None, storage_bytes: float | None,
-        pieces: int, *, guesses: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        machine: Machine,
+        device_bytes: float | None,
+        homes: Sequence[Memory] | None,
+        host_bytes: float | None,
+        storage_bytes: float | None,
+        pieces: int,
+        *,
+        guesses: bool = False,
+    ) -> None:
         everywhere: tuple[Memory, ...] = ("device",)
         where = () if homes is None else homes or everywhere * len(workload.subgroups)
         some = [way for way in ways() if not where or way[1] in where]
@@ -221,9 +245,8 @@ class _Problem:
             self.room["storage"] = storage_bytes
 
     def window(
-        self, slots: int | None, fewest: int, numbers: Sequence[float] = (),
-        visitor: tuple[int, int] | None = None,
-    ) -> Window:  # fmt: skip
+        self, slots: int | None, fewest: int, numbers: Sequence[float] = (), visitor: tuple[int, int] | None = None
+    ) -> Window:
         return Window(self.model, self.room, slots, fewest, numbers, visitor)
 
     def by_placement(self, x: Floats) -> dict[Placement, float]:
@@ -260,9 +283,12 @@ class _Problem:
         sizes, update_s = self.model.pieces.size[:, None], max(fluid.update_s, least_s)
         split = self.by_placement(near[0][2] * sizes) if near else fluid.params
         return replace(
-            fluid, iteration_s=self.model.rest_s + update_s, update_s=update_s, params=split,
+            fluid,
+            iteration_s=self.model.rest_s + update_s,
+            update_s=update_s,
+            params=split,
             promising=tuple((self._rounded(x), slots) for _, slots, x in near),
-        )  # fmt: skip
+        )
 
     def _fractions(self, nodes: int) -> Iterator[tuple[float, int, int | None, Visitor]]:
         cases = product((*range(1, FEWEST_MANY), None), self._visitors() if nodes else (None,))

@@ -34,10 +34,7 @@ class _Run:
     result: SimResult
 
     def of(self, *kinds: OpKind, iteration: int | None = None) -> list[int]:
-        return [
-            op.id for op in self.ops
-            if op.kind in kinds and (iteration is None or op.iteration == iteration)
-        ]  # fmt: skip
+        return [op.id for op in self.ops if op.kind in kinds and (iteration is None or op.iteration == iteration)]
 
     def save_s(self) -> float:
         saves = [op.id for op in self.ops if op.kind == OpKind.SNAPSHOT and op.lane == Lane.COMPUTE]
@@ -140,9 +137,7 @@ class CheckpointSimulation:
     schedule without the writers first, then again on the one with them.
     """
 
-    def __init__(
-        self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None
-    ) -> None:
+    def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
         """``save_s``: what ``save_checkpoint`` takes by itself; None: `save_seconds`."""
         self.workload, self.plan, self.machine = workload, plan, machine
         self.save_s = save_seconds(workload, machine) if save_s is None else save_s
@@ -165,11 +160,14 @@ class CheckpointSimulation:
         interference_s = lost_s - stall_s + self._later_s(run)
         beside = max(1, math.ceil(persist_s / self.iteration_s))
         return CheckpointCost(
-            stall_s=stall_s, interference_s=interference_s, persist_s=persist_s,
+            stall_s=stall_s,
+            interference_s=interference_s,
+            persist_s=persist_s,
             slowdown=interference_s / (beside * self.iteration_s),
-            copied_bytes=writing.bytes_of("copied"), waited_bytes=writing.bytes_of("urgent"),
+            copied_bytes=writing.bytes_of("copied"),
+            waited_bytes=writing.bytes_of("urgent"),
             reserved_bytes=reserved_bytes(saving),
-        )  # fmt: skip
+        )
 
     def _lost_s(self, run: _Run) -> float:
         last = self.iterations - 1
@@ -178,8 +176,7 @@ class CheckpointSimulation:
     def _later_s(self, run: _Run) -> float:
         """What is still written behind the last iteration goes on slowing down as it did in it."""
         last = self.iterations - 1
-        with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1)
-                             for r in (run, self._plain))  # fmt: skip
+        with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
         left = max(0.0, run.persist_end_s() - run.backward_end_s(last)) / self.iteration_s
         return left * max(0.0, with_s - without_s)
 
@@ -215,23 +212,23 @@ class CheckpointSimulation:
     def _ordered(self, saving: CheckpointPlan, rate: float, stretch: float) -> Writing:
         due = [replace(d, at_s=d.at_s * stretch) for d in self._quiet.due(self.plan)]
         return order_writing(
-            self.sizes, [] if saving.mode in ("sync", "in_place") else due,
+            self.sizes,
+            [] if saving.mode in ("sync", "in_place") else due,
             Pace(rate, self.storage, copy_rate(self.machine)),
             saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES,
-            self.workload.model_checkpoint_bytes, self.plan.issue_order,
-        )  # fmt: skip
+            self.workload.model_checkpoint_bytes,
+            self.plan.issue_order,
+        )
 
     def _schedule(self, saving: CheckpointPlan, writing: Writing) -> Schedule:
         return self._loop(saving, writing, (LEAD_IN - 1,), self._quiet.hooks_s())
 
     def _loop(
-        self, saving: CheckpointPlan, writing: Writing, saves: Sequence[int],
-        hooks_s: Sequence[float] = (0.0,),
-    ) -> Schedule:  # fmt: skip
+        self, saving: CheckpointPlan, writing: Writing, saves: Sequence[int], hooks_s: Sequence[float] = (0.0,)
+    ) -> Schedule:
         plan = self.plan.model_copy(update={"checkpoint": saving})
         loop = CheckpointedLoop(
-            self.workload, plan, self.machine, writing, saves=saves, save_s=self.save_s,
-            hooks_s=hooks_s,
-        )  # fmt: skip
+            self.workload, plan, self.machine, writing, saves=saves, save_s=self.save_s, hooks_s=hooks_s
+        )
         loop.run(self.iterations)
         return loop.schedule(self.iterations)

@@ -143,9 +143,13 @@ def _draw_moments(ax: Axes, spans: Iterable[Span], origin_s: float, scale: float
     for span in spans:
         if span.kind in _MOMENTS:
             ax.axvline(
-                (span.end_s - origin_s) * scale, color=COLOURS[span.kind], linewidth=0.9,
-                linestyle=_MOMENTS[span.kind], alpha=0.75, zorder=0.5,
-            )  # fmt: skip
+                (span.end_s - origin_s) * scale,
+                color=COLOURS[span.kind],
+                linewidth=0.9,
+                linestyle=_MOMENTS[span.kind],
+                alpha=0.75,
+                zorder=0.5,
+            )
 
 
 def _decorate(ax: Axes) -> None:
@@ -168,11 +172,13 @@ def _legend(ax: Axes, spans: Iterable[Span]) -> None:
         if kind not in seen:
             continue
         if kind in _MOMENTS:
-            handles.append(Line2D([], [], color=COLOURS[kind], linestyle=_MOMENTS[kind],
-                                  linewidth=0.9, label=kind.value))  # fmt: skip
+            handles.append(
+                Line2D([], [], color=COLOURS[kind], linestyle=_MOMENTS[kind], linewidth=0.9, label=kind.value)
+            )
         if kind in bars:
             what = f"until {kind.value}" if kind in _MOMENTS else kind.value
             handles.append(Patch(facecolor=COLOURS[kind], label=what))
     if handles:
-        ax.legend(handles=handles, loc="center left", bbox_to_anchor=(1.005, 0.5),
-                  frameon=False, fontsize=8, handlelength=1.4)  # fmt: skip
+        ax.legend(
+            handles=handles, loc="center left", bbox_to_anchor=(1.005, 0.5), frameon=False, fontsize=8, handlelength=1.4
+        )

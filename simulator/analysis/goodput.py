@@ -66,9 +66,7 @@ class CheckpointCost:
     def cost_s(self) -> float:
         return self.stall_s + self.interference_s
 
-    def at_interval(
-        self, steps: int, iteration_s: float, busy: str
-    ) -> "tuple[int, CheckpointCost]":
+    def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
         """(steps between two commits, cost) of a save every ``steps``, whether or not it is done.
 
         A checkpoint that is still being written when the next one is due makes it wait, be skipped,
@@ -89,9 +87,7 @@ class CheckpointCost:
         return max(1, math.ceil((self.persist_s - self.cost_s) / iteration_s * (1 - 1e-12)))
 
 
-def expected_goodput(
-    iteration_s: float, cost: CheckpointCost, failures: Failures, interval_steps: int
-) -> float:
+def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failures, interval_steps: int) -> float:
     """Useful time over expected time, from 0 to 1.
 
     Exact renewal argument. An interval lasts ``L = work + stall + interference``. From one commit
@@ -111,15 +107,12 @@ def expected_goodput(
     check_positive("iteration_s", iteration_s)
     mtbf_s = failures.mtbf_s
     if interval_steps < 0:
-        raise RuleError(
-            f"interval_steps must be >= 0, but got {interval_steps}", key="interval_steps"
-        )
+        raise RuleError(f"interval_steps must be >= 0, but got {interval_steps}", key="interval_steps")
     if interval_steps == 0:
         if math.isinf(mtbf_s):
             return 1.0
         raise RuleError(
-            f"interval_steps must be >= 1 where the job fails, but got 0 with mtbf_s={mtbf_s:g}",
-            key="interval_steps",
+            f"interval_steps must be >= 1 where the job fails, but got 0 with mtbf_s={mtbf_s:g}", key="interval_steps"
         )
     work_s = interval_steps * iteration_s
     interval_s = work_s + cost.cost_s

@@ -16,9 +16,7 @@ from ebbtide.simulator.workload import Workload
 PAUSED = 0.01
 
 
-def expected(
-    workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]
-) -> SimResult:
+def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
     """A plan's simulation, all guesses right, with ``iteration_s`` the mean over steps of which
     `Workload.clip_rate` clip; None: none does.
     """
@@ -27,21 +25,19 @@ def expected(
         return right
     plain = simulate(plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0)))
     sizes: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
-    for size, placement, early in zip(
-        workload.subgroups, plan.placements, plan.guessed, strict=True
-    ):
+    for size, placement, early in zip(workload.subgroups, plan.placements, plan.guessed, strict=True):
         if early:
             sizes[placement].append(size)
     seconds = mean_s(
-        (right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s),
-        late_s(workload, machine, sizes, plan.threads, plan.prefetch), workload.clip_rate,
-    )  # fmt: skip
+        (right.iteration_s, right.backward_s),
+        (plain.iteration_s, plain.backward_s),
+        late_s(workload, machine, sizes, plan.threads, plan.prefetch),
+        workload.clip_rate,
+    )
     return replace(right, iteration_s=seconds)
 
 
-def mean_s(
-    right: tuple[float, float], plain: tuple[float, float], late_s: float, clip_rate: float
-) -> float:
+def mean_s(right: tuple[float, float], plain: tuple[float, float], late_s: float, clip_rate: float) -> float:
     """The mean iteration.
 
     Args:
@@ -55,9 +51,13 @@ def mean_s(
 
 
 def guesses_worth(
-    workload: Workload, machine: Machine, held: Holding, sizes: Iterable[int], left_bytes: float,
+    workload: Workload,
+    machine: Machine,
+    held: Holding,
+    sizes: Iterable[int],
+    left_bytes: float,
     placement: Placement = "host",
-) -> int:  # fmt: skip
+) -> int:
     """How many of these subgroups, which can be guessed, so much host memory holds twice and the
     last backward has time for: behind the norm a guess takes longer than what it saves.
 
@@ -73,9 +73,8 @@ def guesses_worth(
 
 
 def late_s(
-    workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]],
-    threads: int = 0, prefetch: int = 0,
-) -> float:  # fmt: skip
+    workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
+) -> float:
     """How much later updates begin behind wrong guesses than where nobody guessed, at the most:
     behind what is under way at the barrier, since what has not begun is dropped; without the visits
     that would have come in meanwhile; and behind what is read from storage again.
@@ -99,13 +98,13 @@ def _again_s(workload: Workload, machine: Machine) -> float:
 
 
 def guess_s(
-    workload: Workload, machine: Machine, elements: int, threads: int = 0,
-    placement: Placement = "host",
-) -> float:  # fmt: skip
+    workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
+) -> float:
     """The longest step of a guess of so many elements that its gradient comes before, alone, with
     all cores or so many threads.
     """
     recipe, amounts = recipe_of(placement, "device", guessed=True), Bytes.of(workload)
-    early = [step for step in recipe.steps[: recipe.before_norm]
-             if not recipe.keeps_slot or Wait.GRADIENT in step.waits]  # fmt: skip
+    early = [
+        step for step in recipe.steps[: recipe.before_norm] if not recipe.keeps_slot or Wait.GRADIENT in step.waits
+    ]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

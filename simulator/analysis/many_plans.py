@@ -36,9 +36,17 @@ from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
 COLUMNS = (
-    "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
-    "device_peak_bytes", "host_peak_bytes", "loop_s", "storage_bytes",
-)  # fmt: skip
+    "iteration_s",
+    "forward_s",
+    "backward_s",
+    "step_s",
+    "update_s",
+    "makespan_s",
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "loop_s",
+    "storage_bytes",
+)
 MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter homes
 MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
 
@@ -126,25 +134,26 @@ class PlanSweep:
         grown = growing[: max(0, slots[Slot.STAGING] - staging_slots + len(growing))]
         slot_bytes = self.each_bytes(Slot.STAGING, both) if grown else 0
         limits = early_limits(prefetch, slots)
-        early, ahead = (
-            [limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS]
-            for when in (False, True)
-        )
+        early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
         program, moved_out_bytes, passes = self._program(placement, overlap_forward)
-        plan = np.array(
-            [self.iterations, *(slots[s] for s in SLOTS), *early, *ahead, slot_bytes],
-            dtype=np.int64,
-        )
+        plan = np.array([self.iterations, *(slots[s] for s in SLOTS), *early, *ahead, slot_bytes], dtype=np.int64)
         count = build(
-            program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,
-            self._forward_order if issue is None else issue, self._arrival, plan,
-            *self._grown(program, passes, grown), self.ops, self.after_first, self.after,
-        )  # fmt: skip
+            program,
+            self.recipes.with_threads(threads),
+            self.recipes.ways,
+            self.sizes,
+            placement,
+            self._forward_order if issue is None else issue,
+            self._arrival,
+            plan,
+            *self._grown(program, passes, grown),
+            self.ops,
+            self.after_first,
+            self.after,
+        )
         row = self._run(count, self._rates_with(threads))
         # On top of the activations' peak, for which slots may make room.
-        held = self.held_bytes(
-            amounts, staging_slots, host_slots, guessed, self.summed_elements(placement)
-        )
+        held = self.held_bytes(amounts, staging_slots, host_slots, guessed, self.summed_elements(placement))
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
@@ -156,9 +165,7 @@ class PlanSweep:
         waiting, guessed = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, guessed))
 
-    def _grown(
-        self, program: Program, passes: tuple[Ints, Ints], grown: Sequence[int]
-    ) -> tuple[Ints, Ints]:  # fmt: skip
+    def _grown(self, program: Program, passes: tuple[Ints, Ints], grown: Sequence[int]) -> tuple[Ints, Ints]:
         """How many slots there are behind each subgroup's gradient, and what that means for each
         place of the tape (see `build`).
         """
@@ -181,22 +188,26 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """One row with `COLUMNS` for a plan."""
-        ways = zip(
-            plan.placements, plan.parameter_homes, plan.guessed, plan.summed_on_device, strict=True
-        )
+        ways = zip(plan.placements, plan.parameter_homes, plan.guessed, plan.summed_on_device, strict=True)
         codes = np.array(
-            [PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED + summed * SUMMED
-             for p, home, early, summed in ways],
+            [
+                PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED + summed * SUMMED
+                for p, home, early, summed in ways
+            ],
             np.int8,
-        )  # fmt: skip
+        )
         return self.evaluate(
-            codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
-            np.array(plan.issue_order, dtype=np.int64), plan.host_slots, plan.growing_slots,
-        )  # fmt: skip
+            codes,
+            plan.staging_slots,
+            plan.prefetch,
+            plan.threads,
+            plan.overlap_forward,
+            np.array(plan.issue_order, dtype=np.int64),
+            plan.host_slots,
+            plan.growing_slots,
+        )
 
-    def _program(
-        self, placement: NDArray[np.int8], overlaps: bool
-    ) -> tuple[Program, int, tuple[Ints, Ints]]:  # fmt: skip
+    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int, tuple[Ints, Ints]]:
         """The passes, recorded once for each set of parameter homes; the bytes of parameters that
         the device does not hold; and `Program.passes`.
         """
@@ -216,9 +227,7 @@ class PlanSweep:
             self._programs[key] = program, gone_bytes, passes
         return self._programs[key]
 
-    def _check(
-        self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int
-    ) -> None:
+    def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:
         if placement.shape != self.sizes.shape:
             raise PlanError(
                 "a placement is needed for each subgroup of the workload, but got "
@@ -250,9 +259,8 @@ class PlanSweep:
         ops, start_s, end_s = self.ops[:count], self.start_s[:count], self.end_s[:count]
         row = np.zeros(kernel.SUMMARY_COLUMNS)
         peaks = kernel.run(
-            ops, self.after_first[: count + 1], self.after, rates, self.capacity,
-            self.machine_facts, start_s, end_s,
-        )  # fmt: skip
+            ops, self.after_first[: count + 1], self.after, rates, self.capacity, self.machine_facts, start_s, end_s
+        )
         kernel.summarise(ops, start_s, end_s, self.iterations, row)
         row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks
         return row

@@ -17,10 +17,7 @@ def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
     """
     held = schedule.schedule.held
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
-    columns = {
-        "device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE),
-        "host": (kernel.HOST_ALLOC, kernel.HOST_FREE),
-    }
+    columns = {"device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE), "host": (kernel.HOST_ALLOC, kernel.HOST_FREE)}
     for memory in TIERS:
         if memory in columns:
             taken = _at_peak(schedule, simulated, *columns[memory])
@@ -39,10 +36,12 @@ def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free:
     ops = schedule.ops
     starts, ends = (np.flatnonzero(ops[:, column]) for column in (alloc, free))
     lasts = simulated.end_s[ends] > simulated.start_s[ends]
-    order = np.lexsort((
-        np.concatenate([2 * starts + 1, np.where(lasts, -1, 2 * ends + 2)]),
-        np.concatenate([simulated.start_s[starts], simulated.end_s[ends]]),
-    ))  # fmt: skip
+    order = np.lexsort(
+        (
+            np.concatenate([2 * starts + 1, np.where(lasts, -1, 2 * ends + 2)]),
+            np.concatenate([simulated.start_s[starts], simulated.end_s[ends]]),
+        )
+    )
     sizes = np.concatenate([ops[starts, alloc], -ops[ends, free]])[order]
     kinds = np.concatenate([_kinds(ops[starts], taken_for), _kinds(ops[ends], freed_of)])[order]
     total = np.cumsum(sizes)

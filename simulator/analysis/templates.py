@@ -22,11 +22,25 @@ from ebbtide.simulator.workload import Layer, Workload
 # What `Template.retimed` writes anew, or what no schedule depends on; all else is the structure.
 RETIMED_LAYER = ("name", "forward_s", "backward_s", "activation_bytes")
 RETIMED_WORKLOAD = (
-    "schema_version", "name", "layers", "subgroup_size", "parameters", "nodes",
-    "tokens_per_iteration", "samples_per_iteration", "pipeline_idle_s", "device_base_bytes",
-    "device_base_parts", "memory_curve", "model_checkpoint_bytes", "provenance", "phase_times",
-    "memory_peaks", "warnings", "clip_rate",
-)  # fmt: skip
+    "schema_version",
+    "name",
+    "layers",
+    "subgroup_size",
+    "parameters",
+    "nodes",
+    "tokens_per_iteration",
+    "samples_per_iteration",
+    "pipeline_idle_s",
+    "device_base_bytes",
+    "device_base_parts",
+    "memory_curve",
+    "model_checkpoint_bytes",
+    "provenance",
+    "phase_times",
+    "memory_peaks",
+    "warnings",
+    "clip_rate",
+)
 _LAYER_STRUCTURE = tuple(name for name in Layer.model_fields if name not in RETIMED_LAYER)
 _WORKLOAD_STRUCTURE = tuple(name for name in Workload.model_fields if name not in RETIMED_WORKLOAD)
 
@@ -36,9 +50,7 @@ def structure(workload: Workload) -> Hashable:
     return (
         *(getattr(workload, name) for name in _WORKLOAD_STRUCTURE),
         bool(workload.pipeline_idle_s),
-        tuple(
-            tuple(getattr(layer, name) for name in _LAYER_STRUCTURE) for layer in workload.layers
-        ),
+        tuple(tuple(getattr(layer, name) for name in _LAYER_STRUCTURE) for layer in workload.layers),
     )
 
 
@@ -88,10 +100,12 @@ class Template:
         base = base_by_kind(workload, gone_bytes)
         pairs = {n: np.array(f, dtype=np.int64).reshape(-1, 2) for n, f in result.items()}
         return cls(
-            _without_ops(schedule), times(workload),
+            _without_ops(schedule),
+            times(workload),
             {name: (two[:, 0].copy(), two[:, 1].copy()) for name, two in pairs.items()},
-            {kind: size - base.get(kind, 0) for kind, size in held.items()}, gone_bytes,
-        )  # fmt: skip
+            {kind: size - base.get(kind, 0) for kind, size in held.items()},
+            gone_bytes,
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -156,9 +170,7 @@ class Templates:
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 
-    def compiled(
-        self, name: str, workload: Workload, options: Mapping[str, Any]
-    ) -> CompiledSchedule:
+    def compiled(self, name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
         """A strategy's schedule as arrays, without its ops as objects.
 
         Raises:

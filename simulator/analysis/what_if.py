@@ -33,13 +33,9 @@ _IN_WORKLOAD = {
     "gpus_per_node": _LAID_OUT,
     "device_flops_per_s": (
         "the workload's forward and backward are seconds already",
-        "estimate a workload for each (workload_from_model(model, "
-        "machine.with_rates(device_flops_per_s=...)))",
+        "estimate a workload for each (workload_from_model(model, machine.with_rates(device_flops_per_s=...)))",
     ),
-    "device_memory_bytes": (
-        "the memory per rank is an argument of its own",
-        "give gpu_memory_bytes=[...]",
-    ),
+    "device_memory_bytes": ("the memory per rank is an argument of its own", "give gpu_memory_bytes=[...]"),
 }
 
 
@@ -111,9 +107,8 @@ def what_if(
 
 
 def _table(
-    rows: list[dict[str, Any]], points: int, changes: Mapping[str, Sequence[float]],
-    interrupted: bool,
-) -> pd.DataFrame:  # fmt: skip
+    rows: list[dict[str, Any]], points: int, changes: Mapping[str, Sequence[float]], interrupted: bool
+) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(rows)
@@ -132,8 +127,11 @@ def _check_kinds(workload: Workload, machine: Machine, gpu_memory_bytes: object)
                 f"{argument} must be a {kind.__name__}, but got {type(value).__name__}"
             )
     if gpu_memory_bytes is not None and machine.unified_memory:
-        warnings.warn("gpu_memory_bytes changes nothing where device memory is host memory "
-                      "(machine.unified_memory): give host_memory_bytes", stacklevel=3)  # fmt: skip
+        warnings.warn(
+            "gpu_memory_bytes changes nothing where device memory is host memory "
+            "(machine.unified_memory): give host_memory_bytes",
+            stacklevel=3,
+        )
 
 
 def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> None:
@@ -145,18 +143,14 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
                 key=f"changes.{name}",
             )
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
-            known = [
-                field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD
-            ]
+            known = [field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD]
             raise RuleError(
                 f"a what-if can change {', '.join(known)}, but got {name!r}: for other shapes "
                 "estimate a workload for each (workload_from_model)",
                 key=f"changes.{name}",
             )
         if not values:
-            raise RuleError(
-                f"{name} must have at least one value, but got {values!r}", key=f"changes.{name}"
-            )
+            raise RuleError(f"{name} must have at least one value, but got {values!r}", key=f"changes.{name}")
     if "cpu_cores" in changes and not machine.device_shares_host_cores:
         raise RuleError(
             "cpu_cores must not be among the changes where forward and backward run on a GPU, "
@@ -195,25 +189,16 @@ def grid(
         strategies = [strategies]
     named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]
     if not named:
-        raise RuleError(
-            f"strategies must name at least one, but got {strategies!r}", key="strategies"
-        )
+        raise RuleError(f"strategies must name at least one, but got {strategies!r}", key="strategies")
     for name, _ in named:
         if name not in STRATEGIES:
-            raise RuleError(
-                f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}", key="strategies"
-            )
+            raise RuleError(f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}", key="strategies")
     sizes = [machine.device_memory_bytes] if memories is None else _listed(memories)
     if not sizes:
-        raise RuleError(
-            f"gpu_memory_bytes must have at least one value, but got {memories!r}",
-            key="gpu_memory_bytes",
-        )
+        raise RuleError(f"gpu_memory_bytes must have at least one value, but got {memories!r}", key="gpu_memory_bytes")
     for size in sizes:
         if not (isinstance(size, int | float) and 0 < size < float("inf")):
-            raise RuleError(
-                f"gpu_memory_bytes must be finite and > 0, but got {size!r}", key="gpu_memory_bytes"
-            )
+            raise RuleError(f"gpu_memory_bytes must be finite and > 0, but got {size!r}", key="gpu_memory_bytes")
     values = [[(name, v) for v in given] for name, given in changes.items()]
     for combination in itertools.product(*values):
         for size in sizes:
@@ -274,9 +259,8 @@ def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, An
     """One row."""
     work, changed = _changed(workload, machine, point)
     limits = Limits(
-        point.gpu_memory_bytes, changed.host_memory_bytes // work.ranks_per_node,
-        unified=changed.unified_memory,
-    )  # fmt: skip
+        point.gpu_memory_bytes, changed.host_memory_bytes // work.ranks_per_node, unified=changed.unified_memory
+    )
     best = best_setting(point.strategy, work, changed, limits, point.options)
     result = best.result
     tokens = work.tokens_per_iteration
@@ -315,20 +299,13 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
         for value in (getattr(workload, name),)
     }
     extra = workload.stock_backward_extra_s
-    return changed.model_copy(
-        update={
-            **amounts,
-            "stock_backward_extra_s": None if extra is None else extra * more,
-        }
-    )  # fmt: skip
+    return changed.model_copy(update={**amounts, "stock_backward_extra_s": None if extra is None else extra * more})
 
 
 def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
     try:
         guesses = work.clip_rate is not None and work.zero_stage == 3
         device_bytes = point.gpu_memory_bytes
-        return fluid_bound(
-            work, machine, device_bytes, storage_bytes=0, guesses=guesses
-        ).iteration_s
+        return fluid_bound(work, machine, device_bytes, storage_bytes=0, guesses=guesses).iteration_s
     except ValueError:  # nothing fits
         return float("nan")

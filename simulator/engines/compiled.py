@@ -117,10 +117,15 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
     count = schedule.ops.shape[0]
     start_s, end_s = np.zeros(count), np.zeros(count)
     peaks = kernel.run(
-        schedule.ops, schedule.after_first, schedule.after, rate_vector(schedule, machine),
-        capacity_vector(machine, schedule.schedule.ranks_per_node), machine_vector(machine),
-        start_s, end_s,
-    )  # fmt: skip
+        schedule.ops,
+        schedule.after_first,
+        schedule.after,
+        rate_vector(schedule, machine),
+        capacity_vector(machine, schedule.schedule.ranks_per_node),
+        machine_vector(machine),
+        start_s,
+        end_s,
+    )
     summary = np.zeros(kernel.SUMMARY_COLUMNS)
     kernel.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, summary)
     summary[kernel.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
@@ -176,12 +181,9 @@ def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
     """The spans of a fast run, for plots and comparisons; without memory samples."""
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
-        for op, start, end in zip(
-            schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True
-        )
+        for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)
     ]
     spans.sort(key=lambda s: (s.end_s, s.start_s))
     return Timeline(
-        tuple(spans), "predicted", strategy=schedule.schedule.strategy,
-        storage_bytes=schedule.schedule.storage_bytes,
-    )  # fmt: skip
+        tuple(spans), "predicted", strategy=schedule.schedule.strategy, storage_bytes=schedule.schedule.storage_bytes
+    )

@@ -27,10 +27,7 @@ OP_COLUMNS = 13
 C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK, C_STORAGE_READ = range(9)
 C_STORAGE_BOTH = 9
 CAPACITY_COUNT = 10
-CAPACITIES = (
-    "dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read",
-    "storage_both",
-)  # fmt: skip
+CAPACITIES = ("dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read", "storage_both")
 
 # Entries of the vector that describes the machine besides rates and capacities.
 M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = range(6)
@@ -39,8 +36,7 @@ LANES = list(Lane)
 KINDS = list(OpKind)
 LANE_COUNT = len(LANES)
 _COMPUTE, _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
-    LANES.index(lane)
-    for lane in (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
+    LANES.index(lane) for lane in (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
 )
 _OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
 _IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))
@@ -97,9 +93,7 @@ def _is_copy(lane: int) -> bool:
 @uncounted
 def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
     kind, lane = int(ops[i, KIND]), int(ops[i, LANE])
-    if machine[M_UNIFIED] and kind in (
-        _GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D, _PARAMETER_D2H,
-    ):  # fmt: skip
+    if machine[M_UNIFIED] and kind in (_GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D, _PARAMETER_D2H):
         return 0.0
     if ops[i, WORK] == 0.0:
         return float(ops[i, LATENCY])
@@ -141,9 +135,7 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 
 
 @uncounted
-def _max_min(
-    busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats
-) -> None:
+def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
     """`ebbtide.simulator.engines.sharing.max_min_speeds` on arrays; see there.
 
     Args:
@@ -258,9 +250,15 @@ def _fill_queues(ops: Floats, notes: _Notes) -> None:
 
 @compiled
 def run(
-    ops: Floats, after_first: Ints, after: Ints, rates: Floats, capacity: Floats, machine: Floats,
-    start_s: Floats, end_s: Floats,
-) -> tuple[float, float]:  # fmt: skip
+    ops: Floats,
+    after_first: Ints,
+    after: Ints,
+    rates: Floats,
+    capacity: Floats,
+    machine: Floats,
+    start_s: Floats,
+    end_s: Floats,
+) -> tuple[float, float]:
     """Fills in when each op starts and ends; returns the peaks over the base of device and host.
 
     Args:
@@ -270,23 +268,41 @@ def run(
     """
     count, lanes = ops.shape[0], LANE_COUNT
     notes = _Notes(
-        np.empty(count, np.int64), after_first[:-1].copy(), np.zeros(count, np.bool_),
-        np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64),
-        np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64),
-        np.zeros(lanes, np.int64), np.zeros(lanes), np.ones(lanes), np.ones(lanes),
-        np.zeros((lanes, CAPACITY_COUNT)), np.zeros((3, CAPACITY_COUNT)),
-        np.empty((lanes, _CLASSES, CAPACITY_COUNT)), np.full(_CACHE, _NEVER, np.int64),
+        np.empty(count, np.int64),
+        after_first[:-1].copy(),
+        np.zeros(count, np.bool_),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes),
+        np.ones(lanes),
+        np.ones(lanes),
+        np.zeros((lanes, CAPACITY_COUNT)),
+        np.zeros((3, CAPACITY_COUNT)),
+        np.empty((lanes, _CLASSES, CAPACITY_COUNT)),
+        np.full(_CACHE, _NEVER, np.int64),
         np.empty((_CACHE, lanes)),
-    )  # fmt: skip
+    )
     _fill_queues(ops, notes)
     return _events(ops, after_first, after, rates, capacity, machine, start_s, end_s, notes)
 
 
 @uncounted
 def _events(
-    ops: Floats, after_first: Ints, after: Ints, rates: Floats, capacity: Floats, machine: Floats,
-    start_s: Floats, end_s: Floats, notes: _Notes,
-) -> tuple[float, float]:  # fmt: skip
+    ops: Floats,
+    after_first: Ints,
+    after: Ints,
+    rates: Floats,
+    capacity: Floats,
+    machine: Floats,
+    start_s: Floats,
+    end_s: Floats,
+    notes: _Notes,
+) -> tuple[float, float]:
     """`run`, with what it notes."""
     queue, head, queue_end, busy = notes.queue, notes.head, notes.queue_end, notes.busy
     running, bits, left, speed = notes.running, notes.bits, notes.left, notes.speed
@@ -336,21 +352,11 @@ def _events(
 
 
 # Columns of a summary row.
-(
-    ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK,
-    LOOP_S, STORED,
-) = range(10)  # fmt: skip
+(ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
 SUMMARY_COLUMNS = 10
 _FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
     KINDS.index(kind)
-    for kind in (
-        OpKind.FORWARD,
-        OpKind.BACKWARD,
-        OpKind.IDLE,
-        OpKind.NORM,
-        OpKind.STEP_END,
-        OpKind.GRADIENT_PASS,
-    )
+    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.NORM, OpKind.STEP_END, OpKind.GRADIENT_PASS)
 )
 _UPDATE_KINDS = tuple(
     KINDS.index(kind)
@@ -393,9 +399,7 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 
 @compiled
-def _add_phases(
-    ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats
-) -> None:
+def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
     """As `Timeline.phases` takes them, for the iteration given."""
     previous = np.inf
     for i in range(ops.shape[0]):
@@ -422,9 +426,7 @@ def _add_phases(
 
 
 @compiled
-def summarise(
-    ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats
-) -> None:
+def summarise(ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats) -> None:
     """Writes the period, the phases and the makespan of a run into ``summary``."""
     summary[:] = 0.0
     if ops.shape[0] == 0:

@@ -155,9 +155,7 @@ class Program(NamedTuple):
         places = np.zeros((len(tape) + 1, 5), np.int64)
         rows = np.zeros((len(tape), kernel.OP_COLUMNS))
         for number, place in enumerate(tape):
-            places[number, :X_REFS] = (
-                place.what, place.subgroup, place.added_to, place.completes
-            )  # fmt: skip
+            places[number, :X_REFS] = (place.what, place.subgroup, place.added_to, place.completes)
             places[number + 1, X_REFS] = places[number, X_REFS] + len(place.refs)
             if place.op is not None:
                 rows[number] = _op_row(place.op)
@@ -169,8 +167,7 @@ class Program(NamedTuple):
         """The places of each layer's first forward, and of its last backward."""
         kinds = self.rows[:, kernel.KIND].astype(int)
         kinds[self.places[:-1, X_WHAT] != _OP] = -1
-        first, last = (np.flatnonzero(kinds == kernel.KINDS.index(kind))
-                       for kind in (OpKind.FORWARD, OpKind.BACKWARD))  # fmt: skip
+        first, last = (np.flatnonzero(kinds == kernel.KINDS.index(kind)) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         return first[:layers], last[: -layers - 1 : -1]
 
 
@@ -518,10 +515,20 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
 
 @compiled
 def build(
-    program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
-    arrival: Ints, plan: Ints, grown: Ints, room: Ints, ops: Floats, after_first: Ints,
+    program: Program,
+    rows: Floats,
+    ways: Ints,
+    sizes: Floats,
+    placement: Any,
+    issue: Ints,
+    arrival: Ints,
+    plan: Ints,
+    grown: Ints,
+    room: Ints,
+    ops: Floats,
+    after_first: Ints,
     after: Ints,
-) -> int:  # fmt: skip
+) -> int:
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
     Args:
@@ -539,12 +546,21 @@ def build(
     counts[_N_ROOM] = -1
     after_first[0] = 0
     made = _Made(
-        ops, after_first, after, counts, np.full(places + 2 * subgroups, -1),
-        np.full(subgroups, -1), np.full(subgroups, -1), np.zeros(subgroups, np.int64),
-        np.zeros(subgroups, np.int64), np.empty(subgroups, np.int64),
+        ops,
+        after_first,
+        after,
+        counts,
+        np.full(places + 2 * subgroups, -1),
+        np.full(subgroups, -1),
+        np.full(subgroups, -1),
+        np.zeros(subgroups, np.int64),
+        np.zeros(subgroups, np.int64),
+        np.empty(subgroups, np.int64),
         np.empty(places * iterations, np.int64),
-        np.zeros(kinds, np.int64), plan[P_SLOTS:P_EARLY].copy(), np.zeros(kinds, np.int64),
+        np.zeros(kinds, np.int64),
+        plan[P_SLOTS:P_EARLY].copy(),
+        np.zeros(kinds, np.int64),
         np.full((kinds, growths + subgroups * (iterations + 1)), -1),
-    )  # fmt: skip
+    )
     given = _Given(rows, ways, sizes, placement, issue, arrival, plan, grown, room)
     return _build(made, given, program)

@@ -13,9 +13,7 @@ from ebbtide.simulator.timeline import MemorySample, Timeline
 
 _COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
-_FREE_WHERE_UNIFIED = {
-    OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H,
-}  # fmt: skip
+_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
@@ -54,10 +52,8 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
         "d2h": d2h * machine.rank_share("d2h", sharers),
         "link": link * machine.rank_share("link", sharers),
         "device": 1.0,
-        "storage": machine.storage_write_bytes_per_s.median
-        * machine.rank_share("storage", sharers),
-        "storage_read": machine.rate("storage_read_bytes_per_s")
-        * machine.rank_share("storage", sharers),
+        "storage": machine.storage_write_bytes_per_s.median * machine.rank_share("storage", sharers),
+        "storage_read": machine.rate("storage_read_bytes_per_s") * machine.rank_share("storage", sharers),
         # In seconds of either alone: one that takes turns has 1 in a second, a duplex one 2.
         "storage_both": max(1.0, 2 * both) * machine.rank_share("storage", sharers),
     }
@@ -185,10 +181,7 @@ class _Simulation:
     def _advance(self) -> None:
         """To the next moment at which an op ends."""
         speeds = max_min_speeds([r.demand for r in self.running], self.capacities)
-        step = min(
-            r.left_s / speed if r.left_s > 0 else 0.0
-            for r, speed in zip(self.running, speeds, strict=True)
-        )
+        step = min(r.left_s / speed if r.left_s > 0 else 0.0 for r, speed in zip(self.running, speeds, strict=True))
         self.now += step
         still: list[_Running] = []
         for r, speed in zip(self.running, speeds, strict=True):
@@ -202,9 +195,7 @@ class _Simulation:
     def _end(self, r: _Running) -> None:
         op = r.op
         self.ended[op.id] = True
-        self.spans.append(
-            Span(op.kind, op.lane, r.started_s, self.now, op.subgroup, op.layer, op.iteration)
-        )
+        self.spans.append(Span(op.kind, op.lane, r.started_s, self.now, op.subgroup, op.layer, op.iteration))
         self._note_memory(-op.device_free_bytes, -op.host_free_bytes)
 
     def _note_memory(self, device_bytes: int, host_bytes: int) -> None:

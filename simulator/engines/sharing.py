@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def max_min_speeds(
-    demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]
-) -> list[float]:
+def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
     """Speed of each op, from 0 to 1 (its full speed), when they run together.
 
     Progressive filling: all ops speed up together until a capacity is full; the ops that use it
@@ -32,9 +30,8 @@ def max_min_speeds(
             if left[name] <= 1e-12 * capacities[name]:
                 full.add(name)
         growing = {
-            i for i in growing
-            if speeds[i] < 1.0 - 1e-12 and not any(demands[i].get(name, 0.0) > 0 for name in full)
-        }  # fmt: skip
+            i for i in growing if speeds[i] < 1.0 - 1e-12 and not any(demands[i].get(name, 0.0) > 0 for name in full)
+        }
     return speeds
 
 

@@ -45,9 +45,7 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
     if not isinstance(model, Mapping):
-        raise ModelError(
-            f"a model must be a dict or a file, but got {type(model).__name__}", key="model"
-        )
+        raise ModelError(f"a model must be a dict or a file, but got {type(model).__name__}", key="model")
     return _from_hugging_face(model) if "model_type" in model else _from_description(model)
 
 
@@ -57,13 +55,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         result = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a model must be a JSON file with its config (--model), but got {file}: {error}",
-            key="model",
+            f"a model must be a JSON file with its config (--model), but got {file}: {error}", key="model"
         ) from None
     if not isinstance(result, dict):
-        raise ModelError(
-            f"{file} must hold a JSON object, but holds a {type(result).__name__}", key="model"
-        )
+        raise ModelError(f"{file} must hold a JSON object, but holds a {type(result).__name__}", key="model")
     return result
 
 
@@ -89,15 +84,15 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
     for key in KEYS:
         value = numbers.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"{key} ({' or '.join(KEYS[key])}) must be a whole number >= 0, "
-                             f"but got {value!r}", key=f"model.{key}")  # fmt: skip
+            raise ModelError(
+                f"{key} ({' or '.join(KEYS[key])}) must be a whole number >= 0, but got {value!r}", key=f"model.{key}"
+            )
     heads, hidden = numbers["heads"], numbers["hidden"]
     numbers.setdefault("kv_heads", heads)
     if "head_size" not in numbers:
         if not heads or hidden % heads:
             raise ModelError(
-                f"hidden must be a multiple of heads where head_size is not given, but got "
-                f"{hidden} and {heads}",
+                f"hidden must be a multiple of heads where head_size is not given, but got {hidden} and {heads}",
                 key="model.hidden",
             )
         numbers["head_size"] = hidden // heads

@@ -121,14 +121,10 @@ class DescribedArchitecture(Architecture):
             if not (isinstance(value, int) and 0 < value < 10**9):
                 raise ModelError(f"{key} must be a whole number > 0, but got {value!r}")
         if self.heads % self.kv_heads:
-            raise ModelError(
-                f"heads must be a multiple of kv_heads, but got {self.heads} and {self.kv_heads}"
-            )
+            raise ModelError(f"heads must be a multiple of kv_heads, but got {self.heads} and {self.kv_heads}")
         unknown = [part for part in self.layout if part not in PARTS]
         if unknown or not self.layout:
-            raise ModelError(
-                f"layout must be made of {', '.join(PARTS)}, but got {' '.join(unknown) or 'none'}"
-            )
+            raise ModelError(f"layout must be made of {', '.join(PARTS)}, but got {' '.join(unknown) or 'none'}")
         for key, parts in _ONLY_WITH.items():
             value = getattr(self, key)
             if bool(value) != any(part in self.layout for part in parts):
@@ -141,8 +137,7 @@ class DescribedArchitecture(Architecture):
         attention = self.heads * self.head_size
         layer = self._block("layer", self.layout, attention)
         numbered = [
-            Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention)
-            for i in range(self.layers)
+            Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention) for i in range(self.layers)
         ]
         return [self._block("embedding", self.embedding), *numbered, self._block("head", self.head)]
 
@@ -232,8 +227,6 @@ PARTS: dict[str, Callable[[DescribedArchitecture], Part]] = {
     "q_norm": _norm(_queries),
     "k_norm": _norm(_keys),
     "tokens": lambda arch: Part((arch.vocabulary * arch.hidden,)),
-    "positions": lambda arch: Part(
-        (arch.positions * arch.hidden,) if arch.positions else (), split=False
-    ),
+    "positions": lambda arch: Part((arch.positions * arch.hidden,) if arch.positions else (), split=False),
     "head": _head,
 }

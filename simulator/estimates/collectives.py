@@ -113,9 +113,7 @@ class Layout:
         end = min(self.gpus, begin + self.gpus_per_node)
         rings = {(rank // span, rank % self.tensor) for rank in range(begin, end)}
         firsts = (stage * span + number for stage, number in rings)
-        return sum(
-            first < begin or first + (self.data - 1) * self.tensor >= end for first in firsts
-        )
+        return sum(first < begin or first + (self.data - 1) * self.tensor >= end for first in firsts)
 
     @property
     def tensor_groups_cut(self) -> int:

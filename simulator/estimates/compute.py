@@ -33,9 +33,12 @@ class Device:
     @classmethod
     def of(cls, machine: Machine, wire_bytes: int, tensor_parallel: int, flash: bool) -> "Device":
         return cls(
-            machine.rate("device_flops_per_s"), machine.rate("device_memory_bytes_per_s"),
-            wire_bytes, tensor_parallel, flash,
-        )  # fmt: skip
+            machine.rate("device_flops_per_s"),
+            machine.rate("device_memory_bytes_per_s"),
+            wire_bytes,
+            tensor_parallel,
+            flash,
+        )
 
     def forward_s(self, block: Block, hidden: int, heads: int, tokens: int, sequence: int) -> float:
         """Of one micro-batch of ``tokens``; the embedding's rows are looked up for nothing."""

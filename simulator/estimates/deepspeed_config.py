@@ -16,20 +16,51 @@ BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 _READ = frozenset(
     {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}
     # Of a precision only which it is; how losses are scaled takes no time.
-    | {f"{name}.{key}" for name in ("bf16", "bfloat16", "fp16") for key in (
-        "enabled", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
-        "consecutive_hysteresis", "min_loss_scale")}
-    | {f"{ZERO}.{key}" for key in (
-        "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
-        "stage3_prefetch_bucket_size", "max_live_parameters", "prefetch_bucket_size",
-        "stage3_max_reuse_distance", "max_reuse_distance",
-        "stage3_param_persistence_threshold", "param_persistence_threshold",
-        "overlap_comm", "cpu_offload", "cpu_offload_param",
-        "round_robin_gradients", "parameter_alignment")}
-)  # fmt: skip
+    | {
+        f"{name}.{key}"
+        for name in ("bf16", "bfloat16", "fp16")
+        for key in (
+            "enabled",
+            "loss_scale",
+            "loss_scale_window",
+            "initial_scale_power",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    }
+    | {
+        f"{ZERO}.{key}"
+        for key in (
+            "stage",
+            "sub_group_size",
+            "reduce_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_prefetch_bucket_size",
+            "max_live_parameters",
+            "prefetch_bucket_size",
+            "stage3_max_reuse_distance",
+            "max_reuse_distance",
+            "stage3_param_persistence_threshold",
+            "param_persistence_threshold",
+            "overlap_comm",
+            "cpu_offload",
+            "cpu_offload_param",
+            "round_robin_gradients",
+            "parameter_alignment",
+        )
+    }
+)
 # Sections of which some keys are read: which, `Offloading` knows.
-_PARTLY_READ = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param",
-                "activation_checkpointing", "bf16", "bfloat16", "fp16")  # fmt: skip
+_PARTLY_READ = (
+    ZERO,
+    f"{ZERO}.offload_optimizer",
+    f"{ZERO}.offload_param",
+    "activation_checkpointing",
+    "bf16",
+    "bfloat16",
+    "fp16",
+)
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 
@@ -67,18 +98,12 @@ def deepspeed_fields(
         "micro_batch": micro,
         "accumulation": steps,
         "precision": dtype,
-        "gradient_bytes": WIRE_BYTES[
-            resolver.section("data_types").get("grad_accum_dtype") or dtype
-        ],
-        "clip": resolver.number(
-            read, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
-        ),
+        "gradient_bytes": WIRE_BYTES[resolver.section("data_types").get("grad_accum_dtype") or dtype],
+        "clip": resolver.number(read, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0),
         "zero_stage": stage,
         "optimizer": resolver.optimizer(),
         "sub_group_size": resolver.elements("sub_group_size", 1e9),
-        "reduce_bucket_elements": resolver.elements(
-            "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden
-        ),
+        "reduce_bucket_elements": resolver.elements("reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden),
         "prefetch_bucket_elements": resolver.elements(
             "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS, int(0.9 * hidden * hidden)
         ),
@@ -121,22 +146,14 @@ class _Resolver:
         return section(self.config, name)
 
     def number(
-        self,
-        section: Mapping[str, Any],
-        key: str,
-        default: float,
-        where: str,
-        automatic: float | None = None,
+        self, section: Mapping[str, Any], key: str, default: float, where: str, automatic: float | None = None
     ) -> float:
         value = section.get(key, default)
         if value == AUTO:
             value = default if automatic is None else automatic
             self.notes.append(f"{where}: auto -> {value:g}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-            raise ModelError(
-                f"{where} must be a number >= 0 or 'auto', but got {value!r}",
-                key=f"ds_config.{where}",
-            )
+            raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}", key=f"ds_config.{where}")
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
@@ -154,17 +171,11 @@ class _Resolver:
                 self.notes.append(f"{key}: auto -> {given}")
             value = given
         elif given is not None and given != value:
-            raise ModelError(
-                f"{key} is {value} in the DeepSpeed config, but {given} was given",
-                key=f"ds_config.{key}",
-            )
+            raise ModelError(f"{key} is {value} in the DeepSpeed config, but {given} was given", key=f"ds_config.{key}")
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(
-                f"{key} must be a whole number >= 1 or 'auto', but got {value!r}",
-                key=f"ds_config.{key}",
-            )
+            raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}", key=f"ds_config.{key}")
         return value
 
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
@@ -175,8 +186,7 @@ class _Resolver:
         if total is not None:
             if total % ranks:
                 raise ModelError(
-                    f"train_batch_size must be a multiple of the {ranks} data-parallel ranks, but "
-                    f"got {total}",
+                    f"train_batch_size must be a multiple of the {ranks} data-parallel ranks, but got {total}",
                     key="ds_config.train_batch_size",
                 )
             if micro is None and steps is None:
@@ -190,8 +200,7 @@ class _Resolver:
                     f"{ranks}",
                     key="ds_config.train_batch_size",
                 )
-        for key, value in (("train_micro_batch_size_per_gpu", micro),
-                           ("gradient_accumulation_steps", steps)):  # fmt: skip
+        for key, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", steps)):
             if value is None:
                 self.notes.append(f"{key}: not given -> 1")
         return micro or 1, steps or 1
@@ -206,8 +215,7 @@ class _Resolver:
             stage = 3 if given is None else given
         elif given is not None and given != stage:
             raise ModelError(
-                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was "
-                "given (--zero-stage)",
+                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was given (--zero-stage)",
                 key="ds_config.zero_optimization.stage",
             )
         if isinstance(stage, bool) or stage not in (1, 2, 3):
@@ -224,22 +232,17 @@ class _Resolver:
         if name not in OPTIMIZERS:
             known = ", ".join(("AdamW", *(o.capitalize() for o in OPTIMIZERS)))
             raise ModelError(
-                f"optimizer.type must be one of {known} (any case), but got {kind!r}",
-                key="ds_config.optimizer.type",
+                f"optimizer.type must be one of {known} (any case), but got {kind!r}", key="ds_config.optimizer.type"
             )
         return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
         """bf16, fp16 or fp32; ``"auto"`` and nothing at all: as given, else bf16."""
-        names: tuple[tuple[str, WireDtype], ...] = (
-            ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"),
-        )  # fmt: skip
+        names: tuple[tuple[str, WireDtype], ...] = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
         chosen = {dtype for enabled, dtype in states if enabled is True}
         if len(chosen) > 1:
-            raise ModelError(
-                "only one of bf16 and fp16 may be enabled, but got both", key="ds_config.bf16"
-            )
+            raise ModelError("only one of bf16 and fp16 may be enabled, but got both", key="ds_config.bf16")
         if chosen:
             return chosen.pop()
         if any(enabled == AUTO for enabled, _ in states) or not self.config:
@@ -250,8 +253,5 @@ class _Resolver:
 
 def _divided(total: int, part: int, key: str) -> int:
     if total % part:
-        raise ModelError(
-            f"{key} must divide the batch of a rank, {total}, but got {part}",
-            key=f"ds_config.{key}",
-        )
+        raise ModelError(f"{key} must divide the batch of a rank, {total}, but got {part}", key=f"ds_config.{key}")
     return total // part

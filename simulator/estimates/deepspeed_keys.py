@@ -19,9 +19,19 @@ ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_para
 DEVICES = ("none", "cpu", "nvme")
 STATE, HELD = f"{ZERO}.{OPTIMIZER}", f"{ZERO}.{PARAM}"
 _SECTIONS = (
-    ZERO, STATE, HELD, f"{ZERO}.zenflow", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
-    "optimizer.params", "activation_checkpointing", "compile",
-)  # fmt: skip
+    ZERO,
+    STATE,
+    HELD,
+    f"{ZERO}.zenflow",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "data_types",
+    "optimizer",
+    "optimizer.params",
+    "activation_checkpointing",
+    "compile",
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -61,9 +71,16 @@ _KNOWN: Mapping[str, frozenset[str]] = {
 }
 # At the top DeepSpeed takes any key in silence: what is nearly one of these is a slip.
 _TOP = (
-    ZERO, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide",
-)  # fmt: skip
+    ZERO,
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "activation_checkpointing",
+    "data_types",
+    "optimizer",
+    "ebbtide",
+)
 _NEARLY = 0.9
 
 
@@ -78,10 +95,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         config = read_file(config)
     if config is not None and not isinstance(config, Mapping):
-        raise ModelError(
-            f"a DeepSpeed config must be an object, but got {type(config).__name__}",
-            key="ds_config",
-        )
+        raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}", key="ds_config")
     config = as_deepspeed_reads(config or {})
     _check_sections(config)
     _check_names(config)
@@ -106,8 +120,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
             config = hjson.loads(text)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}",
-            key="ds_config",
+            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}", key="ds_config"
         ) from None
     if not isinstance(config, dict):
         raise ModelError(f"--ds-config must hold a JSON object, but got {path}", key="ds_config")
@@ -180,9 +193,7 @@ def _check_sections(config: Mapping[str, Any]) -> None:
     for key in _SECTIONS:
         value = at(config, key)
         if value is not None and not isinstance(value, Mapping):
-            raise ModelError(
-                f"{key} must be an object, but got {shortened(value)}", key=f"ds_config.{key}"
-            )
+            raise ModelError(f"{key} must be an object, but got {shortened(value)}", key=f"ds_config.{key}")
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
@@ -257,8 +268,7 @@ class _Kind:
             self._type.validate_python(value, strict=True)
         except ValidationError:
             raise ModelError(
-                f"{key}{self._flag} must be {self._rule}, but got {shortened(value)}",
-                f"ds_config.{key}",
+                f"{key}{self._flag} must be {self._rule}, but got {shortened(value)}", f"ds_config.{key}"
             ) from None
 
 
@@ -285,29 +295,51 @@ def _one_of(*names: str) -> _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu",
-                    "gradient_accumulation_steps"), _COUNT),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _COUNT),
     "gradient_clipping": _NUMBER,
     f"{ZERO}.stage": _STAGE,
-    **dict.fromkeys((f"{ZERO}.{name}" for name in (
-        "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
-        "max_live_parameters", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
-        "stage3_max_reuse_distance", "max_reuse_distance", "stage3_param_persistence_threshold",
-        "param_persistence_threshold")), _ELEMENTS),
-    **dict.fromkeys((f"{ZERO}.{name}" for name in (
-        "overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients",
-        "parameter_alignment")), _FLAG),
+    **dict.fromkeys(
+        (
+            f"{ZERO}.{name}"
+            for name in (
+                "sub_group_size",
+                "reduce_bucket_size",
+                "stage3_max_live_parameters",
+                "max_live_parameters",
+                "stage3_prefetch_bucket_size",
+                "prefetch_bucket_size",
+                "stage3_max_reuse_distance",
+                "max_reuse_distance",
+                "stage3_param_persistence_threshold",
+                "param_persistence_threshold",
+            )
+        ),
+        _ELEMENTS,
+    ),
+    **dict.fromkeys(
+        (
+            f"{ZERO}.{name}"
+            for name in (
+                "overlap_comm",
+                "cpu_offload",
+                "cpu_offload_param",
+                "round_robin_gradients",
+                "parameter_alignment",
+            )
+        ),
+        _FLAG,
+    ),
     f"{ZERO}.mics_shard_size": _SHARDS,
     f"{STATE}.device": _one_of(*DEVICES),
     f"{HELD}.device": _one_of(*DEVICES),
     f"{STATE}.ratio": _SHARE,
     "data_types.grad_accum_dtype": _one_of("fp32", "fp16", "bf16"),
-    **dict.fromkeys((f"{STATE}.{name}" for name in (
-        "pin_memory", "pipeline_read", "pipeline_write", "super_offload")), _FLAG),
+    **dict.fromkeys(
+        (f"{STATE}.{name}" for name in ("pin_memory", "pipeline_read", "pipeline_write", "super_offload")), _FLAG
+    ),
     f"{HELD}.pin_memory": _FLAG,
     **dict.fromkeys((f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")), _SWITCH),
     "activation_checkpointing.cpu_checkpointing": _FLAG,
-    **dict.fromkeys(
-        (f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")), _FLAG),
+    **dict.fromkeys((f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")), _FLAG),
     "bf16.bf16_optimizer_states": _FLAG,
-}  # fmt: skip
+}

@@ -30,22 +30,17 @@ FAMILIES: dict[str, Numbers] = {
     "qwen3": {"layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS}"},
     "gemma": {"layout": _LLAMA, "tied": True},
     "gemma2": {"layout": f"{_LLAMA} {_TWO_NORMS}", "tied": True},
-    "gemma3_text": {
-        "layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS} {_TWO_NORMS}", "tied": True,
-    },
+    "gemma3_text": {"layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS} {_TWO_NORMS}", "tied": True},
     "phi3": {"layout": f"o qkv gate_up down {_TWO_NORMS}"},
     "phi": {"layout": f"{_SPLIT} {_PLAIN} norm", "bias": ALL | {"head"}, **_LAYER_NORM},
     "mixtral": {"layout": f"{_SPLIT} router fused_experts {_TWO_NORMS}"},
     "qwen2_moe": {
-        "layout": f"{_SPLIT} router fused_experts shared_gate shared_up shared_down shared_router "
-        f"{_TWO_NORMS}",
+        "layout": f"{_SPLIT} router fused_experts shared_gate shared_up shared_down shared_router {_TWO_NORMS}",
         "bias": frozenset({"qkv"}),
     },
     "qwen3_moe": {"layout": f"{_HEAD_NORMS} fused_experts router {_TWO_NORMS}"},
     "olmoe": {"layout": f"{_SPLIT} q_norm k_norm router fused_experts {_TWO_NORMS}"},
-    "gpt_oss": {
-        "layout": f"sinks {_SPLIT} router fused_experts {_TWO_NORMS}", "bias": ALL | {"router"},
-    },
+    "gpt_oss": {"layout": f"sinks {_SPLIT} router fused_experts {_TWO_NORMS}", "bias": ALL | {"router"}},
     "olmo": {"layout": f"{_SPLIT} {_GATED}", "norm_params": 0},
     "olmo2": {"layout": f"{_SPLIT} q_norm k_norm {_GATED} {_TWO_NORMS}"},
     "granite": {"layout": _LLAMA},
@@ -54,30 +49,25 @@ FAMILIES: dict[str, Numbers] = {
     "seed_oss": {"layout": _LLAMA, "bias": frozenset({"qkv"})},
     "exaone4": {"layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS}"},
     "arcee": {"layout": f"{_SPLIT} {_PLAIN} {_TWO_NORMS}"},
-    "glm4": {
-        "layout": f"{_SPLIT} gate_up down {_TWO_NORMS} {_TWO_NORMS}", "bias": frozenset({"qkv"}),
-    },
+    "glm4": {"layout": f"{_SPLIT} gate_up down {_TWO_NORMS} {_TWO_NORMS}", "bias": frozenset({"qkv"})},
     "cohere": {"layout": f"{_SPLIT} {_GATED} norm", "tied": True},
     "stablelm": {"layout": _LLAMA, **_LAYER_NORM},
-    "starcoder2": {
-        "layout": f"{_SPLIT} {_PLAIN} {_TWO_NORMS}", "bias": ALL, "tied": True, **_LAYER_NORM,
-    },
+    "starcoder2": {"layout": f"{_SPLIT} {_PLAIN} {_TWO_NORMS}", "bias": ALL, "tied": True, **_LAYER_NORM},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neox": {"layout": f"{_TWO_NORMS} qkv o {_PLAIN}", "bias": ALL, **_LAYER_NORM},
-    "gptj": {
-        "layout": f"norm k v q o {_PLAIN}", "bias": frozenset({"mlp", "head"}), **_LAYER_NORM,
-    },
+    "gptj": {"layout": f"norm k v q o {_PLAIN}", "bias": frozenset({"mlp", "head"}), **_LAYER_NORM},
     "opt": {
-        "layout": f"k v q o norm {_PLAIN} norm", "bias": ALL, "tied": True, **_LAYER_NORM,
-        "embedding": ("tokens", "positions", "norm"), "head": ("head",),
+        "layout": f"k v q o norm {_PLAIN} norm",
+        "bias": ALL,
+        "tied": True,
+        **_LAYER_NORM,
+        "embedding": ("tokens", "positions", "norm"),
+        "head": ("head",),
     },
-    "bloom": {
-        "layout": _MEGATRON, "bias": ALL, "tied": True, **_LAYER_NORM,
-        "embedding": ("tokens", "norm"),
-    },
+    "bloom": {"layout": _MEGATRON, "bias": ALL, "tied": True, **_LAYER_NORM, "embedding": ("tokens", "norm")},
     "falcon": {"layout": f"qkv o {_PLAIN} norm", "tied": True, **_LAYER_NORM},
-}  # fmt: skip
+}
 
 # Flags of a config and the biases that they switch, by family; absent flags leave the family's.
 _Flags = dict[str, tuple[str, ...]]
@@ -85,8 +75,22 @@ _ATTENTION: _Flags = {"attention_bias": ("qkv", "out")}
 _MLP: _Flags = {"mlp_bias": ("mlp",)}
 _ALL: _Flags = {"use_bias": ("qkv", "out", "mlp")}
 _BIAS_FLAGS: dict[str, _Flags] = {
-    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "olmo",
-                     "olmo2", "olmoe", "cohere", "gpt_neox"), _ATTENTION),
+    **dict.fromkeys(
+        (
+            "qwen3",
+            "qwen3_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt_oss",
+            "olmo",
+            "olmo2",
+            "olmoe",
+            "cohere",
+            "gpt_neox",
+        ),
+        _ATTENTION,
+    ),
     **dict.fromkeys(("llama", "granite", "smollm3", "arcee"), _ATTENTION | _MLP),
     **dict.fromkeys(("ernie4_5", "starcoder2"), _ALL),
     "qwen2_moe": {"qkv_bias": ("qkv",)},
@@ -94,7 +98,7 @@ _BIAS_FLAGS: dict[str, _Flags] = {
     "glm4": {"attention_bias": ("qkv",)},
     "stablelm": {"use_qkv_bias": ("qkv",)},
     "falcon": {"bias": ("qkv", "out", "mlp")},
-}  # fmt: skip
+}
 
 # Settings under which a family has other parameters than its layout: (key, what it must be).
 _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -103,9 +107,13 @@ _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
     "stablelm": (("qk_layernorm", False),),
     "phi": (("qk_layernorm", False),),
     "cohere": (("use_qk_norm", False),),
-    "opt": (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
-            ("enable_bias", True), ("layer_norm_elementwise_affine", True)),
-}  # fmt: skip
+    "opt": (
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("enable_bias", True),
+        ("layer_norm_elementwise_affine", True),
+    ),
+}
 # Likewise: (key, the key whose value it must have).
 _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 

@@ -30,19 +30,14 @@ class FlatRank(Rank):
             counts[layer] += min(left, elements)
             left -= min(left, elements)
         counts[-1] += left  # what pads the slice goes with the last layer
-        layers = [
-            layer.model_copy(update={"params": count})
-            for layer, count in zip(made.layers, counts, strict=True)
-        ]
+        layers = [layer.model_copy(update={"params": count}) for layer, count in zip(made.layers, counts, strict=True)]
         waiting = self.waiting_bytes(made)
         fields = {
             "layers": tuple(layers),
             "subgroups": tuple(cut_flat([size], self.job.sub_group_size)),
             "parameters": ((size,),),
             "zero_stage": self.job.zero_stage,
-            "step_gather_s": self.links.gather_s(
-                size * self.job.data_parallel * self.wire, self.layout.ring_in_node
-            ),
+            "step_gather_s": self.links.gather_s(size * self.job.data_parallel * self.wire, self.layout.ring_in_node),
             "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
             "device_base_bytes": made.device_base_bytes + waiting,
             "device_base_parts": {**made.device_base_parts, "gradients": waiting},
@@ -55,8 +50,7 @@ class FlatRank(Rank):
         ``round_robin_gradients`` deals them out to the ranks; ``parameter_alignment`` begins each
         on a border of ALIGNMENT_BYTES.
         """
-        found = [(layer, n) for layer, block in enumerate(self.stage_blocks)
-                 for n in self.partitions(block)]  # fmt: skip
+        found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
         if self.job.round_robin:
             ranks = self.job.data_parallel
             found = [parameter for rank in range(ranks) for parameter in found[rank::ranks]]
@@ -75,10 +69,7 @@ class FlatRank(Rank):
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Whole: ZeRO divides their optimizer state only."""
         tensor = self.job.tensor_parallel
-        return tuple(
-            math.ceil(n / tensor) if split else n
-            for n, split in zip(block.params, block.split, strict=True)
-        )
+        return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
 
     def whole_elements(self, block: Block) -> int:
         return sum(self.partitions(block))

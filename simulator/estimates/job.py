@@ -20,9 +20,11 @@ from pydantic import ValidationError
 
 # What a knob calls an offload -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {
-    "none": ("none", "none"), "optimizer": ("cpu", "none"), "parameters": ("cpu", "cpu"),
+    "none": ("none", "none"),
+    "optimizer": ("cpu", "none"),
+    "parameters": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
-}  # fmt: skip
+}
 Checkpointing = Literal["full", "none"]
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
@@ -53,16 +55,18 @@ class Job(Training):
             ModelError: a description, config or value that cannot be used, naming the key.
         """
         if precision is not None and precision not in WIRE_BYTES:
-            raise ModelError(
-                f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}"
-            )
+            raise ModelError(f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}")
         arch = architecture(model)
         ranks = shape.get("data_parallel", 1)
         read = deepspeed_fields(
-            config, hidden=arch.hidden, ranks=ranks if isinstance(ranks, int) and ranks else 1,
-            micro_batch=micro_batch, accumulation=accumulation, precision=precision,
+            config,
+            hidden=arch.hidden,
+            ranks=ranks if isinstance(ranks, int) and ranks else 1,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            precision=precision,
             zero_stage=zero_stage,
-        )  # fmt: skip
+        )
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
@@ -83,9 +87,7 @@ class Job(Training):
     @classmethod
     def _checked(cls, fields: Mapping[str, Any]) -> Self:
         if unknown := sorted(set(fields) - set(cls.model_fields)):
-            raise ModelError(
-                f"a job has the fields {', '.join(cls.model_fields)}, but got {unknown[0]!r}"
-            )
+            raise ModelError(f"a job has the fields {', '.join(cls.model_fields)}, but got {unknown[0]!r}")
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -100,17 +102,19 @@ class Job(Training):
         given = self.config.get(ZERO) or {}
         zero: dict[str, Any] = {
             **{k: v for k, v in given.items() if k not in ("offload_optimizer", "offload_param")},
-            "stage": self.zero_stage, "sub_group_size": self.sub_group_size,
-        }  # fmt: skip
-        for key, device in (("offload_optimizer", self.offload.optimizer),
-                            ("offload_param", self.offload.parameters)):  # fmt: skip
+            "stage": self.zero_stage,
+            "sub_group_size": self.sub_group_size,
+        }
+        for key, device in (("offload_optimizer", self.offload.optimizer), ("offload_param", self.offload.parameters)):
             if device not in (None, "none"):
                 zero[key] = {**(given.get(key) or {}), "device": device}
         config = {k: v for k, v in self.config.items() if k != "train_batch_size"}
         return {
-            **(config or _BF16), "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation, ZERO: zero,
-        }  # fmt: skip
+            **(config or _BF16),
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            ZERO: zero,
+        }
 
     def workload(self, machine: Machine) -> Workload:
         """What one rank does in an iteration on a machine: see `workload_from_model`.
@@ -163,16 +167,10 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
 def _storage_obstacle(config: Mapping[str, Any], moved: Offloading) -> str:
     stage = at(config, f"{ZERO}.stage")
     if moved.storage is None:
-        return (
-            f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it "
-            "is absent"
-        )
+        return f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it is absent"
     if stage in (3, "auto"):
         return ""
-    return (
-        f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state is stored under "
-        "ZeRO-3"
-    )
+    return f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state is stored under ZeRO-3"
 
 
 def workload_from_model(
@@ -214,6 +212,5 @@ def workload_from_model(
             f"got {activation_checkpointing!r}: what is between the two is not simulated"
         )
     return Job.of_deepspeed(
-        model, ds_config, accumulation=gradient_accumulation_steps,
-        recompute=activation_checkpointing == "full", **job,
-    ).workload(machine)  # fmt: skip
+        model, ds_config, accumulation=gradient_accumulation_steps, recompute=activation_checkpointing == "full", **job
+    ).workload(machine)

@@ -10,12 +10,18 @@ from ebbtide.simulator.estimates.families import FAMILIES
 
 # What configs call the experts that a token visits, of all of its layer's.
 PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
-    "top_k_experts", "num_selected_experts", "router_top_k", "expert_top_k", "top_k",
-)  # fmt: skip
-DESCRIBE = (
-    "describe the model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout]"
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "num_selected_experts",
+    "router_top_k",
+    "expert_top_k",
+    "top_k",
 )
+DESCRIBE = "describe the model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout]"
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and would take for ever
 
@@ -45,8 +51,7 @@ def _built(text: str) -> Architecture:
         ) from None
     if family not in CONFIG_MAPPING:
         raise ModelError(
-            f"model_type must be one that the installed transformers knows, but got {family!r}: "
-            f"{DESCRIBE} instead",
+            f"model_type must be one that the installed transformers knows, but got {family!r}: {DESCRIBE} instead",
             key="model.model_type",
         )
     _check_size(given)
@@ -84,9 +89,7 @@ def _check_size(config: Mapping[str, Any]) -> None:
     for word, most in (("layers", MOST_LAYERS), ("experts", MOST_EXPERTS)):
         for key, value in config.items():
             if word in key and isinstance(value, int) and value > most:
-                raise ModelError(
-                    f"{key} must be at most {most}, but got {value}", key=f"model.{key}"
-                )
+                raise ModelError(f"{key} must be at most {most}, but got {value}", key=f"model.{key}")
 
 
 class _Reader:
@@ -111,16 +114,22 @@ class _Reader:
         vocabulary, hidden = head.weight.shape
         heads = self._number(("num_attention_heads",)) or 1
         return BuiltArchitecture(
-            name=name, layers=len(layers), hidden=hidden, heads=heads, vocabulary=vocabulary,
+            name=name,
+            layers=len(layers),
+            hidden=hidden,
+            heads=heads,
+            vocabulary=vocabulary,
             kv_heads=self._number(("num_key_value_heads",)) or heads,
             tied=head.weight is rows.weight,
             held=(
                 _block("embedding", held[0], 0.0),
-                *(_block(f"layer {i}", held[i + 1], self._flops(layer), self._scores(layer, hidden))
-                  for i, layer in enumerate(layers)),
+                *(
+                    _block(f"layer {i}", held[i + 1], self._flops(layer), self._scores(layer, hidden))
+                    for i, layer in enumerate(layers)
+                ),
                 _block("head", held[-1], 2.0 * head.weight.numel()),
             ),
-        )  # fmt: skip
+        )
 
     def _layers(self) -> Iterator[Any]:
         """Those of the list that has most elements, and of an encoder beside a decoder."""

@@ -20,10 +20,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
 
 STORED = "ebbtide_state"  # under the config's nvme_path
 _MATRIX_OPTIMIZERS = ("muon", "lamb")
-_OWN_STEP = (
-    "optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads",
-    "fp16.fp16_master_weights_and_grads",
-)  # fmt: skip
+_OWN_STEP = ("optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 
@@ -67,9 +64,7 @@ class Offloading:
         """The key of what is offloaded besides state in host memory; empty: nothing is."""
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
-        return self.beyond_plans or (
-            f"{HELD}.device ({self.parameters})" if self.parameters != "none" else ""
-        )
+        return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
         """What `ebbtide.simulator.build_strategy` takes: stock DeepSpeed under this config.
@@ -107,14 +102,14 @@ class Offloading:
                 "stale updates, which no strategy here does"
             )
         if beyond and zero_stage < 3:
-            raise ModelError(f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated "
-                             f"for ZeRO-3 ({ZERO}.stage)")  # fmt: skip
+            raise ModelError(
+                f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated for ZeRO-3 ({ZERO}.stage)"
+            )
         if self.parameters == "nvme":
             raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")
         if beyond and self.optimizer in (None, "none"):
             raise ModelError(
-                f"{beyond} is simulated with offload_optimizer.device cpu or nvme, but got "
-                f"{self.optimizer!r}"
+                f"{beyond} is simulated with offload_optimizer.device cpu or nvme, but got {self.optimizer!r}"
             )
         if self.ratio < 1 and zero_stage < 3:
             raise ModelError(
@@ -123,8 +118,7 @@ class Offloading:
             )
         if beyond and (self.ratio < 1 or self.superoffload):
             key = "super_offload" if self.superoffload else f"ratio ({self.ratio:g})"
-            raise ModelError(f"{STATE}.{key} must be absent beside {beyond}: the two are not "
-                             "simulated together")  # fmt: skip
+            raise ModelError(f"{STATE}.{key} must be absent beside {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
         """Those that count at this stage; all others change nothing in a simulation."""
@@ -195,9 +189,7 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
     if stage == 0:
         return f"{ZERO}.stage is 0, which divides nothing among the ranks"
     if offloading_of(config).optimizer in (None, "none"):
-        return (
-            f"{STATE}.device is 'none' or absent, so that the optimizer's state stays on the device"
-        )
+        return f"{STATE}.device is 'none' or absent, so that the optimizer's state stays on the device"
     return ""
 
 
@@ -232,10 +224,7 @@ def plan_obstacle(config: Mapping[str, Any]) -> str:
             "updates, which a plan never does"
         )
     if (zero.get("mics_shard_size") or -1) > 0:
-        return (
-            f"{ZERO}.mics_shard_size must be absent (MiCS is not supported), but got "
-            f"{zero['mics_shard_size']}"
-        )
+        return f"{ZERO}.mics_shard_size must be absent (MiCS is not supported), but got {zero['mics_shard_size']}"
     return _obstacle_outside_zero(config)
 
 

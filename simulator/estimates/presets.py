@@ -97,133 +97,238 @@ class Sheet:
 
 # A desktop of 2023, and the link of most cards.
 _AM5: Mapping[str, Any] = {
-    "gpus": 1, "cores": 16, "host_gib": 128, "dram_kind": "DDR5", "dram_bytes_per_s": 89.6e9,
+    "gpus": 1,
+    "cores": 16,
+    "host_gib": 128,
+    "dram_kind": "DDR5",
+    "dram_bytes_per_s": 89.6e9,
     "dram_detail": "two channels of DDR5-5600 (89.6 GB/s)",
-    "storage": (4e9, "assumed", "one PCIe 4 NVMe drive"), "core": (35e9, "a desktop's core"),
-}  # fmt: skip
-_PCIE4: Mapping[str, Any] = {
-    "link_raw_bytes_per_s": 31.5e9, "link": (25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
-}  # fmt: skip
+    "storage": (4e9, "assumed", "one PCIe 4 NVMe drive"),
+    "core": (35e9, "a desktop's core"),
+}
+_PCIE4: Mapping[str, Any] = {"link_raw_bytes_per_s": 31.5e9, "link": (25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw")}
 
 SHEETS: Mapping[str, Sheet] = {
     "a100-node": Sheet(
-        device_name="NVIDIA A100-SXM4-40GB", flops=312e12, hbm_bytes_per_s=1.555e12,
-        device_gib=39.4, gpus=4, cores=32, host_gib=512, dram_kind="DDR4",
-        dram_bytes_per_s=204.8e9, dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
-        storage=(2e9, "assumed", "one NVMe drive"), core=(20e9, "a Zen 3 core"),
+        device_name="NVIDIA A100-SXM4-40GB",
+        flops=312e12,
+        hbm_bytes_per_s=1.555e12,
+        device_gib=39.4,
+        gpus=4,
+        cores=32,
+        host_gib=512,
+        dram_kind="DDR4",
+        dram_bytes_per_s=204.8e9,
+        dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        link_raw_bytes_per_s=31.5e9,
+        link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
+        storage=(2e9, "assumed", "one NVMe drive"),
+        core=(20e9, "a Zen 3 core"),
         # Two figures are published for four ranks: how they were bound to cores and memory
         # differs. Their geometric mean is taken; between both lie eight cases in ten.
-        stock_update={1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
-                      2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
-                      4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for "
-                                           "each of four")},
-        network=(8.3e9, "assumed", "NCCL over TCP sockets, as on Slingshot 11 without its plug-in: "
-                 "a third of two 100 Gbit/s ports"),
+        stock_update={
+            1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
+            2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
+            4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for each of four"),
+        },
+        network=(
+            8.3e9,
+            "assumed",
+            "NCCL over TCP sockets, as on Slingshot 11 without its plug-in: a third of two 100 Gbit/s ports",
+        ),
         nvlink=(300e9, "NVLink 3, 12 links of 25 GB/s, one direction"),
         nvlink_pair=(100e9, "four links between each pair of the four GPUs"),
     ),
     "a100-80gb": Sheet(
-        device_name="NVIDIA A100-SXM4-80GB", flops=312e12, hbm_bytes_per_s=2.039e12,
-        device_gib=79.2, gpus=8, cores=128, host_gib=2048, dram_kind="DDR4", numa_nodes=2,
+        device_name="NVIDIA A100-SXM4-80GB",
+        flops=312e12,
+        hbm_bytes_per_s=2.039e12,
+        device_gib=79.2,
+        gpus=8,
+        cores=128,
+        host_gib=2048,
+        dram_kind="DDR4",
+        numa_nodes=2,
         dram_bytes_per_s=409.6e9,
         dram_detail="two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(20e9, "a Zen 2 core"),
+        link_raw_bytes_per_s=31.5e9,
+        link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 2 core"),
         network=(200e9, "datasheet", "eight 200 Gbit/s ports"),
         nvlink=(300e9, "NVLink 3 through NVSwitch, one direction"),
     ),
     "h100-node": Sheet(
-        device_name="NVIDIA H100 80GB HBM3", flops=989e12, hbm_bytes_per_s=3.35e12,
-        device_gib=79.1, gpus=4, cores=96, host_gib=512, dram_kind="DDR5", numa_nodes=2,
+        device_name="NVIDIA H100 80GB HBM3",
+        flops=989e12,
+        hbm_bytes_per_s=3.35e12,
+        device_gib=79.1,
+        gpus=4,
+        cores=96,
+        host_gib=512,
+        dram_kind="DDR5",
+        numa_nodes=2,
         dram_bytes_per_s=614.4e9,
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
         link_raw_bytes_per_s=63e9,
         link=(52e9, "published", f"pinned, PCIe 5, 50 to 55 GB/s: {DOS}"),
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
         stock_update={4: (1.7e9, 1.7e9, "1.7 G params/s for each of four ranks, 46 threads each")},
         network=(50e9, "assumed", "one 400 Gbit/s port"),
         nvlink=(450e9, "NVLink 4, 18 links of 25 GB/s, one direction"),
         nvlink_pair=(150e9, "six links between each pair of the four GPUs"),
     ),
     "h200": Sheet(
-        device_name="NVIDIA H200", flops=989e12, hbm_bytes_per_s=4.8e12, device_gib=139.8,
-        gpus=8, cores=112, host_gib=2048, dram_kind="DDR5", numa_nodes=2,
+        device_name="NVIDIA H200",
+        flops=989e12,
+        hbm_bytes_per_s=4.8e12,
+        device_gib=139.8,
+        gpus=8,
+        cores=112,
+        host_gib=2048,
+        dram_kind="DDR5",
+        numa_nodes=2,
         dram_bytes_per_s=614.4e9,
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
-        link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
         # The host's memory is that of the H100 node; eight ranks have what four drew together.
-        stock_update={4: (1.7e9, 1.7e9, "as on the H100 node, which has the same channels: 1.7 G "
-                                        "params/s for each of four ranks, 46 threads each")},
+        stock_update={
+            4: (
+                1.7e9,
+                1.7e9,
+                "as on the H100 node, which has the same channels: 1.7 G "
+                "params/s for each of four ranks, 46 threads each",
+            )
+        },
         stock_source="assumed",
         network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
         nvlink=(450e9, "NVLink 4 through NVSwitch, one direction"),
     ),
     "rtx4090": Sheet(
-        device_name="NVIDIA GeForce RTX 4090", flops=165e12, hbm_bytes_per_s=1.008e12,
-        device_gib=23.6, **_AM5, **_PCIE4,
+        device_name="NVIDIA GeForce RTX 4090", flops=165e12, hbm_bytes_per_s=1.008e12, device_gib=23.6, **_AM5, **_PCIE4
     ),
     "rtx4080": Sheet(
-        device_name="NVIDIA GeForce RTX 4080", flops=97.5e12, hbm_bytes_per_s=0.7168e12,
-        device_gib=15.7, **_AM5, **_PCIE4,
+        device_name="NVIDIA GeForce RTX 4080",
+        flops=97.5e12,
+        hbm_bytes_per_s=0.7168e12,
+        device_gib=15.7,
+        **_AM5,
+        **_PCIE4,
     ),
     "rtx3090": Sheet(
-        device_name="NVIDIA GeForce RTX 3090", flops=71e12, hbm_bytes_per_s=0.936e12,
-        device_gib=23.7, gpus=1, cores=16, host_gib=128, dram_kind="DDR4",
-        dram_bytes_per_s=51.2e9, dram_detail="two channels of DDR4-3200 (51.2 GB/s)",
+        device_name="NVIDIA GeForce RTX 3090",
+        flops=71e12,
+        hbm_bytes_per_s=0.936e12,
+        device_gib=23.7,
+        gpus=1,
+        cores=16,
+        host_gib=128,
+        dram_kind="DDR4",
+        dram_bytes_per_s=51.2e9,
+        dram_detail="two channels of DDR4-3200 (51.2 GB/s)",
         **_PCIE4,
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(30e9, "a desktop's Zen 3 core"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(30e9, "a desktop's Zen 3 core"),
     ),
     "rtx5090": Sheet(
-        device_name="NVIDIA GeForce RTX 5090", flops=209.5e12, hbm_bytes_per_s=1.792e12,
-        device_gib=31.4, **_AM5,
-        link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
+        device_name="NVIDIA GeForce RTX 5090",
+        flops=209.5e12,
+        hbm_bytes_per_s=1.792e12,
+        device_gib=31.4,
+        **_AM5,
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
     ),
     "a6000": Sheet(
-        device_name="NVIDIA RTX A6000", flops=154.8e12, hbm_bytes_per_s=0.768e12,
-        device_gib=47.5, gpus=4, cores=32, host_gib=256, dram_kind="DDR4",
-        dram_bytes_per_s=204.8e9, dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        device_name="NVIDIA RTX A6000",
+        flops=154.8e12,
+        hbm_bytes_per_s=0.768e12,
+        device_gib=47.5,
+        gpus=4,
+        cores=32,
+        host_gib=256,
+        dram_kind="DDR4",
+        dram_bytes_per_s=204.8e9,
+        dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
         **_PCIE4,
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(20e9, "a Zen 3 core"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 3 core"),
     ),
     "rtxpro6000": Sheet(
-        device_name="NVIDIA RTX PRO 6000 Blackwell", flops=503.8e12, hbm_bytes_per_s=1.792e12,
-        device_gib=95.0, gpus=4, cores=32, host_gib=512, dram_kind="DDR5",
-        dram_bytes_per_s=332.8e9, dram_detail="one socket, 8 channels of DDR5-5200 (332.8 GB/s)",
-        link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
-        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"), core=(25e9, "a Zen 4 core"),
+        device_name="NVIDIA RTX PRO 6000 Blackwell",
+        flops=503.8e12,
+        hbm_bytes_per_s=1.792e12,
+        device_gib=95.0,
+        gpus=4,
+        cores=32,
+        host_gib=512,
+        dram_kind="DDR5",
+        dram_bytes_per_s=332.8e9,
+        dram_detail="one socket, 8 channels of DDR5-5200 (332.8 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        core=(25e9, "a Zen 4 core"),
     ),
     "l40s": Sheet(
-        device_name="NVIDIA L40S", flops=362e12, hbm_bytes_per_s=0.864e12,
-        device_gib=44.5, gpus=8, cores=64, host_gib=1024, dram_kind="DDR5", numa_nodes=2,
+        device_name="NVIDIA L40S",
+        flops=362e12,
+        hbm_bytes_per_s=0.864e12,
+        device_gib=44.5,
+        gpus=8,
+        cores=64,
+        host_gib=1024,
+        dram_kind="DDR5",
+        numa_nodes=2,
         dram_bytes_per_s=614.4e9,
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
         **_PCIE4,
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
         network=(25e9, "assumed", "one 200 Gbit/s port"),
     ),
     "b200": Sheet(
-        device_name="NVIDIA B200", flops=2.25e15, hbm_bytes_per_s=8e12,
-        device_gib=178.4, gpus=8, cores=112, host_gib=2048, dram_kind="DDR5", numa_nodes=2,
+        device_name="NVIDIA B200",
+        flops=2.25e15,
+        hbm_bytes_per_s=8e12,
+        device_gib=178.4,
+        gpus=8,
+        cores=112,
+        host_gib=2048,
+        dram_kind="DDR5",
+        numa_nodes=2,
         dram_bytes_per_s=716.8e9,
         dram_detail="two sockets of 8 channels DDR5-5600 (716.8 GB/s)",
-        link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
         network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
         nvlink=(900e9, "NVLink 5 through NVSwitch, one direction"),
     ),
     "gh200": Sheet(
-        device_name="NVIDIA GH200 96GB", flops=989e12, hbm_bytes_per_s=4.0e12, device_gib=94.5,
-        gpus=1, cores=72, host_gib=480, dram_kind="LPDDR5X", dram_bytes_per_s=384e9,
+        device_name="NVIDIA GH200 96GB",
+        flops=989e12,
+        hbm_bytes_per_s=4.0e12,
+        device_gib=94.5,
+        gpus=1,
+        cores=72,
+        host_gib=480,
+        dram_kind="LPDDR5X",
+        dram_bytes_per_s=384e9,
         dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
         # Faster than host memory, which is then what a copy reaches.
         link_raw_bytes_per_s=450e9,
         link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
-        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"), core=(30e9, "a Neoverse V2 core"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        core=(30e9, "a Neoverse V2 core"),
         network=(50e9, "datasheet", "one 400 Gbit/s port"),
     ),
-}  # fmt: skip
+}
 PRESETS = SHEETS
 
 
@@ -237,24 +342,33 @@ def preset(name: str) -> Machine:
         ValueError: no such preset; lists all.
     """
     if name not in SHEETS:
-        raise RuleError(
-            f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}", key="machine"
-        )
+        raise RuleError(f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}", key="machine")
     sheet = SHEETS[name]
     return Machine(
-        name=name, device_kind="cuda", device_name=sheet.device_name, gpus_per_node=sheet.gpus,
-        cpu_cores=sheet.cores, numa_nodes=sheet.numa_nodes,
-        host_memory_bytes=sheet.host_gib * GIB, device_memory_bytes=int(sheet.device_gib * GIB),
+        name=name,
+        device_kind="cuda",
+        device_name=sheet.device_name,
+        gpus_per_node=sheet.gpus,
+        cpu_cores=sheet.cores,
+        numa_nodes=sheet.numa_nodes,
+        host_memory_bytes=sheet.host_gib * GIB,
+        device_memory_bytes=int(sheet.device_gib * GIB),
         device_reserved_bytes=_CONTEXT_BYTES + (_NCCL_BYTES if sheet.gpus > 1 else 0),
-        **_link_rates(sheet), **_device_rates(sheet), **_host_rates(sheet),
+        **_link_rates(sheet),
+        **_device_rates(sheet),
+        **_host_rates(sheet),
         rank_shares=_dram_shares(sheet),
         storage_write_bytes_per_s=_value(*sheet.storage),
         network_bytes_per_s=_value(*sheet.network) if sheet.network else None,
-        layer_issue_s=_value(_LAYER_ISSUE_S, "assumed",
-                             "DeepSpeed's ZeRO-3 hooks of one transformer layer, measured on "
-                             "another CPU, with the launches of its gathers"),
-        other_rates=_wires(sheet), measured_with=PRESET,
-    )  # fmt: skip
+        layer_issue_s=_value(
+            _LAYER_ISSUE_S,
+            "assumed",
+            "DeepSpeed's ZeRO-3 hooks of one transformer layer, measured on "
+            "another CPU, with the launches of its gathers",
+        ),
+        other_rates=_wires(sheet),
+        measured_with=PRESET,
+    )
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
@@ -265,8 +379,7 @@ def sheet_limits(device_name: str) -> dict[str, float]:
     for sheet in SHEETS.values():
         if sheet.device_name == device_name:
             link = sheet.link_raw_bytes_per_s
-            return {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link,
-                    "device_flops_per_s": sheet.flops}  # fmt: skip
+            return {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link, "device_flops_per_s": sheet.flops}
     return {}
 
 
@@ -275,14 +388,10 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(SHEETS))
 
 
-def _value(
-    median: float, source: Source, detail: str, spread: tuple[float, float] | None = None
-) -> Quantity:
+def _value(median: float, source: Source, detail: str, spread: tuple[float, float] | None = None) -> Quantity:
     """``spread``: of its quartiles over it; None: that of its source."""
     low, high = spread or _SPREAD[source]
-    return Quantity(
-        median=median, q1=low * median, q3=high * median, n=1, source=source, detail=detail
-    )
+    return Quantity(median=median, q1=low * median, q3=high * median, n=1, source=source, detail=detail)
 
 
 def _link_rates(sheet: Sheet) -> dict[str, Quantity]:
@@ -290,29 +399,29 @@ def _link_rates(sheet: Sheet) -> dict[str, Quantity]:
     pageable = min(_PAGEABLE, sheet.link[0])
     out = pageable / (_UNBOUND if sheet.numa_nodes > 1 else 1)
     return {
-        "h2d_bytes_per_s": _value(*sheet.link), "d2h_bytes_per_s": _value(*sheet.link),
+        "h2d_bytes_per_s": _value(*sheet.link),
+        "d2h_bytes_per_s": _value(*sheet.link),
         "pageable_h2d_bytes_per_s": _value(pageable, "assumed", detail),
         "pageable_d2h_bytes_per_s": _value(out, "assumed", detail),
-    }  # fmt: skip
+    }
 
 
 def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
     hbm, device = sheet.hbm_bytes_per_s, sheet.device_name
     return {
         "device_flops_per_s": _value(
-            _PRODUCTS * sheet.flops, "assumed",
+            _PRODUCTS * sheet.flops,
+            "assumed",
             f"{_PRODUCTS:.0%} of {device}'s {sheet.flops / 1e12:g} dense bf16 Tflop/s: "
             "Megatron-LM, SC 2021, table 1, without its communication",
         ),
-        "device_memory_bytes_per_s": _value(
-            _HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"
-        ),
+        "device_memory_bytes_per_s": _value(_HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"),
         "device_adam_params_per_s": _value(
-            _HBM * hbm / DEVICE_UPDATE_BYTES, "datasheet",
-            f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s at {DEVICE_UPDATE_BYTES} bytes per "
-            "parameter",
+            _HBM * hbm / DEVICE_UPDATE_BYTES,
+            "datasheet",
+            f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s at {DEVICE_UPDATE_BYTES} bytes per parameter",
         ),
-    }  # fmt: skip
+    }
 
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
@@ -320,17 +429,17 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
     drawn = _drawn_bytes_per_s(sheet)
     return {
         "dram_bytes_per_s": _value(
-            sheet.triad_bytes_per_s, "datasheet",
-            f"{_TRIAD[sheet.dram_kind]:.0%} of {sheet.dram_detail}",
+            sheet.triad_bytes_per_s, "datasheet", f"{_TRIAD[sheet.dram_kind]:.0%} of {sheet.dram_detail}"
         ),
         "stock_host_adam_params_per_s": drawn.scaled(1 / STOCK_UPDATE_BYTES),
         "stock_host_adam_thread_params_per_s": _one_thread(sheet, drawn.median),
         "host_adam_params_per_s": _value(
-            drawn.median / FUSED_UPDATE_BYTES, "assumed",
+            drawn.median / FUSED_UPDATE_BYTES,
+            "assumed",
             f"the same DRAM traffic a second as stock's passes, at {FUSED_UPDATE_BYTES} bytes per "
             f"parameter instead of {STOCK_UPDATE_BYTES}",
         ),
-    }  # fmt: skip
+    }
 
 
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
@@ -359,9 +468,7 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
-        return _value(
-            node, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
-        )
+        return _value(node, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter")
     ranks = min(sheet.stock_update)
     low, high, said = sheet.stock_update[ranks]
     drawn = min(_passes_bytes_per_s(math.sqrt(low * high)), node)
@@ -369,10 +476,12 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
     if ranks == 1:
         return _value(drawn, sheet.stock_source, detail)
     return Quantity(
-        median=drawn, q1=_SPREAD["published"][0] * drawn, q3=_SPREAD["assumed"][1] * drawn,
+        median=drawn,
+        q1=_SPREAD["published"][0] * drawn,
+        q3=_SPREAD["assumed"][1] * drawn,
         detail=f"{detail}; of one rank alone nothing is published: it has at least as much, and at "
         f"most a NUMA node's DRAM, {node / drawn:.1f} times that",
-    )  # fmt: skip
+    )
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
@@ -382,16 +491,22 @@ def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
         if ranks > 1:
             middle = math.sqrt(low * high)
             apart = max(1.04, (high / middle) ** _QUARTILE_OF_EIGHTY_PERCENT)
-            parts = [min(1 / ranks, _passes_bytes_per_s(rate) / sheet.triad_bytes_per_s)
-                     for rate in (middle / apart, middle, middle * apart)]  # fmt: skip
-            shares[ranks] = {"dram": Quantity(
-                q1=parts[0], median=parts[1], q3=parts[2], source=sheet.stock_source,
-                detail=f"{said}, less the new parameters' way to the device: {DOS}",
-            )}  # fmt: skip
+            parts = [
+                min(1 / ranks, _passes_bytes_per_s(rate) / sheet.triad_bytes_per_s)
+                for rate in (middle / apart, middle, middle * apart)
+            ]
+            shares[ranks] = {
+                "dram": Quantity(
+                    q1=parts[0],
+                    median=parts[1],
+                    q3=parts[2],
+                    source=sheet.stock_source,
+                    detail=f"{said}, less the new parameters' way to the device: {DOS}",
+                )
+            }
     return shares
 
 
 def _wires(sheet: Sheet) -> dict[str, Quantity]:
     wires = {LINK: sheet.nvlink, PAIR: sheet.nvlink_pair}
-    return {name: _value(rate, "datasheet", detail)
-            for name, wire in wires.items() if wire for rate, detail in [wire]}  # fmt: skip
+    return {name: _value(rate, "datasheet", detail) for name, wire in wires.items() if wire for rate, detail in [wire]}

@@ -77,13 +77,7 @@ class Rank:
     @cached_property
     def layout(self) -> Layout:
         p = self.job
-        return Layout(
-            self.machine.gpus_per_node,
-            p.data_parallel,
-            p.tensor_parallel,
-            p.pipeline_parallel,
-            p.stage,
-        )
+        return Layout(self.machine.gpus_per_node, p.data_parallel, p.tensor_parallel, p.pipeline_parallel, p.stage)
 
     @property
     def tokens(self) -> int:
@@ -102,19 +96,14 @@ class Rank:
             held = [blocks[0], *held]
         if p.stage == p.pipeline_parallel - 1:
             held = [*held, blocks[-1]]
-            if (
-                self.arch.tied and p.pipeline_parallel > 1
-            ):  # the last stage has a copy of the embedding
+            if self.arch.tied and p.pipeline_parallel > 1:  # the last stage has a copy of the embedding
                 tied = (self.arch.vocabulary * self.arch.hidden,)
-                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True),
-                                 held[-1].flops_per_token)  # fmt: skip
+                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True), held[-1].flops_per_token)
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
-        return _partitions(
-            block.params, block.split, self.job.tensor_parallel, self.job.data_parallel
-        )
+        return _partitions(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         """Transformer layers of one shape differ in name only: each shape is worked out once."""
@@ -126,9 +115,7 @@ class Rank:
                 by_shape[shape] = self.layer(shape)
             layers.append(by_shape[shape].model_copy(update={"name": block.name}))
         again = self.regathered(blocks)
-        return tuple(
-            layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True)
-        )
+        return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
         """What DeepSpeed gathers in a forward and its backward, by (block, parameter)."""
@@ -167,12 +154,8 @@ class Rank:
 
     def device_s(self, block: Block) -> float:
         """Of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
-        device = Device.of(
-            self.machine, self.wire, self.job.tensor_parallel, self.job.flash_attention
-        )
-        computed = device.forward_s(
-            block, self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence
-        )
+        device = Device.of(self.machine, self.wire, self.job.tensor_parallel, self.job.flash_attention)
+        computed = device.forward_s(block, self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
         return computed + self.tensor_exchange_s(block)
 
     def forward_s(self, block: Block) -> float:
@@ -296,11 +279,7 @@ class Rank:
     def _stored(self, unit: float) -> float:
         t = self.job.tensor_parallel
         whole = 10 / t if self.job.sequence_parallel else 10
-        scores = (
-            0.0
-            if self.job.flash_attention
-            else 5 * self.arch.heads * self.job.sequence / self.arch.hidden / t
-        )
+        scores = 0.0 if self.job.flash_attention else 5 * self.arch.heads * self.job.sequence / self.arch.hidden / t
         return unit * (whole + 24 / t + scores)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
@@ -355,15 +334,12 @@ class Rank:
 
 
 @lru_cache(maxsize=64)
-def _gathers(
-    blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules
-) -> Gathered:
+def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
     """Each parameter taken for a module of its own, as most are or are used with it; a block is one
     too, and so is the model, whose backward comes before all others.
     """
     modules: list[list[Module]] = [
-        [(), *([((number, i), n)] for i, n in enumerate(params))]
-        for number, params in enumerate(blocks)
+        [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)
     ]
     played = [module for block in modules for module in block]
     played.append(())
@@ -373,9 +349,7 @@ def _gathers(
 
 
 @lru_cache(maxsize=4096)
-def _partitions(
-    params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int
-) -> tuple[int, ...]:
+def _partitions(params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int) -> tuple[int, ...]:
     """See `_Rank.partitions`; kept, as every figure of a rank is made of these."""
     held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
     return tuple(math.ceil(n / data) for n in held)

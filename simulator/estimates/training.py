@@ -21,8 +21,7 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole and 1 <= value <= most):
             raise ModelError(
-                f"{info.field_name} must be a whole number >= 1, but got {value!r}",
-                key=info.field_name or "",
+                f"{info.field_name} must be a whole number >= 1, but got {value!r}", key=info.field_name or ""
             )
         return value
 
@@ -31,17 +30,13 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
 
 def _switch(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, bool):
-        raise ModelError(
-            f"{info.field_name} must be True or False, but got {value!r}", key=info.field_name or ""
-        )
+        raise ModelError(f"{info.field_name} must be True or False, but got {value!r}", key=info.field_name or "")
     return value
 
 
 def _launcher(value: Any) -> Any:
     if value not in LAUNCHERS:
-        raise ModelError(
-            f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher"
-        )
+        raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher")
     return value
 
 
@@ -110,8 +105,7 @@ class Training(BaseModel):
     def _check(self) -> Self:
         if not 0 <= self.stage < self.pipeline_parallel:
             raise ModelError(
-                f"stage must lie in [0, {self.pipeline_parallel - 1}] (pipeline_parallel - 1), but "
-                f"got {self.stage}",
+                f"stage must lie in [0, {self.pipeline_parallel - 1}] (pipeline_parallel - 1), but got {self.stage}",
                 "stage",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -128,8 +122,7 @@ class Training(BaseModel):
         arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
         if arch.heads % tensor:
             raise ModelError(
-                f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}",
-                "tensor_parallel",
+                f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}", "tensor_parallel"
             )
         if arch.kv_heads % tensor and tensor % arch.kv_heads:
             raise ModelError(
@@ -139,8 +132,7 @@ class Training(BaseModel):
             )
         if pipeline > arch.layers:
             raise ModelError(
-                f"pipeline_parallel must be at most the {arch.layers} layers, but got {pipeline}",
-                "pipeline_parallel",
+                f"pipeline_parallel must be at most the {arch.layers} layers, but got {pipeline}", "pipeline_parallel"
             )
         if pipeline > 1 and self.zero_stage > 1:
             raise ModelError(
@@ -153,9 +145,8 @@ class Training(BaseModel):
     @property
     def gather_rules(self) -> GatherRules:
         return GatherRules(
-            self.max_reuse_distance, self.prefetch_bucket_elements, self.max_live_parameters,
-            self.persistence_threshold,
-        )  # fmt: skip
+            self.max_reuse_distance, self.prefetch_bucket_elements, self.max_live_parameters, self.persistence_threshold
+        )
 
     @property
     def clips(self) -> bool:
@@ -174,16 +165,12 @@ class Training(BaseModel):
     @property
     def round_robin(self) -> bool:
         """Below ZeRO-3 whole parameters are dealt out to the ranks in turn."""
-        return self.zero_stage < 3 and bool(
-            (self.config.get(ZERO) or {}).get("round_robin_gradients")
-        )
+        return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
         """Below ZeRO-3 each parameter begins on a border in the flat buffer."""
-        return self.zero_stage < 3 and bool(
-            (self.config.get(ZERO) or {}).get("parameter_alignment")
-        )
+        return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property
     def told(self) -> tuple[str, ...]:

@@ -102,9 +102,8 @@ class CheckpointedLoop(EbbtideLoop):
         assert self.step_end is not None
         waits = [self.step_end, *self.parameters_new.values(), *self.ends]
         self.save_op = self.step_end = self.out.add(
-            OpKind.SNAPSHOT, Lane.COMPUTE, 0.0, after=[*waits, *self.commits[-1:]],
-            latency_s=self.save_s,
-        )  # fmt: skip
+            OpKind.SNAPSHOT, Lane.COMPUTE, 0.0, after=[*waits, *self.commits[-1:]], latency_s=self.save_s
+        )
         self.hook = -1
         self.pending = deque(self.cuts)
         if not self.pending:  # all state is stored, and was written by the steps
@@ -158,9 +157,8 @@ class CheckpointedLoop(EbbtideLoop):
 
     def _bring_home(self, size_bytes: float, after: int, subgroup: int = -1) -> int:
         return self.out.add(
-            OpKind.SNAPSHOT, Lane.D2H, size_bytes, "d2h_bytes_per_s", [after],
-            dram_bytes=size_bytes, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.SNAPSHOT, Lane.D2H, size_bytes, "d2h_bytes_per_s", [after], dram_bytes=size_bytes, subgroup=subgroup
+        )
 
     def _snapshot(self, subgroup: int) -> int:
         """Copy on update, by the thread that is about to overwrite: one core."""
@@ -171,9 +169,14 @@ class CheckpointedLoop(EbbtideLoop):
             else:
                 lane = next(step.lane for step in recipe.steps if step.overwrites)
                 self.snapshots[subgroup] = self.out.add(
-                    OpKind.SNAPSHOT, lane, size / copy_rate(self.machine), after=[self.norm],
-                    dram_bytes=COPY_TRAFFIC * size, cores=1.0, subgroup=subgroup,
-                )  # fmt: skip
+                    OpKind.SNAPSHOT,
+                    lane,
+                    size / copy_rate(self.machine),
+                    after=[self.norm],
+                    dram_bytes=COPY_TRAFFIC * size,
+                    cores=1.0,
+                    subgroup=subgroup,
+                )
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
@@ -184,15 +187,19 @@ class CheckpointedLoop(EbbtideLoop):
         rate = full if cap is None or segment.part == "urgent" else min(full, cap)
         cores = writer_cores(self.machine, self.saving) * rate / full
         return self.out.add(
-            OpKind.PERSIST, Lane.STORAGE, size, "storage_write_bytes_per_s", [after],
-            latency_s=size / rate - size / full, dram_bytes=WRITE_TRAFFIC * size,
-            cores=cores, subgroup=segment.subgroup,
-        )  # fmt: skip
+            OpKind.PERSIST,
+            Lane.STORAGE,
+            size,
+            "storage_write_bytes_per_s",
+            [after],
+            latency_s=size / rate - size / full,
+            dram_bytes=WRITE_TRAFFIC * size,
+            cores=cores,
+            subgroup=segment.subgroup,
+        )
 
     def _durable(self) -> int:
-        return self.out.add(
-            OpKind.PERSIST, Lane.STORAGE, 0.0, latency_s=self.machine.storage_fsync_s
-        )
+        return self.out.add(OpKind.PERSIST, Lane.STORAGE, 0.0, latency_s=self.machine.storage_fsync_s)
 
     def _cut_at_hooks(self) -> Iterator[tuple[Segment, int]]:
         """Live segments of residents in pieces, one per layer's pass; others as they are."""

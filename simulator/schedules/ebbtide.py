@@ -14,9 +14,8 @@ from ebbtide.simulator.workload import Workload
 
 
 def build_schedule(
-    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True,
-    arrival: Sequence[int] | None = None,
-) -> Schedule:  # fmt: skip
+    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
+) -> Schedule:
     """The schedule that the runtime executes under ``plan``, for some iterations in a row.
 
     Three iterations are enough to see the steady state: the first one starts with nothing to wait
@@ -72,9 +71,8 @@ class EbbtideLoop(PlannedLoop):
     """ebbtide's iteration: interprets the recipe of each subgroup's placement."""
 
     def __init__(
-        self, workload: Workload, plan: Plan, *, fused: bool = True,
-        arrival: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
+    ) -> None:
         if plan.subgroup_count != len(workload.subgroups):
             raise PlanError(
                 "plan.placement must cover each subgroup of the workload once, but got "
@@ -255,11 +253,16 @@ class EbbtideLoop(PlannedLoop):
             behind = self.free[step.takes].popleft()
             waits = [*waits, behind] if behind >= 0 else waits
         op = self.out.add(
-            step.kind, step.lane, size * step.work(self.bytes), step.rate, waits,
+            step.kind,
+            step.lane,
+            size * step.work(self.bytes),
+            step.rate,
+            waits,
             dram_bytes=size * step.dram(self.bytes),
             cores=(self.plan.threads or ALL_CORES) if step.threads else 0.0,
-            device_share=step.device_share, subgroup=subgroup,
-        )  # fmt: skip
+            device_share=step.device_share,
+            subgroup=subgroup,
+        )
         if step.gives_back is not None:
             self.free[step.gives_back].append(op)
         return op

@@ -28,9 +28,10 @@ class FlatOffloadLoop(StockLoop):
         crosses = w.gradient_accumulation_steps > 1 and not w.adds_on_device
         summed = w.grad_bytes_per_param if crosses else 0
         host: dict[Kind, int] = {
-            "state": w.params * self.state_bytes, "gradients": w.params * (FP32_BYTES + summed),
+            "state": w.params * self.state_bytes,
+            "gradients": w.params * (FP32_BYTES + summed),
             "staging": w.params * w.wire_bytes,
-        }  # fmt: skip
+        }
         made = super().schedule(iterations, name)
         return replace(made, held={**made.held, "host": host})
 

@@ -42,10 +42,7 @@ class InfinityOptions:
         for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
             value = getattr(self, name)
             if value not in get_args(kinds):
-                raise RuleError(
-                    f"{name} must be one of {get_args(kinds)}, but got {value!r}",
-                    key=f"options.{name}",
-                )
+                raise RuleError(f"{name} must be one of {get_args(kinds)}, but got {value!r}", key=f"options.{name}")
         if self.pipelined and self.optimizer != "nvme":
             raise RuleError(
                 "pipelined must be False where no state is read from storage, but got True with "
@@ -109,16 +106,30 @@ class InfinityLoop(StockLoop):
         if self.homes.activations == "device" or last or not size:
             return
         self.stored[layer] = self.out.add(
-            OpKind.ACTIVATION_D2H, Lane.D2H, size, "d2h_bytes_per_s", [op], dram_bytes=size,
-            device_free_bytes=size, host_alloc_bytes=size, layer=layer,
-        )  # fmt: skip
+            OpKind.ACTIVATION_D2H,
+            Lane.D2H,
+            size,
+            "d2h_bytes_per_s",
+            [op],
+            dram_bytes=size,
+            device_free_bytes=size,
+            host_alloc_bytes=size,
+            layer=layer,
+        )
 
     def _come_in(self, kind: OpKind, size_bytes: int, layer: int, after: list[int]) -> int:
         activations = size_bytes if kind == OpKind.ACTIVATION_H2D else 0
         return self.out.add(
-            kind, Lane.H2D_PARAMETERS, size_bytes, "h2d_bytes_per_s", after, dram_bytes=size_bytes,
-            device_alloc_bytes=activations, host_free_bytes=activations, layer=layer,
-        )  # fmt: skip
+            kind,
+            Lane.H2D_PARAMETERS,
+            size_bytes,
+            "h2d_bytes_per_s",
+            after,
+            dram_bytes=size_bytes,
+            device_alloc_bytes=activations,
+            host_free_bytes=activations,
+            layer=layer,
+        )
 
     # -- gradients and step ------------------------------------------------------------------
 
@@ -140,9 +151,14 @@ class InfinityLoop(StockLoop):
         size = self.sizes[subgroup]
         read_bytes = size * (self.state_bytes + FP32_BYTES)
         read = self.out.add(
-            OpKind.STATE_READ, Lane.STORAGE_READ, read_bytes, "storage_read_bytes_per_s", waits,
-            dram_bytes=read_bytes, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.STATE_READ,
+            Lane.STORAGE_READ,
+            read_bytes,
+            "storage_read_bytes_per_s",
+            waits,
+            dram_bytes=read_bytes,
+            subgroup=subgroup,
+        )
         updated = self._update_host(subgroup, [read, after])
         self.writes.append(self._write(size * self.state_bytes, updated, subgroup=subgroup))
         return self._parameters_home(subgroup, [after, updated])
@@ -159,6 +175,12 @@ class InfinityLoop(StockLoop):
 
     def _write(self, size_bytes: int, after: int, *, layer: int = -1, subgroup: int = -1) -> int:
         return self.out.add(
-            OpKind.STATE_WRITE, Lane.STORAGE, size_bytes, "storage_write_bytes_per_s", [after],
-            dram_bytes=size_bytes, layer=layer, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.STATE_WRITE,
+            Lane.STORAGE,
+            size_bytes,
+            "storage_write_bytes_per_s",
+            [after],
+            dram_bytes=size_bytes,
+            layer=layer,
+            subgroup=subgroup,
+        )

@@ -95,10 +95,14 @@ class TrainingLoop(ABC):
             waits = [*self.before_pass(number, waits), *self.issued_behind()]
             room, behind = self.slots_left(number) if micro_step == 0 else (0, [])
             op = self.out.add(
-                OpKind.FORWARD, Lane.COMPUTE, layer.forward_s,
-                after=[*waits, *behind], device_share=1.0,
-                device_alloc_bytes=layer.activation_bytes - room, layer=number,
-            )  # fmt: skip
+                OpKind.FORWARD,
+                Lane.COMPUTE,
+                layer.forward_s,
+                after=[*waits, *behind],
+                device_share=1.0,
+                device_alloc_bytes=layer.activation_bytes - room,
+                layer=number,
+            )
             self.room_changed(op, room)
             self.passes.append(op)
             self.after_forward(number, op)
@@ -138,9 +142,8 @@ class TrainingLoop(ABC):
         """Runs one layer ahead: while the previous one computes, not earlier."""
         ahead = self.passes[-2:-1]
         return self.out.add(
-            OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s",
-            [*waits, *ahead], layer=layer,
-        )  # fmt: skip
+            OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer
+        )
 
     def backward(self, micro_step: int) -> None:
         """Last layer first."""
@@ -150,11 +153,15 @@ class TrainingLoop(ABC):
             layer = w.layers[number]
             room = self.slots_grown(number) if micro_step == self.boundary else 0
             op = self.out.add(
-                OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s,
-                after=[*waits, *self.issued_behind()], device_share=1.0,
+                OpKind.BACKWARD,
+                Lane.COMPUTE,
+                layer.backward_s,
+                after=[*waits, *self.issued_behind()],
+                device_share=1.0,
                 device_alloc_bytes=self.gradient_alloc_bytes(number, micro_step),
-                device_free_bytes=layer.activation_bytes - room, layer=number,
-            )  # fmt: skip
+                device_free_bytes=layer.activation_bytes - room,
+                layer=number,
+            )
             self.room_changed(op, room)
             self.passes.append(op)
             self.backward_done = op
@@ -179,14 +186,11 @@ class TrainingLoop(ABC):
         if w.network_step_gather_bytes:
             gathers.append(
                 self.out.add(
-                    OpKind.PARAMETER_GATHER, Lane.NETWORK, w.network_step_gather_bytes,
-                    "network_bytes_per_s", waits,
+                    OpKind.PARAMETER_GATHER, Lane.NETWORK, w.network_step_gather_bytes, "network_bytes_per_s", waits
                 )
-            )  # fmt: skip
-        if w.step_gather_s:  # beside the network's part: a ring does both at once
-            gathers.append(
-                self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits)
             )
+        if w.step_gather_s:  # beside the network's part: a ring does both at once
+            gathers.append(self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits))
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
@@ -199,9 +203,8 @@ class TrainingLoop(ABC):
         if not size_bytes:
             return after
         self.reduce_done = self.out.add(
-            OpKind.GRADIENT_REDUCE, Lane.NETWORK, size_bytes, "network_bytes_per_s", [after],
-            layer=layer,
-        )  # fmt: skip
+            OpKind.GRADIENT_REDUCE, Lane.NETWORK, size_bytes, "network_bytes_per_s", [after], layer=layer
+        )
         return self.reduce_done
 
 

@@ -74,9 +74,7 @@ class StockOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
-            raise RuleError(
-                f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio"
-            )
+            raise RuleError(f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio")
         if not (isinstance(self.stride, int) and self.stride >= 0):
             raise RuleError(
                 "stride must be 0 (no visits) or a whole number >= 1 (every stride-th subgroup "
@@ -84,10 +82,7 @@ class StockOptions:
                 key="options.stride",
             )
         if self.staging_slots < 1:
-            raise RuleError(
-                f"staging_slots must be >= 1, but got {self.staging_slots}",
-                key="options.staging_slots",
-            )
+            raise RuleError(f"staging_slots must be >= 1, but got {self.staging_slots}", key="options.staging_slots")
 
 
 class StockLoop(TrainingLoop):
@@ -100,9 +95,8 @@ class StockLoop(TrainingLoop):
         count = len(self.sizes)
         self.resident = self._residents(count)  # the first ones, as DeepSpeed does
         self.visits = {
-            s for i, s in enumerate(range(self.resident, count), start=1)
-            if options.stride and i % options.stride == 0
-        }  # fmt: skip
+            s for i, s in enumerate(range(self.resident, count), start=1) if options.stride and i % options.stride == 0
+        }
         self.slots = min(options.staging_slots, len(self.visits))
         self.gradients_home: dict[int, int] = {}  # layer -> op
         self.stream: list[int] = []  # its last op
@@ -124,9 +118,10 @@ class StockLoop(TrainingLoop):
         state = w.optimizer_state.state_bytes
         hosted = w.params - on_device
         device: dict[Kind, int] = {
-            "state": on_device * state, "gradients": on_device * FP32_BYTES,
+            "state": on_device * state,
+            "gradients": on_device * FP32_BYTES,
             "staging": staging * (state + FP32_BYTES),
-        }  # fmt: skip
+        }
         host: dict[Kind, int] = {
             "state": hosted * state,
             "gradients": hosted * HOST_GRADIENT_BYTES + on_device * FP32_BYTES,
@@ -197,9 +192,8 @@ class StockLoop(TrainingLoop):
         if micro_step > 0:
             return 0
         waits = sum(
-            self.sizes[s] for s, _ in self.shares[layer]
-            if self._waits_on_device(s) and max(self.layers_of[s]) == layer
-        )  # fmt: skip
+            self.sizes[s] for s, _ in self.shares[layer] if self._waits_on_device(s) and max(self.layers_of[s]) == layer
+        )
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
@@ -208,37 +202,51 @@ class StockLoop(TrainingLoop):
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
         elements = w.layers[layer].params
         return self.out.add(
-            OpKind.GRADIENT_PASS, Lane.COMPUTE, (w.stock_backward_extra_s or 0.0) * part,
-            after=[after], dram_bytes=elements * (2 * w.grad_bytes_per_param + FP32_BYTES),
+            OpKind.GRADIENT_PASS,
+            Lane.COMPUTE,
+            (w.stock_backward_extra_s or 0.0) * part,
+            after=[after],
+            dram_bytes=elements * (2 * w.grad_bytes_per_param + FP32_BYTES),
             layer=layer,
-        )  # fmt: skip
+        )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
         """The host waits for the copy and widens it, one core of it: nothing else is issued."""
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
-            OpKind.GRADIENT_D2H, Lane.D2H, size_bytes, "pageable_d2h_bytes_per_s", [after],
-            dram_bytes=size_bytes * FRESH_PASSES, layer=layer,
-        )  # fmt: skip
+            OpKind.GRADIENT_D2H,
+            Lane.D2H,
+            size_bytes,
+            "pageable_d2h_bytes_per_s",
+            [after],
+            dram_bytes=size_bytes * FRESH_PASSES,
+            layer=layer,
+        )
         return self.out.add(
-            OpKind.GRADIENT_PASS, Lane.COMPUTE, elements * FP32_BYTES, "pageable_d2h_bytes_per_s",
-            [moved], dram_bytes=elements * WIDENING_BYTES, layer=layer,
-        )  # fmt: skip
+            OpKind.GRADIENT_PASS,
+            Lane.COMPUTE,
+            elements * FP32_BYTES,
+            "pageable_d2h_bytes_per_s",
+            [moved],
+            dram_bytes=elements * WIDENING_BYTES,
+            layer=layer,
+        )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
         """They share the device with the backward of the layers below, once they get at it."""
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         if self.options.gradients in ("asynchronous", "stock"):
-            waits = [
-                self.out.add(
-                    OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, waited_s, after=waits, layer=layer
-                )
-            ]
+            waits = [self.out.add(OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, waited_s, after=waits, layer=layer)]
         return self.out.add(
-            OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, elements * GRADIENT_KERNEL_BYTES,
-            "device_memory_bytes_per_s", waits, device_share=1.0, layer=layer,
-        )  # fmt: skip
+            OpKind.GRADIENT_PASS,
+            Lane.DEVICE_UPDATE,
+            elements * GRADIENT_KERNEL_BYTES,
+            "device_memory_bytes_per_s",
+            waits,
+            device_share=1.0,
+            layer=layer,
+        )
 
     def _waited_for(self, layer: int, after: int) -> int:
         return self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=[after], layer=layer)
@@ -248,9 +256,14 @@ class StockLoop(TrainingLoop):
         pageable = self.options.gradients == "unpinned"
         rate = f"pageable_{direction}_bytes_per_s" if pageable else f"{direction}_bytes_per_s"
         return self.out.add(
-            kind, Lane.D2H if direction == "d2h" else Lane.H2D, size_bytes, rate,  # type: ignore[arg-type]
-            [after], dram_bytes=size_bytes * (PAGEABLE_PASSES if pageable else 1), layer=layer,
-        )  # fmt: skip
+            kind,
+            Lane.D2H if direction == "d2h" else Lane.H2D,
+            size_bytes,
+            rate,  # type: ignore[arg-type]
+            [after],
+            dram_bytes=size_bytes * (PAGEABLE_PASSES if pageable else 1),
+            layer=layer,
+        )
 
     # -- step --------------------------------------------------------------------------------
 
@@ -282,18 +295,29 @@ class StockLoop(TrainingLoop):
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
         adams = traffic / (2 * ADAM.state_bytes + STOCK_PASS_BYTES)
         return self.out.add(
-            OpKind.UPDATE_HOST, Lane.HOST, size * adams, "stock_host_adam_params_per_s", waits,
-            dram_bytes=size * traffic, cores=self.workload.stock_threads or ALL_CORES,
+            OpKind.UPDATE_HOST,
+            Lane.HOST,
+            size * adams,
+            "stock_host_adam_params_per_s",
+            waits,
+            dram_bytes=size * traffic,
+            cores=self.workload.stock_threads or ALL_CORES,
             subgroup=subgroup,
-        )  # fmt: skip
+        )
 
     def _result_copied(self, subgroup: int, waits: Sequence[int]) -> list[int]:
         """New masters that come back from another process are copied once more."""
         size = self.sizes[subgroup] * FP32_BYTES
         copied = self.out.add(
-            OpKind.PARAMETER_CAST, Lane.HOST, size, "host_copy_bytes_per_s", waits,
-            dram_bytes=2 * size, cores=ALL_CORES, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.PARAMETER_CAST,
+            Lane.HOST,
+            size,
+            "host_copy_bytes_per_s",
+            waits,
+            dram_bytes=2 * size,
+            cores=ALL_CORES,
+            subgroup=subgroup,
+        )
         return [copied]
 
     def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
@@ -302,19 +326,27 @@ class StockLoop(TrainingLoop):
             waits = self._result_copied(subgroup, waits)
         pageable = self.options.pageable_parameters
         return self.out.add(
-            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size,
-            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s", waits,
-            dram_bytes=size * (FRESH_PASSES if pageable else 1), subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.PARAMETER_H2D,
+            Lane.H2D_PARAMETERS,
+            size,
+            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s",
+            waits,
+            dram_bytes=size * (FRESH_PASSES if pageable else 1),
+            subgroup=subgroup,
+        )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
         """``gradient_bytes`` waited on the device until now."""
         return self.out.add(
-            OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE,
+            OpKind.UPDATE_DEVICE,
+            Lane.DEVICE_UPDATE,
             self.sizes[subgroup] * Bytes.of(self.workload).adams,
-            "device_adam_params_per_s", waits, device_share=1.0,
-            device_free_bytes=gradient_bytes, subgroup=subgroup,
-        )  # fmt: skip
+            "device_adam_params_per_s",
+            waits,
+            device_share=1.0,
+            device_free_bytes=gradient_bytes,
+            subgroup=subgroup,
+        )
 
     def _visit(self, subgroup: int, after: int) -> int:
         """State comes in once a slot is free, with the fp32 gradient if that is on the host."""
@@ -324,15 +356,19 @@ class StockLoop(TrainingLoop):
         size, stays = self.sizes[subgroup], self._waits_on_device(subgroup)
         moved = size * (self.state_bytes + (0 if stays else FP32_BYTES))
         arrived = self.out.add(
-            OpKind.STATE_H2D, Lane.H2D, moved, "h2d_bytes_per_s", waits,
-            dram_bytes=moved, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.STATE_H2D, Lane.H2D, moved, "h2d_bytes_per_s", waits, dram_bytes=moved, subgroup=subgroup
+        )
         gradient = size * self.workload.grad_bytes_per_param if stays else 0
         update = self._update_device(subgroup, [arrived], gradient)
         back = self.out.add(
-            OpKind.STATE_D2H, Lane.D2H, size * self.state_bytes, "d2h_bytes_per_s", [update],
-            dram_bytes=size * self.state_bytes, subgroup=subgroup,
-        )  # fmt: skip
+            OpKind.STATE_D2H,
+            Lane.D2H,
+            size * self.state_bytes,
+            "d2h_bytes_per_s",
+            [update],
+            dram_bytes=size * self.state_bytes,
+            subgroup=subgroup,
+        )
         self.written_back.append(back)
         return update
 
@@ -357,13 +393,17 @@ class DeviceLoop(TrainingLoop):
             widened = size * FP32_BYTES
             ends.append(
                 self.out.add(
-                    OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, size * adams,
-                    "device_adam_params_per_s", [norm], device_share=1.0,
+                    OpKind.UPDATE_DEVICE,
+                    Lane.DEVICE_UPDATE,
+                    size * adams,
+                    "device_adam_params_per_s",
+                    [norm],
+                    device_share=1.0,
                     device_alloc_bytes=widened,
                     device_free_bytes=widened + size * self.workload.grad_bytes_per_param,
                     subgroup=subgroup,
                 )
-            )  # fmt: skip
+            )
         self.step_ends(ends)
 
     def schedule(self, iterations: int) -> Schedule:

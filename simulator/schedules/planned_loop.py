@@ -59,10 +59,14 @@ class PlannedLoop(TrainingLoop):
             new, homes = self.parameters_new, self.homes
             others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}
             fetch = self.out.add(
-                OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size, "h2d_bytes_per_s",
+                OpKind.PARAMETER_FETCH,
+                Lane.H2D_FETCH,
+                size,
+                "h2d_bytes_per_s",
                 [*(op for op in waits if op not in others), *self.passes[-2:-1]],
-                dram_bytes=size, layer=layer,
-            )  # fmt: skip
+                dram_bytes=size,
+                layer=layer,
+            )
             waits = [fetch, *(op for op in waits if op in others)]
         updated = self.overlaps and not backward and self.micro_step == 0 and self.shares[layer]
         if self.workload.module_issue_s and (size or updated):
@@ -73,9 +77,7 @@ class PlannedLoop(TrainingLoop):
         """The training thread itself waits, for an update until its last op has been issued, for
         what comes in (DeepSpeed's handles). Nothing of the layer is queued on the device before.
         """
-        return self.out.add(
-            OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer
-        )
+        return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
     def backward(self, micro_step: int) -> None:
         self.missing = [len(layers) for layers in self.layers_of]
@@ -91,9 +93,7 @@ class PlannedLoop(TrainingLoop):
 
     def step(self) -> None:
         """Norm barrier, then all queues at once, each in the plan's order."""
-        norm = self.out.add(
-            OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()]
-        )
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)
         if self.overlaps:
             self.parameters_new = new

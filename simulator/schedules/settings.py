@@ -36,8 +36,12 @@ def _homes(_: int) -> Iterator[Setting]:
     for optimizer, pipelined in (("cpu", False), ("nvme", False), ("nvme", True)):
         for parameters in ("device", "cpu"):
             for activations in ("device", "cpu"):
-                yield {"optimizer": optimizer, "parameters": parameters,
-                       "activations": activations, "pipelined": pipelined}  # fmt: skip
+                yield {
+                    "optimizer": optimizer,
+                    "parameters": parameters,
+                    "activations": activations,
+                    "pipelined": pipelined,
+                }
 
 
 SETTINGS: Mapping[str, Callable[[int], Iterator[Setting]]] = {

@@ -27,9 +27,7 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
             DeepSpeed does not have at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
-        raise RuleError(
-            f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}", key="strategy"
-        )
+        raise RuleError(f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}", key="strategy")
     if workload.zero_stage not in stages(name):
         raise RuleError(
             f"strategy {name!r} is one of ZeRO-{'/'.join(map(str, stages(name)))}, but got a "
@@ -42,14 +40,11 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
     for option, value in options.items():
         if option not in known:
             raise RuleError(
-                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}",
-                key=f"options.{option}",
+                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}", key=f"options.{option}"
             )
         _check_kind(option, value, known[option])
     if options.get("iterations", 1) < 1:
-        raise RuleError(
-            f"iterations must be >= 1, but got {options['iterations']}", key="options.iterations"
-        )
+        raise RuleError(f"iterations must be >= 1, but got {options['iterations']}", key="options.iterations")
     return builder(workload, **options)
 
 
@@ -62,9 +57,11 @@ def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]
 
 
 _KINDS: Mapping[type, tuple[type, str]] = {
-    bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
     Plan: (Plan, "a Plan (Plan.load reads a file's)"),
-}  # fmt: skip
+}
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
@@ -118,13 +115,13 @@ def twin_flow(
     ``pinned``: as `zero3_offload_unpinned`.
     """
     if not (pinned or async_gradients):
-        raise RuleError("async_gradients must be True where pinned is False, but got False: the "
-                         "builds of 2024 are simulated with pinned buffers",
-                        "options.async_gradients")  # fmt: skip
+        raise RuleError(
+            "async_gradients must be True where pinned is False, but got False: the "
+            "builds of 2024 are simulated with pinned buffers",
+            "options.async_gradients",
+        )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
-    options = StockOptions(
-        host_ratio=ratio, gradients=flows if pinned else "unpinned", counts_host=counts_host
-    )
+    options = StockOptions(host_ratio=ratio, gradients=flows if pinned else "unpinned", counts_host=counts_host)
     return _stock(workload, "twin_flow", options, iterations)
 
 
@@ -156,17 +153,13 @@ def deep_optimizer_states(
     return _stock(workload, "deep_optimizer_states", options, iterations)
 
 
-def superoffload(
-    workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None
-) -> Schedule:
+def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None) -> Schedule:
     """SuperOffload as in DeepSpeed: updates overlap backward only when clipping is off.
 
     ``clip`` overrides the workload's.
     """
     clipping = workload.clip if clip is None else clip
-    options = StockOptions(
-        updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True
-    )
+    options = StockOptions(updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True)
     return _stock(workload, "superoffload", options, iterations)
 
 
@@ -221,18 +214,18 @@ def ebbtide(
     if plan is None or device_share is not None or resident_share is not None:
         plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
     changes: dict[str, Any] = {
-        "overlap_forward": overlap_forward, "staging_slots": staging_slots, "prefetch": prefetch,
+        "overlap_forward": overlap_forward,
+        "staging_slots": staging_slots,
+        "prefetch": prefetch,
         "threads": threads,
-    }  # fmt: skip
+    }
     changes = {key: value for key, value in changes.items() if value is not None}
     if changes:
         plan = Plan.model_validate({**plan.model_dump(), **changes})
     return build_schedule(workload, plan, iterations, fused=fused)
 
 
-def shared_plan(
-    workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None
-) -> Plan:
+def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
     """A plan with these shares of the subgroups on the device, evenly spread.
 
     Residents come first in forward order, so that the next forward can start at once.
@@ -242,14 +235,12 @@ def shared_plan(
     """
     if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
         raise RuleError(
-            "device_share and resident_share must lie in [0, 1], but got "
-            f"{device_share} and {resident_share}",
+            f"device_share and resident_share must lie in [0, 1], but got {device_share} and {resident_share}",
             key="options.device_share",
         )
     if device_share + resident_share > 1 + 1e-9:
         raise RuleError(
-            "device_share + resident_share must be at most 1, but got "
-            f"{device_share} + {resident_share}",
+            f"device_share + resident_share must be at most 1, but got {device_share} + {resident_share}",
             key="options.device_share",
         )
     count = len(workload.subgroups)
@@ -260,15 +251,13 @@ def shared_plan(
     if base is not None:
         return base.placed(placements)
     return Plan(
-        subgroup_size=max(workload.subgroups), placement=Plan.runs(placements),
-        overlap_forward=workload.zero_stage == 3,
-    )  # fmt: skip
+        subgroup_size=max(workload.subgroups), placement=Plan.runs(placements), overlap_forward=workload.zero_stage == 3
+    )
 
 
 def spread(visits: int, count: int) -> list[Placement]:
     """``visits`` of ``count`` subgroups on the device, evenly among those on the host."""
-    return ["device" if (i + 1) * visits // count > i * visits // count else "host"
-            for i in range(count)]  # fmt: skip
+    return ["device" if (i + 1) * visits // count > i * visits // count else "host" for i in range(count)]
 
 
 STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
@@ -287,9 +276,7 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
     )
 }
 
-_STAGES: Mapping[str, tuple[int, ...]] = {
-    "zero_offload": (1, 2), "no_offload": (1, 2, 3), "ebbtide": (1, 2, 3),
-}  # fmt: skip
+_STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": (1, 2, 3), "ebbtide": (1, 2, 3)}
 
 
 def stages(name: str) -> tuple[int, ...]:

@@ -75,9 +75,7 @@ class _Recorder(PlannedLoop):
         new = {subgroup: self._mark(What.NEW, [], subgroup) for subgroup in subgroups}
         return new, [self._mark(What.END, [], subgroup) for subgroup in subgroups]
 
-    def _mark(
-        self, what: What, after: Sequence[int], subgroup: int = -1, micro_step: int = -1
-    ) -> int:
+    def _mark(self, what: What, after: Sequence[int], subgroup: int = -1, micro_step: int = -1) -> int:
         op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=after)
         self.marks[op] = (what, subgroup, micro_step)
         return op

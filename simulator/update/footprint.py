@@ -125,10 +125,10 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
     """How often an element of each layer comes in, where it lives on the host."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
-        sum(fetched_for(layer, layer.params, m, backward=backward)
-            for m in micro_batches for backward in (False, True)) / max(1, layer.params)
+        sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
+        / max(1, layer.params)
         for layer in workload.layers
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,7 @@ class Activations:
         alive = (size - n * slot_bytes for size, n in zip(self.below[1:], gone, strict=True))
         return max(0, *alive)
 
-    def slots(
-        self, left_bytes: float, wanted: int, slot_bytes: int
-    ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    def slots(self, left_bytes: float, wanted: int, slot_bytes: int) -> tuple[int, tuple[int, ...]]:
         """Of so many slots how many there are all through an iteration, and the others'
         `Plan.growing_slots`: those that there is no room for beside all activations, each as soon
         as there is. No more than there is room for, but for one.
@@ -221,9 +219,16 @@ class Holding:
 
     @classmethod
     def of(
-        cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
-        micro_batches: int = 1, kept: int = 1, state_stays: bool = False,
-    ) -> Self:  # fmt: skip
+        cls,
+        optimizer: OptimizerState,
+        gradient_bytes: int,
+        wire_bytes: int,
+        *,
+        stage: int = 3,
+        micro_batches: int = 1,
+        kept: int = 1,
+        state_stays: bool = False,
+    ) -> Self:
         """Of such training.
 
         Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
@@ -249,40 +254,53 @@ class Holding:
                 row["host", "gradients"] += gradient_bytes
             rows.append(row)
         return cls(
-            optimizer, wire_bytes,
+            optimizer,
+            wire_bytes,
             {key: tuple(row[key] for row in rows) for key in sorted(set().union(*rows))},
             {s: (_users(s, recipes), _users(s, [r.guessed for r in recipes])) for s in Slot},
-            gradient_bytes, keeps,
-        )  # fmt: skip
+            gradient_bytes,
+            keeps,
+        )
 
     @classmethod
     def of_workload(cls, w: Workload, kept: int = 1) -> Self:
         return cls.of(
-            w.optimizer_state, w.grad_bytes_per_param, w.wire_bytes, stage=w.zero_stage,
-            micro_batches=w.gradient_accumulation_steps, kept=kept, state_stays=w.state_stays,
-        )  # fmt: skip
+            w.optimizer_state,
+            w.grad_bytes_per_param,
+            w.wire_bytes,
+            stage=w.zero_stage,
+            micro_batches=w.gradient_accumulation_steps,
+            kept=kept,
+            state_stays=w.state_stays,
+        )
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
         """By memory, bytes of a parameter of each of `ways`, with its state and gradient."""
         return {
-            memory: tuple(
-                map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory),
-                             strict=True))
-            ) for memory in TIERS
-        }  # fmt: skip
+            memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
+            for memory in TIERS
+        }
 
     def bytes(
-        self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None, summed: float = 0,
-    ) -> Footprint:  # fmt: skip
+        self,
+        amounts: Amounts,
+        staging_slots: int,
+        host_slots: int = HOST_SLOTS,
+        guessed: Amounts | None = None,
+        summed: float = 0,
+    ) -> Footprint:
         """As `by_kind`, all kinds together."""
         return totals(self.by_kind(amounts, staging_slots, host_slots, guessed, summed))
 
     def by_kind(
-        self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None, summed: float = 0,
-    ) -> ByKind:  # fmt: skip
+        self,
+        amounts: Amounts,
+        staging_slots: int,
+        host_slots: int = HOST_SLOTS,
+        guessed: Amounts | None = None,
+        summed: float = 0,
+    ) -> ByKind:
         """Without the workload's base.
 
         Args:
@@ -313,22 +331,17 @@ class Holding:
         waiting, guesses = ([int(n) for n in each] for each in self._of(slot, both, 2))
         return self.slot_bytes(slot, max(*waiting, *guesses, 0), guesses=any(guesses))
 
-    def slots(
-        self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS
-    ) -> dict[Slot, int]:
+    def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
         """`slot_limits` of subgroups that wait for the norm, and of those that are guessed."""
         return {
-            slot: slot_limit(
-                slot, staging_slots, int(sum(map(sum, self._of(slot, both, 0)))), host_slots
-            )
+            slot: slot_limit(slot, staging_slots, int(sum(map(sum, self._of(slot, both, 0)))), host_slots)
             for slot in self.users
         }
 
     def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:
         """A row of both amounts, of those that use a slot."""
         return tuple(
-            [amounts[row][user] for user in users]
-            for amounts, users in zip(both, self.users[slot], strict=True)
+            [amounts[row][user] for user in users] for amounts, users in zip(both, self.users[slot], strict=True)
         )
 
     def sending_bytes(self, sent: float, summed: float) -> float:

@@ -58,9 +58,5 @@ ADAM = OptimizerState("adam", ("exp_avg", "exp_avg_sq"))
 
 OPTIMIZERS: Mapping[str, OptimizerState] = {
     state.name: state
-    for state in (
-        ADAM,
-        OptimizerState("lion", ("exp_avg",)),
-        OptimizerState("adagrad", ("exp_avg_sq",)),
-    )
+    for state in (ADAM, OptimizerState("lion", ("exp_avg",)), OptimizerState("adagrad", ("exp_avg_sq",)))
 }

@@ -105,10 +105,7 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
     if order == FORWARD:
         return tuple(range(len(placements)))
     queues = [RECIPES[placement].queue for placement in placements]
-    heads = {
-        queue: iter(order.of(queue, [i for i, q in enumerate(queues) if q == queue]))
-        for queue in Queue
-    }
+    heads = {queue: iter(order.of(queue, [i for i, q in enumerate(queues) if q == queue])) for queue in Queue}
     return tuple(next(heads[queue]) for queue in queues)
 
 

@@ -89,9 +89,8 @@ class Bytes:
         gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
         traffic = optimizer.host_traffic_bytes(gradient, wire)
         return cls(
-            optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic,
-            optimizer.adams(gradient, wire),
-        )  # fmt: skip
+            optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire)
+        )
 
 
 Amount = Callable[[Bytes], float]
@@ -198,9 +197,12 @@ class Recipe:
             return None
         # As many bytes as in place: what is written goes past the caches, and is not read first.
         guess = replace(
-            update, kind=OpKind.UPDATE_GUESSED, rate="host_adam_out_of_place_params_per_s",
-            waits=update.waits & ~Wait.NORM, takes=None,
-        )  # fmt: skip
+            update,
+            kind=OpKind.UPDATE_GUESSED,
+            rate="host_adam_out_of_place_params_per_s",
+            waits=update.waits & ~Wait.NORM,
+            takes=None,
+        )
         after, *others = rest
         return replace(self, steps=(guess, _behind_the_norm(after), *others))
 
@@ -229,10 +231,7 @@ class Recipe:
         return bool(self.before_norm) and slot is not None and slot.ahead
 
 
-def into(
-    memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None,
-    **fields: object,
-) -> Step:  # fmt: skip
+def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
     """A copy from host memory: its bytes are read from DRAM.
 
     Args:
@@ -243,10 +242,7 @@ def into(
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
-def out_of(
-    memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None,
-    **fields: object,
-) -> Step:  # fmt: skip
+def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
     """A copy to host memory: its bytes are written to DRAM.
 
     Args:
@@ -259,22 +255,31 @@ def out_of(
 
 def _device_update(waits: Wait) -> Step:
     return Step(
-        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, "device_adam_params_per_s", _adams,
-        Wait.NORM | Wait.GRADIENT | waits, device_share=1.0, publishes=True,
-    )  # fmt: skip
+        OpKind.UPDATE_DEVICE,
+        Lane.DEVICE_UPDATE,
+        "device_adam_params_per_s",
+        _adams,
+        Wait.NORM | Wait.GRADIENT | waits,
+        device_share=1.0,
+        publishes=True,
+    )
 
 
 # New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
 # behind a parameter whose host update is still running.
 _PARAMETERS_HOME = into(
-    "device", OpKind.PARAMETER_H2D, lambda b: b.wire, Wait.PREVIOUS, Lane.H2D_PARAMETERS,
-    gives_back=Slot.PARAMETER, publishes=True,
-)  # fmt: skip
+    "device",
+    OpKind.PARAMETER_H2D,
+    lambda b: b.wire,
+    Wait.PREVIOUS,
+    Lane.H2D_PARAMETERS,
+    gives_back=Slot.PARAMETER,
+    publishes=True,
+)
 
 _PARAMETERS_OUT = out_of(
-    "device", OpKind.PARAMETER_D2H, lambda b: b.wire, Wait.PREVIOUS,
-    gives_back=Slot.OUTGOING, publishes=True,
-)  # fmt: skip
+    "device", OpKind.PARAMETER_D2H, lambda b: b.wire, Wait.PREVIOUS, gives_back=Slot.OUTGOING, publishes=True
+)
 
 
 def _behind_the_norm(publish: Step) -> Step:
@@ -288,12 +293,10 @@ def _guessed_in_slot(read: Step, update: Step, publish: Step, write: Step) -> tu
     """
     return (
         replace(read, waits=read.waits & ~Wait.NORM),
-        replace(
-            update, kind=OpKind.UPDATE_GUESSED, waits=update.waits & ~Wait.NORM, takes=None
-        ),
+        replace(update, kind=OpKind.UPDATE_GUESSED, waits=update.waits & ~Wait.NORM, takes=None),
         _behind_the_norm(publish),
         write,
-    )  # fmt: skip
+    )
 
 
 def _guessed_visit(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
@@ -306,84 +309,99 @@ def _guessed_visit(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
 
     return (
         replace(come, waits=come.waits & ~Wait.NORM),
-        replace(
-            update, kind=OpKind.VISIT_GUESSED, waits=update.waits & ~Wait.NORM, publishes=False
-        ),
+        replace(update, kind=OpKind.VISIT_GUESSED, waits=update.waits & ~Wait.NORM, publishes=False),
         replace(leave, work=home, dram=home),
         _behind_the_norm(_PARAMETERS_HOME),
-    )  # fmt: skip
+    )
 
 
 # A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
 # first: micro-batches are added on the device, as stock adds them.
 GRADIENT_TO_HOST = (
-    into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM,
-         Lane.H2D_GRADIENTS),
-    out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS,
-           Lane.D2H_GRADIENTS),
-)  # fmt: skip
+    into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM, Lane.H2D_GRADIENTS),
+    out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS, Lane.D2H_GRADIENTS),
+)
 
 # With parameters that live on the device; `recipe_of` has those of the others too.
 RECIPES: Mapping[Placement, Recipe] = {
     "host": Recipe(
-        Queue.HOST, state="host", gradient="host", gradient_steps=GRADIENT_TO_HOST,
+        Queue.HOST,
+        state="host",
+        gradient="host",
+        gradient_steps=GRADIENT_TO_HOST,
         steps=(
             # The kernel writes the parameters to a slot whose last copy must have left.
             Step(
-                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _adams,
-                Wait.NORM | Wait.GRADIENT | Wait.GATE, lambda b: b.host_traffic,
-                takes=Slot.PARAMETER, threads=True,
+                OpKind.UPDATE_HOST,
+                Lane.HOST,
+                "host_adam_params_per_s",
+                _adams,
+                Wait.NORM | Wait.GRADIENT | Wait.GATE,
+                lambda b: b.host_traffic,
+                takes=Slot.PARAMETER,
+                threads=True,
             ),
             _PARAMETERS_HOME,
         ),
     ),
     "device": Recipe(
-        Queue.DEVICE, state="host", gradient="device",
+        Queue.DEVICE,
+        state="host",
+        gradient="device",
         steps=(
             # The slot's last visitor must be back home before its buffer is overwritten. Slots are
             # never more than visits: so a subgroup's own write-back comes before its next visit.
-            into("device", OpKind.STATE_H2D, lambda b: b.visit, Wait.NORM,
-                 takes=Slot.STAGING, early=True),
+            into("device", OpKind.STATE_H2D, lambda b: b.visit, Wait.NORM, takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
-            out_of("device", OpKind.STATE_D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
-                   gives_back=Slot.STAGING),
+            out_of("device", OpKind.STATE_D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
         ),
     ),
-    "resident": Recipe(
-        Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)
-    ),
+    "resident": Recipe(Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)),
     "stored": Recipe(
-        Queue.HOST, state="storage", gradient="host", gradient_steps=GRADIENT_TO_HOST,
+        Queue.HOST,
+        state="storage",
+        gradient="host",
+        gradient_steps=GRADIENT_TO_HOST,
         steps=(
-            out_of("storage", OpKind.STATE_READ, lambda b: b.visit, Wait.NORM,
-                   takes=Slot.STATE, early=True),
+            out_of("storage", OpKind.STATE_READ, lambda b: b.visit, Wait.NORM, takes=Slot.STATE, early=True),
             Step(
-                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _adams,
-                Wait.NORM | Wait.GRADIENT | Wait.PREVIOUS, lambda b: b.host_traffic,
-                takes=Slot.PARAMETER, threads=True,
+                OpKind.UPDATE_HOST,
+                Lane.HOST,
+                "host_adam_params_per_s",
+                _adams,
+                Wait.NORM | Wait.GRADIENT | Wait.PREVIOUS,
+                lambda b: b.host_traffic,
+                takes=Slot.PARAMETER,
+                threads=True,
             ),
             _PARAMETERS_HOME,
             # Out of place; from its end on, readers of the state see what it has written.
-            into("storage", OpKind.STATE_WRITE, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
-                 gives_back=Slot.STATE),
+            into("storage", OpKind.STATE_WRITE, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
         ),
     ),
-}  # fmt: skip
+}
 
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
 # machine's stock rate. For the question what fusing them saves; the runtime does not run it.
 UNFUSED_HOST = Recipe(
-    Queue.HOST, state="host", gradient="host", gradient_steps=GRADIENT_TO_HOST,
+    Queue.HOST,
+    state="host",
+    gradient="host",
+    gradient_steps=GRADIENT_TO_HOST,
     steps=(
         Step(
-            OpKind.UPDATE_HOST, Lane.HOST, "stock_host_adam_params_per_s",
+            OpKind.UPDATE_HOST,
+            Lane.HOST,
+            "stock_host_adam_params_per_s",
             lambda b: _unfused(b) / _unfused(replace(b, state=ADAM.state_bytes)),
-            Wait.NORM | Wait.GRADIENT | Wait.GATE, _unfused,
-            takes=Slot.PARAMETER, threads=True,
+            Wait.NORM | Wait.GRADIENT | Wait.GATE,
+            _unfused,
+            takes=Slot.PARAMETER,
+            threads=True,
         ),
         _PARAMETERS_HOME,
     ),
-)  # fmt: skip
+)
 
 
 Way = tuple[Placement, Memory]  # how a subgroup is updated, and where its parameters live
@@ -396,9 +414,8 @@ def ways() -> list[Way]:
 
 
 def recipe_of(
-    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False,
-    summed: bool = False,
-) -> Recipe:  # fmt: skip
+    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False, summed: bool = False
+) -> Recipe:
     """Of a subgroup's update; ``home`` is where its parameters live.
 
     Args:
@@ -418,9 +435,7 @@ def can_be_guessed(placement: Placement, home: Memory) -> bool:
 
 
 # The field of a plan that says how many subgroups of a placement are.
-SPECULATES: Mapping[Placement, str] = {
-    "host": "speculate", "device": "speculate_visits", "stored": "speculate_stored",
-}  # fmt: skip
+SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits", "stored": "speculate_stored"}
 
 
 def guessed_ways() -> list[Way]:
@@ -435,9 +450,7 @@ def can_be_summed(placement: Placement, home: Memory = "device") -> bool:
     return recipe_of(placement, home).summed_on_device is not None
 
 
-def slot_limits(
-    staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS
-) -> dict[Slot, int]:
+def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
     """How many buffers there are of each kind: never more than subgroups that use them.
 
     Args:

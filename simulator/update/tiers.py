@@ -47,9 +47,7 @@ class Tier:
 
 TIERS: Mapping[Memory, Tier] = {
     "device": Tier(
-        "device_memory_bytes",
-        into=Way(Lane.H2D, "h2d_bytes_per_s"),
-        out_of=Way(Lane.D2H, "d2h_bytes_per_s"),
+        "device_memory_bytes", into=Way(Lane.H2D, "h2d_bytes_per_s"), out_of=Way(Lane.D2H, "d2h_bytes_per_s")
     ),
     "host": Tier("host_memory_bytes", shared=True),
     "storage": Tier(

@@ -57,15 +57,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def differences(
-    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
-) -> tuple[str, ...]:
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """Names whose tensors are not `torch.equal`, or that only one side has; empty: same bits."""
     names = sorted(ours.keys() | theirs.keys())
     return tuple(
-        name
-        for name in names
-        if name not in ours or name not in theirs or not _same(ours[name], theirs[name])
+        name for name in names if name not in ours or name not in theirs or not _same(ours[name], theirs[name])
     )
 
 

@@ -44,10 +44,7 @@ class ByteGPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, but got {name}={getattr(self, name)}")
         if self.hidden % self.heads:
-            raise ValueError(
-                f"hidden must be a multiple of heads, but got hidden={self.hidden}, "
-                f"heads={self.heads}"
-            )
+            raise ValueError(f"hidden must be a multiple of heads, but got hidden={self.hidden}, heads={self.heads}")
 
     @property
     def params(self) -> int:
@@ -223,10 +220,7 @@ def ds_config(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
         "zero_optimization": {**stage3, **zero},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": learning_rate, "betas": [0.9, 0.95], "weight_decay": 0.1},
-        },
+        "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "steps_per_print": 10**9,  # the studies print themselves
     }
     if precision != "fp32":

@@ -12,22 +12,22 @@ from studies.bench.record import write_record
 
 # By what a figure's name ends in: times what it is shown, and the unit.
 UNITS = {
-    "_bytes_per_s": (1e-9, "GB/s"), "_per_s": (1.0, "per s"), "_bytes": (1e-9, "GB"),
-    "_pct": (1.0, "%"), "_ms": (1.0, "ms"), "_s": (1.0, "s"),
-}  # fmt: skip
+    "_bytes_per_s": (1e-9, "GB/s"),
+    "_per_s": (1.0, "per s"),
+    "_bytes": (1e-9, "GB"),
+    "_pct": (1.0, "%"),
+    "_ms": (1.0, "ms"),
+    "_s": (1.0, "s"),
+}
 MOST_ROWS = 40  # of a table; longer ones are in the record alone
 
 
-def study_parser(
-    study: str, doc: str | None, *, required: bool = True, drawn: bool = False
-) -> argparse.ArgumentParser:
+def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:
     """With ``--json PATH``; ``doc`` is the study's module docstring; ``drawn``: a picture is made
     too.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m studies.{study}",
-        description=doc,
-        formatter_class=argparse.RawTextHelpFormatter,
+        prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
     where = "the record; a .png goes beside" if drawn else "where the figures go"
     parser.add_argument("--json", type=Path, required=required, help=where)
@@ -58,9 +58,8 @@ def table_of(title: str, *columns: str) -> Table:
 
 
 def publish(
-    study: str, path: Path | None, figures: dict[str, Any],
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
-) -> None:  # fmt: skip
+    study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
+) -> None:
     """Writes the record where there is a path, and the picture beside it; shows what is in it."""
     if path is not None:
         write_record(path, study, figures)

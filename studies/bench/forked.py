@@ -67,9 +67,13 @@ class Child(Forked):
 
     def _train(self, work: Callable[[], None]) -> None:
         os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port),
-        )  # fmt: skip
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self._port),
+        )
         work()
 
     def ended(self, within_s: float) -> int:
@@ -86,8 +90,7 @@ class Child(Forked):
         status = self.ended(limit_s)
         if status:
             raise RuntimeError(
-                f"a run that nobody kills must end within {limit_s:g} s, but it ended with "
-                f"{status}: {self.output}"
+                f"a run that nobody kills must end within {limit_s:g} s, but it ended with {status}: {self.output}"
             )
 
     def kill(self) -> None:

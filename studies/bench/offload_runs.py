@@ -12,12 +12,15 @@ VOCABULARY = 50304
 GPUS_PER_NODE = 4
 MEASURED = ("fwd_ms", "bwd_ms", "step_ms", "optimizer_ms", "iter_ms")
 MEMORY = (
-    "mem_before_fwd_gb", "mem_after_fwd_gb", "mem_fwd_peak_gb", "mem_after_bwd_gb",
-    "mem_bwd_peak_gb", "mem_after_step_gb", "mem_step_peak_gb",
-)  # fmt: skip
-_NUMBERS = (
-    "params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup"
-)  # fmt: skip
+    "mem_before_fwd_gb",
+    "mem_after_fwd_gb",
+    "mem_fwd_peak_gb",
+    "mem_after_bwd_gb",
+    "mem_bwd_peak_gb",
+    "mem_after_step_gb",
+    "mem_step_peak_gb",
+)
+_NUMBERS = ("params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup")
 MAY_BE_BLANK = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch")
 KV_HEADS = 4
 # What a blank stands for: the campaigns' common setting, and the published models by their label.
@@ -125,9 +128,15 @@ def model_of(run: Run) -> dict[str, Any]:
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
     kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
     return {
-        "name": run.model, "layers": run.layers, "hidden": hidden, "heads": heads,
-        "kv_heads": kv_heads, "vocabulary": VOCABULARY, "ffn": 8 * hidden // 3, "fused": True,
-    }  # fmt: skip
+        "name": run.model,
+        "layers": run.layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "vocabulary": VOCABULARY,
+        "ffn": 8 * hidden // 3,
+        "fused": True,
+    }
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
@@ -150,9 +159,7 @@ def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = Fal
     required = ("testbed", *_NUMBERS, "prefetch", "async_grads", "stride", "source")
     missing = [name for name in required if name not in columns]
     if missing:
-        raise RunError(
-            f"{flag} {path} must have the columns {', '.join(required)}, but lacks {missing}"
-        )
+        raise RunError(f"{flag} {path} must have the columns {', '.join(required)}, but lacks {missing}")
     if not rows:
         raise RunError(f"{flag} {path} must hold at least one run, but holds none")
     return [_run(row, f"{path}, line {line}", blanks) for line, row in enumerate(rows, start=2)]
@@ -177,9 +184,14 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
     return Run(
         testbed=row["testbed"].strip(),
         params_b=value["params_b"],
-        layers=int(value["layers"]), hidden=int(value["hidden"]), seq=int(value["seq"]),
-        tp=int(value["tp"]), dp=int(value["dp"]), micro_batch=int(value["micro_batch"]),
-        offload_ratio=value["offload_ratio"], subgroup=int(value["subgroup"]),
+        layers=int(value["layers"]),
+        hidden=int(value["hidden"]),
+        seq=int(value["seq"]),
+        tp=int(value["tp"]),
+        dp=int(value["dp"]),
+        micro_batch=int(value["micro_batch"]),
+        offload_ratio=value["offload_ratio"],
+        subgroup=int(value["subgroup"]),
         prefetch=prefetch,
         async_grads=_switch(row, "async_grads", where),
         stride=_stride(row, where, prefetch),
@@ -189,7 +201,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
         heads=_heads(row, where, int(value["hidden"])),
         accumulation=_accumulation(row, where, int(value["micro_batch"]), int(value["dp"])),
         where=where,
-    )  # fmt: skip
+    )
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
@@ -241,8 +253,7 @@ def _accumulation(row: dict[str, str], where: str, micro_batch: int, dp: int) ->
     batch = int(_positive(row, "global_batch", where))
     if batch % (micro_batch * dp):
         raise RunError(
-            f"{where}: global_batch must be a multiple of micro_batch x dp ({micro_batch} x {dp}), "
-            f"but got {batch}"
+            f"{where}: global_batch must be a multiple of micro_batch x dp ({micro_batch} x {dp}), but got {batch}"
         )
     return batch // (micro_batch * dp)
 

@@ -6,8 +6,15 @@ from typing import Any
 
 PATIENCE_MS = 120_000  # a machine that does much else may start slowly
 SLIDERS = ("link_bytes_per_s", "device_memory_bytes", "sequence", "micro_batch")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
 
 # To another step than the slider is at, so that the page has something to ask.
 _MOVE = """([id, share]) => {

@@ -39,8 +39,10 @@ from studies.checkpoints.run import GUESSED, STEPS, STORED, Kill, Run, reap, rec
 
 RANK_0_ONLY = {
     *POINTS[POINTS.index("votes_seen") : POINTS.index("committed")],
-    "trash_renamed", "trash_deleted", *RARE_POINTS[1:],
-}  # fmt: skip
+    "trash_renamed",
+    "trash_deleted",
+    *RARE_POINTS[1:],
+}
 RUN_LIMIT_S = 120.0
 GRACE_S = 0.3  # what a launcher leaves the other ranks before it kills them too
 
@@ -59,8 +61,12 @@ class Trial(killed.Trial):
 
 
 RESUMED_WITH = {  # parameter homes
-    "": "", "host": "mixed", "mixed": "host", STORED: STORED, GUESSED: GUESSED,
-}  # fmt: skip
+    "": "",
+    "host": "mixed",
+    "mixed": "host",
+    STORED: STORED,
+    GUESSED: GUESSED,
+}
 # In turn, a kill of one rank and one of two each; those on storage have more points. Of an even
 # number every other one would never meet a random moment, which comes at each fourth kill.
 TRAINED = (*RESUMED_WITH, STORED, STORED)
@@ -81,10 +87,17 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
             point = points[(number - number // 4) % len(points)]
             rank = 0 if point in RANK_0_ONLY else rng.randrange(world_size)
             aside = point == "tag_set_aside"
-            yield Kill(
-                point, _occurrence(point, rng), rank=rank, exchange=not aside,
-                one_tag=aside or (not point.startswith("trash") and rng.random() < 0.3),
-            ), world_size, homes  # fmt: skip
+            yield (
+                Kill(
+                    point,
+                    _occurrence(point, rng),
+                    rank=rank,
+                    exchange=not aside,
+                    one_tag=aside or (not point.startswith("trash") and rng.random() < 0.3),
+                ),
+                world_size,
+                homes,
+            )
         number += 1
 
 
@@ -107,9 +120,7 @@ def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference,
         _require_success(run)
         remove_shared_buffers(run.port)
         length_s = time.monotonic() - begin
-        runs.append(
-            {(r, step): (h, c) for r in range(world_size) for step, h, c in recorded(run, r)}
-        )
+        runs.append({(r, step): (h, c) for r in range(world_size) for step, h, c in recorded(run, r)})
     if runs[0] != runs[1] or len(runs[0]) != world_size * STEPS:
         raise RuntimeError("two uninterrupted runs must be bit-identical, but they differ")
     return runs[0], length_s
@@ -123,9 +134,7 @@ def _require_success(run: Run) -> None:
         raise RuntimeError(f"a run that nobody killed ended with {statuses}:\n{logs}")
 
 
-def one_trial(
-    kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float
-) -> Trial:
+def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
     """Kill, verify, resume, compare."""
     trial = Trial(kill, world_size=world_size, homes=homes)
     killed_run = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
@@ -134,9 +143,13 @@ def one_trial(
     trial.committed_step = max(_number(killed_run.note("committed", r)) for r in range(world_size))
     _check_disk(trial, killed_run.folder)
     resumed = Run(
-        killed_run.folder, world_size, 1, free_port(),
-        Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange), homes=RESUMED_WITH[homes],
-    )  # fmt: skip
+        killed_run.folder,
+        world_size,
+        1,
+        free_port(),
+        Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange),
+        homes=RESUMED_WITH[homes],
+    )
     ranks = start(resumed)
     statuses = reap(ranks, RUN_LIMIT_S)
     trial.storing = len(list(resumed.stored_in.glob("*.extents"))) == world_size
@@ -199,14 +212,10 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
         trial.resumed_step = min(steps) - 1
     if steps and (max(steps) != STEPS or trial.resumed_step < trial.committed_step):
         trial.differing.append(f"rank {rank} ran steps {min(steps)} to {max(steps)}")
-    trial.differing.extend(
-        f"rank {rank} step {step}" for step, result in steps.items() if result != truth[rank, step]
-    )
+    trial.differing.extend(f"rank {rank} step {step}" for step, result in steps.items() if result != truth[rank, step])
 
 
-def trials(
-    count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED
-) -> Iterator[Trial]:
+def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
     """One after the other; none starts after ``limit_s``."""
     begin = time.monotonic()
     truth_of = functools.cache(functools.partial(reference, scratch=scratch))
@@ -214,9 +223,7 @@ def trials(
         if time.monotonic() - begin > limit_s:
             break
         truth, length_s = truth_of(world_size, bool(homes))
-        attempt = functools.partial(
-            one_trial, world_size=world_size, homes=homes, truth=truth, length_s=length_s
-        )
+        attempt = functools.partial(one_trial, world_size=world_size, homes=homes, truth=truth, length_s=length_s)
         yield until_fired(kill, attempt, scratch / f"trial{number}")
 
 
@@ -238,9 +245,7 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     parser = kill_parser("checkpoint_crash", __doc__, 200)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")
-    parser.add_argument(
-        "--homes", choices=tuple(RESUMED_WITH), help="of the parameters, in every run"
-    )
+    parser.add_argument("--homes", choices=tuple(RESUMED_WITH), help="of the parameters, in every run")
     options = parser.parse_args(arguments)
     console = Console()
     become_only_rank()

@@ -64,42 +64,36 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
         Child(lambda n=notes, s=last: train(training, saving, n, s), folder / "log").wait()  # type: ignore[misc]
     ((step, set_up_s),) = read_notes(notes, "start")
     steps = {int(n): s for n, s in read_notes(folder / "notes0", "step")}
-    by_place = [
-        median(steps[n] for n in steps if n % CYCLE == place and n > 2 * CYCLE - 1)
-        for place in range(CYCLE)
-    ]
+    by_place = [median(steps[n] for n in steps if n % CYCLE == place and n > 2 * CYCLE - 1) for place in range(CYCLE)]
     quiet = median(by_place[CYCLE // 2 :])
     stall, waited, persist, copied = read_notes(folder / "notes0", "report")[-1]
     assert step > 0, "the second run must resume"
     return Measured(
-        iteration_s=quiet, restart_s=set_up_s,
-        stall_s=by_place[0] - quiet, interference_s=sum(by_place[1:]) - quiet * (CYCLE - 1),
+        iteration_s=quiet,
+        restart_s=set_up_s,
+        stall_s=by_place[0] - quiet,
+        interference_s=sum(by_place[1:]) - quiet * (CYCLE - 1),
         persist_s=persist,
         told={"stall_s": stall, "update_wait_s": waited, "copied_bytes": copied},
-    )  # fmt: skip
+    )
 
 
 def host_plan(work: Workload) -> Plan:
     """All on the host: without a GPU there is no other placement."""
     return Plan(
-        subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
-        placement=Plan.runs(["host"] * len(work.subgroups)), staging_slots=0,
-    )  # fmt: skip
+        subgroup_size=work.subgroup_size or max(work.subgroups),
+        subgroups=work.subgroups,
+        placement=Plan.runs(["host"] * len(work.subgroups)),
+        staging_slots=0,
+    )
 
 
-def as_fast_as_measured(
-    work: Workload, plan: Plan, machine: Machine, iteration_s: float
-) -> Workload:
+def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_s: float) -> Workload:
     """Forward and backward stretched until an iteration takes as long as it does here and now."""
     for _ in range(4):
         factor = iteration_s / CheckpointSimulation(work, plan, machine).iteration_s
         layers = [
-            layer.model_copy(
-                update={
-                    "forward_s": layer.forward_s * factor,
-                    "backward_s": layer.backward_s * factor,
-                }
-            )
+            layer.model_copy(update={"forward_s": layer.forward_s * factor, "backward_s": layer.backward_s * factor})
             for layer in work.layers
         ]
         work = work.model_copy(update={"layers": tuple(layers)})
@@ -117,16 +111,25 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
     steps = sorted({round(k) for k in np.geomspace(1, most, 80)} | set(marks.values()))
     return {
         "iteration_s": iteration_s,
-        "cost": {name: getattr(cost, name) for name in
-                 ("stall_s", "interference_s", "persist_s", "slowdown", "copied_bytes",
-                  "waited_bytes", "reserved_bytes")},
+        "cost": {
+            name: getattr(cost, name)
+            for name in (
+                "stall_s",
+                "interference_s",
+                "persist_s",
+                "slowdown",
+                "copied_bytes",
+                "waited_bytes",
+                "reserved_bytes",
+            )
+        },
         "checkpoint": choice.saving.model_dump(),
         "curve": [[k, goodput_at(k, iteration_s, cost, failures)] for k in steps],
         "rules": {
             name: {"interval_steps": k, "goodput": goodput_at(k, iteration_s, cost, failures)}
             for name, k in marks.items()
         },
-    }  # fmt: skip
+    }
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
@@ -141,15 +144,13 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
     slowdowns = {}
     for key, steps in (("every_1", 1), ("every_10", 10)):
         _, paid = cost.at_interval(steps, simulation.iteration_s, "wait")
-        slowdowns[key] = {
-            "predicted": paid.cost_s / steps / simulation.iteration_s,
-            "measured": ours[key]["slowdown"],
-        }
+        slowdowns[key] = {"predicted": paid.cost_s / steps / simulation.iteration_s, "measured": ours[key]["slowdown"]}
     return {
-        "measured_stall_s": ours["every_10"]["stall_s"], "predicted_stall_s": cost.stall_s,
+        "measured_stall_s": ours["every_10"]["stall_s"],
+        "predicted_stall_s": cost.stall_s,
         "slowdown": slowdowns,
         "note": "measured in another run, with DeepSpeed's own optimizer and other threads",
-    }  # fmt: skip
+    }
 
 
 # -- the study ---------------------------------------------------------------------------------
@@ -181,15 +182,18 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = [compare(row, failures.restart_s, choice.cost) for row in rows]
     return {
         "what": "a small model on this machine's cores, no GPU; ebbtide's runtime, real kills",
-        "model": training.model, "checkpoint_bytes": work.checkpoint_bytes,
-        "mtbf_s": args.mtbf, "restart_s": failures.restart_s,
+        "model": training.model,
+        "checkpoint_bytes": work.checkpoint_bytes,
+        "mtbf_s": args.mtbf,
+        "restart_s": failures.restart_s,
         "measured_cost": vars(seen),
         "predicted": predict(simulation, choice, failures),
-        "measured": rows, **distance(rows, simulation.iteration_s, choice.cost, failures),
+        "measured": rows,
+        **distance(rows, simulation.iteration_s, choice.cost, failures),
         "rules": judged_rules(rows, predicted["rules"]),
         "kills": sum(row["kills"] for row in rows),
         "stall_study": against_stall_study(simulation, training),
-    }  # fmt: skip
+    }
 
 
 def distance(
@@ -202,15 +206,14 @@ def distance(
     long_run = [100 * abs(r["goodput"] - r["predicted_goodput"]) for r in rows]
     best = max(rows, key=lambda r: r["goodput"])
     return {
-        "median_abs_error_points": median(apart), "max_abs_error_points": max(apart),
+        "median_abs_error_points": median(apart),
+        "max_abs_error_points": max(apart),
         "median_abs_error_points_long_run": median(long_run),
         "best_measured_interval_steps": best["interval_steps"],
-    }  # fmt: skip
+    }
 
 
-def judged_rules(
-    rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Each rule's interval as measured; and of pairs of rules that name different intervals, how
     many the prediction ranks as the measurement does. All have met the same failures.
     """
@@ -224,19 +227,16 @@ def judged_rules(
         for name, rule in rules.items()
         if rule["interval_steps"] in by_steps
     }
-    pairs = [
-        (a, b) for a, b in itertools.combinations(seen.values(), 2)
-        if a["interval_steps"] != b["interval_steps"]
-    ]  # fmt: skip
-    right = sum(
-        (a["goodput"] - b["goodput"]) * (a["predicted"] - b["predicted"]) > 0 for a, b in pairs
-    )
+    pairs = [(a, b) for a, b in itertools.combinations(seen.values(), 2) if a["interval_steps"] != b["interval_steps"]]
+    right = sum((a["goodput"] - b["goodput"]) * (a["predicted"] - b["predicted"]) > 0 for a, b in pairs)
     apart = [abs(a["goodput"] - b["goodput"]) * 100 for a, b in pairs]
     return {
-        "measured": seen, "pairs": len(pairs), "pairs_ranked_as_predicted": right,
+        "measured": seen,
+        "pairs": len(pairs),
+        "pairs_ranked_as_predicted": right,
         "most_points_apart": max(apart, default=0.0),
         "best": max(seen, key=lambda name: seen[name]["goodput"]) if seen else None,
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -248,8 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model, one interval, one kill")
     args = parser.parse_args(arguments)
     if not 0 < args.mtbf < math.inf or args.failures < 1:
-        parser.error(f"--mtbf must be > 0 and --failures >= 1, but got {args.mtbf} and "
-                     f"{args.failures}")  # fmt: skip
+        parser.error(f"--mtbf must be > 0 and --failures >= 1, but got {args.mtbf} and {args.failures}")
     if args.quick:
         args.failures = 1
     folder = Path(tempfile.mkdtemp(prefix="ebbtide-interval-", dir=args.folder))

@@ -17,17 +17,13 @@ from studies.checkpoints.interval_run import Training, read_notes, train, under
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
-def goodput_at(
-    steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait"
-) -> float:
+def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait") -> float:
     """Expected in the long run, also where the next checkpoint has to wait for the last one."""
     every, paid = cost.at_interval(steps, iteration_s, busy)
     return expected_goodput(iteration_s, paid, failures, every)
 
 
-def useful_steps(
-    gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost
-) -> int:
+def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
     """Committed between two failures that lie so far apart, as predicted."""
     every, paid = cost.at_interval(steps, iteration_s, "wait")
     interval_s = every * iteration_s + paid.stall_s + paid.interference_s
@@ -64,10 +60,14 @@ def campaign(
             rows.append({"gap_s": time.monotonic() - begin, **_progress(notes, steps)})
         print(f"failure {number + 1} of {len(gaps_s)}", flush=True)
     return [
-        {"interval_steps": steps, "kills": len(rows), "failures": rows,
-         "useful_steps": _committed(folder / f"every{steps}" / "ck")}
+        {
+            "interval_steps": steps,
+            "kills": len(rows),
+            "failures": rows,
+            "useful_steps": _committed(folder / f"every{steps}" / "ck"),
+        }
         for steps, rows in failures.items()
-    ]  # fmt: skip
+    ]
 
 
 def _committed(folder: Path) -> int:
@@ -109,13 +109,13 @@ def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict
     Time counts in iterations of that moment: neighbours make this machine faster and slower.
     """
     steps, failures = row["interval_steps"], row["failures"]
-    expected = sum(
-        useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures
-    )
+    expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)
     iterations = sum(f["gap_s"] / f["iteration_s"] for f in failures)
     wall_s = sum(f["gap_s"] for f in failures)
     return {
-        **row, "wall_s": wall_s, "useful_steps_per_s": row["useful_steps"] / wall_s,
+        **row,
+        "wall_s": wall_s,
+        "useful_steps_per_s": row["useful_steps"] / wall_s,
         "goodput": row["useful_steps"] / iterations,
         "predicted_goodput_same_failures": expected / iterations,
-    }  # fmt: skip
+    }

@@ -23,24 +23,30 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         marks = zip(predicted["rules"].items(), styles, colours, strict=True)
         for (name, rule), (marker, size, face), colour in marks:
             left.plot(
-                rule["interval_steps"], rule["goodput"], marker, ms=size, mfc=face, mec=colour,
-                mew=1.8, label=f"{name}: {rule['interval_steps']}", ls="none",
-            )  # fmt: skip
+                rule["interval_steps"],
+                rule["goodput"],
+                marker,
+                ms=size,
+                mfc=face,
+                mec=colour,
+                mew=1.8,
+                label=f"{name}: {rule['interval_steps']}",
+                ls="none",
+            )
         rows = figures["measured"]
         x = [row["interval_steps"] for row in rows]
-        right.plot(x, [row["predicted_goodput_same_failures"] for row in rows], "o", mfc="none",
-                   mec="#0072b2", ms=9, label="predicted for these very kills")  # fmt: skip
         right.plot(
-            x, [row["goodput"] for row in rows], "o-", color="#d55e00", ms=5, label="measured"
+            x,
+            [row["predicted_goodput_same_failures"] for row in rows],
+            "o",
+            mfc="none",
+            mec="#0072b2",
+            ms=9,
+            label="predicted for these very kills",
         )
+        right.plot(x, [row["goodput"] for row in rows], "o-", color="#d55e00", ms=5, label="measured")
         left.set(ylabel="goodput", ylim=(0, 1))
-        left.set_title(
-            f"Predicted: MTBF {figures['mtbf_s']:g} s, restart {figures['restart_s']:.1f} s",
-            fontsize=10,
-        )
-        right.set_title(
-            f"Measured: {figures['kills']} real kills ({figures['model']} on CPU cores)",
-            fontsize=10,
-        )
+        left.set_title(f"Predicted: MTBF {figures['mtbf_s']:g} s, restart {figures['restart_s']:.1f} s", fontsize=10)
+        right.set_title(f"Measured: {figures['kills']} real kills ({figures['model']} on CPU cores)", fontsize=10)
         for ax in (left, right):
             ax.legend(frameon=False, fontsize=9, loc="lower left")

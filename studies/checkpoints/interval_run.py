@@ -81,12 +81,8 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
     """The plan with a checkpoint every so many steps into a folder; 0: none."""
-    saving = plan.checkpoint.model_copy(
-        update={"interval_steps": steps, "dir": str(folder), "keep": 2}
-    )
-    return plan.model_copy(
-        update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())}
-    )
+    saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
+    return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
 def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
@@ -105,8 +101,7 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
     report = getattr(engine.checkpoint_engine, "wait", lambda: None)()
     if report is not None:
         with notes.open("a") as out:
-            out.write(f"report {report.stall_s} {report.update_wait_s} {report.persist_s} "
-                      f"{report.copied_bytes}\n")  # fmt: skip
+            out.write(f"report {report.stall_s} {report.update_wait_s} {report.persist_s} {report.copied_bytes}\n")
     engine.destroy()
 
 

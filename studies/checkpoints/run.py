@@ -31,9 +31,12 @@ BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait fo
 BLOCK_BYTES = 65536
 SUBGROUP = 20_000
 HOMES: Mapping[str, tuple[ParameterHome, ...]] = {  # in turn over the subgroups
-    "host": ("host",), "mixed": ("device", "host"), "device": ("device",), STORED: ("device",),
+    "host": ("host",),
+    "mixed": ("device", "host"),
+    "device": ("device",),
+    STORED: ("device",),
     GUESSED: ("device",),
-}  # fmt: skip
+}
 CLIPPING = 5.0  # under a plan: the first step is clipped, few of those behind it are
 WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
@@ -123,9 +126,7 @@ def warm_up() -> None:
 def start(run: Run) -> list[Forked]:
     """Forks the ranks."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    return [
-        Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
-    ]
+    return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
 
 def train(run: Run, rank: int) -> None:
@@ -172,9 +173,13 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world_size),
-        LOCAL_SIZE=str(run.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run.port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(run.world_size),
+        LOCAL_SIZE=str(run.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(run.port),
+    )
     random.seed(1 + rank)
     torch.manual_seed(1 + rank)
     model = ByteGPT(SIZES["tiny"])
@@ -196,9 +201,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     return engine, install(engine, plan, **options)
 
 
-def _planned_engine(
-    model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]
-) -> tuple[Any, Any]:
+def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
     """Under a plan with every placement, on the emulated device."""
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
@@ -226,11 +229,15 @@ def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> P
         used.reverse()
     placements = list(islice(cycle(used), count))
     return Plan(
-        subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
-        device_sums=count, speculate_stored=min(1, placements.count("stored")),
+        subgroup_size=SUBGROUP,
+        placement=Plan.runs(placements),
+        staging_slots=2,
+        prefetch=1,
+        device_sums=count,
+        speculate_stored=min(1, placements.count("stored")),
         storage_dir=None if storage is None else str(storage),
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
-    )  # fmt: skip
+    )
 
 
 def _resume(engine: Any, run: Run) -> tuple[int, str]:

@@ -242,11 +242,7 @@ class _Session:
         stall = time.perf_counter() - begin
         for old in self.folder.iterdir():  # all but the last two, as retention would
             hidden = old.name.startswith(".")  # being written
-            if (
-                old.is_dir()
-                and not hidden
-                and old.name not in (self.last_tag, f"step{self.step - 1}")
-            ):
+            if old.is_dir() and not hidden and old.name not in (self.last_tag, f"step{self.step - 1}"):
                 shutil.rmtree(old)
         return stall
 
@@ -323,9 +319,7 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
     return time.perf_counter() - begin
 
 
-def raw_write_bytes_per_s(
-    folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False
-) -> float:
+def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
     """What two threads that pwrite aligned blocks with O_DIRECT, and nothing else, reach.
 
     Args:

@@ -35,9 +35,11 @@ SUBGROUP = 2000  # elements: DeepSpeed's default would put each of these models 
 # They read a checkpoint's files by themselves right behind `save_checkpoint`, which returns before
 # those are there unless the plan says ``checkpoint.mode: sync``, as it does for these.
 READ_AT_ONCE = (
-    "test_convert_checkpoint.py", "test_shared_weights.py", "test_universal_checkpoint.py",
+    "test_convert_checkpoint.py",
+    "test_shared_weights.py",
+    "test_universal_checkpoint.py",
     "test_save_exclude",
-)  # fmt: skip
+)
 DEEPSPEED = deepspeed.initialize
 
 
@@ -172,10 +174,7 @@ def mixed_plan(engine: Any) -> Plan:
     count = len(subgroups_of(engine.optimizer, size)) or 1
     placements = [pattern[i % len(pattern)] for i in range(count)]
     slots = min(2, placements.count("device"))
-    return Plan(
-        subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots,
-        prefetch=min(1, slots),
-    )  # fmt: skip
+    return Plan(subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots, prefetch=min(1, slots))
 
 
 def note_plan(case: Case, engine: Any) -> None:

@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for file in test_files(options.deepspeed_source / "tests", options.files):
             if time.monotonic() < until_s:
                 run_file(options, arm, file, until_s - time.monotonic())
-    figures = summary(
-        lines(options.folder / "results.jsonl"), lines(options.folder / "notes.jsonl")
-    )
+    figures = summary(lines(options.folder / "results.jsonl"), lines(options.folder / "notes.jsonl"))
     publish("deepspeed_tests", options.json, figures)
     return int(any(row["failed"] for row in figures["files"] if row["arm"] in UNDER_A_PLAN))
 
@@ -72,9 +70,13 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
         before = len(lines(orders.results))
         with log.open("a") as output:
             done = subprocess.run(
-                command, cwd=options.deepspeed_source / "tests", env=environment(options, orders),
-                stdout=output, stderr=output, check=False,
-            )  # fmt: skip
+                command,
+                cwd=options.deepspeed_source / "tests",
+                env=environment(options, orders),
+                stdout=output,
+                stderr=output,
+                check=False,
+            )
         last = lines(orders.results)[before:][-1:]
         if done.returncode != 1 or not last or "outcome" in last[0]:
             return
@@ -115,23 +117,14 @@ def summary(results: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[
         for file in sorted({case.split("::")[0] for _, case in ended}):
             cases = [case for case in passed if case.startswith(file + "::")]
             files.append(row(arm, file, cases, ended, notes))
-    commits = {
-        arm: sorted({r["commit"] for (a, _), r in ended.items() if a == arm}) for arm in ARMS
-    }
-    return {
-        "commits": commits,
-        "files": files,
-        "total": total(files),
-        "failures": failures(passed, ended),
-    }
+    commits = {arm: sorted({r["commit"] for (a, _), r in ended.items() if a == arm}) for arm in ARMS}
+    return {"commits": commits, "files": files, "total": total(files), "failures": failures(passed, ended)}
 
 
 PASSED = ("stock", "passed")
 
 
-def row(
-    arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]
-) -> dict[str, Any]:
+def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
     """Of one file under one arm; ``cases`` are those that stock passes.
 
     ``attached``: passed, with a plan live on an engine of the test; ``stepped``: and a step taken
@@ -161,10 +154,7 @@ def row(
 def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     keys = ("stock_passes", "passed", "attached", "stepped", "failed", "not_run")
     arms = {row["arm"] for row in files}
-    return {
-        arm: {key: sum(row[key] for row in files if row["arm"] == arm) for key in keys}
-        for arm in sorted(arms)
-    }
+    return {arm: {key: sum(row[key] for row in files if row["arm"] == arm) for key in keys} for arm in sorted(arms)}
 
 
 def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:

@@ -118,14 +118,11 @@ class Demo:
         plan.save(path)
         self.console.print(demo_tables.crash(self._kill(path)))
         self._phase(
-            "resuming", train.alone, model=self.model, name="resumed", plan=path,
-            resume=self.folder / "checkpoints",
-        )  # fmt: skip
+            "resuming", train.alone, model=self.model, name="resumed", plan=path, resume=self.folder / "checkpoints"
+        )
         same = self._compare("plan", "resumed")  # plan was never killed
         resumed = Run.load(self.folder, "resumed")
-        self._verdict(
-            same, f"resumed at step {resumed.first_step}, against the run that was never killed"
-        )
+        self._verdict(same, f"resumed at step {resumed.first_step}, against the run that was never killed")
         return same
 
     def leave(self, same: bool) -> None:
@@ -156,9 +153,7 @@ class Demo:
             self._watch(child, title)
 
     @contextmanager
-    def _started(
-        self, title: str, work: Callable[..., object], /, **arguments: Any
-    ) -> Iterator[PhaseProcess]:
+    def _started(self, title: str, work: Callable[..., object], /, **arguments: Any) -> Iterator[PhaseProcess]:
         log = self.folder / "logs" / f"{title}.log"
         with self._bar() as bar:  # the first child waits until the server has imported all
             bar.add_task(title, total=None, note="loading torch and DeepSpeed")
@@ -181,10 +176,15 @@ class Demo:
 
     def _bar(self) -> Progress:
         return Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28),
-            TimeElapsedColumn(), TextColumn("[dim]{task.fields[note]}"),
-            console=self.console, transient=True, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
 
     def _compare(self, reference: str, name: str) -> bool:
         """Compares bits; the tensors of ``reference`` (gigabytes of them) go."""
@@ -217,10 +217,12 @@ class Demo:
 
     def _crash_plan(self) -> Plan:
         return checkpointed_plan(
-            Plan.load(self.folder / "plan.json"), self.folder / "checkpoints",
-            max(2, self.model.steps // 4), self.workload.checkpoint_bytes,
+            Plan.load(self.folder / "plan.json"),
+            self.folder / "checkpoints",
+            max(2, self.model.steps // 4),
+            self.workload.checkpoint_bytes,
             self._times()["plan"]["iteration"],
-        )  # fmt: skip
+        )
 
     def _kill(self, plan: Path) -> Crash:
         folder = self.folder / "checkpoints"
@@ -250,9 +252,8 @@ class Demo:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; 0 if all bits agree, 1 if not, 2 if a phase failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m studies.demo", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="python -m studies.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write")
     parser.add_argument("--rounds", type=int, help="turns of each side (default: 8)")
     parser.add_argument("--quick", action="store_true", help="a 4 M model, two turns")

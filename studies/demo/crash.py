@@ -32,9 +32,7 @@ class Crash:
     checkpoint_bytes: int
 
 
-def checkpointed_plan(
-    plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float
-) -> Plan:
+def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float) -> Plan:
     """The plan with asynchronous checkpoints that take about half an interval to write.
 
     The write rate is capped so that the kill finds a checkpoint half done, and so that storage
@@ -42,9 +40,13 @@ def checkpointed_plan(
     """
     rate = checkpoint_bytes / (0.5 * interval_steps * iteration_s)
     checkpoint = CheckpointPlan(
-        interval_steps=interval_steps, mode="lazy", busy="wait", dir=str(folder),
-        copy_budget_bytes=plan.checkpoint.copy_budget_bytes, write_bytes_per_s=rate,
-    )  # fmt: skip
+        interval_steps=interval_steps,
+        mode="lazy",
+        busy="wait",
+        dir=str(folder),
+        copy_budget_bytes=plan.checkpoint.copy_budget_bytes,
+        write_bytes_per_s=rate,
+    )
     return plan.model_copy(update={"checkpoint": checkpoint})
 
 

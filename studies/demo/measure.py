@@ -24,9 +24,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
     from ebbtide.profiler import measure_machine
 
     compile_kernels()
-    machine = measure_machine(
-        storage_dir=folder, seconds=seconds, elements=elements, progress=report
-    )
+    machine = measure_machine(storage_dir=folder, seconds=seconds, elements=elements, progress=report)
     command = {"measured_with": "python -m studies.demo"}  # not this child's own arguments
     machine.model_copy(update=command).save(folder / "machine.json")
 

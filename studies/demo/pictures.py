@@ -16,12 +16,7 @@ from studies.bench.pictures import picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PHASE_COLOURS = {
-    "forward": "#8fc7ea",
-    "backward": "#0072b2",
-    "step": "#d55e00",
-    "other": "#dddddd",
-}
+_PHASE_COLOURS = {"forward": "#8fc7ea", "backward": "#0072b2", "step": "#d55e00", "other": "#dddddd"}
 _WHITE_TEXT = {"backward", "step"}
 
 
@@ -33,9 +28,7 @@ def machine_label(machine: Machine) -> str:
     return f"CPU-only machine ({machine.cpu_cores} cores), no GPU figures"
 
 
-def draw_timelines(
-    predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2
-) -> None:
+def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2) -> None:
     """The last iterations predicted, above the last measured ones on the same time axis."""
     pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
     longest = max(timeline.makespan_s for timeline in pair)
@@ -81,8 +74,9 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
     for start, end, phase in _stretches(curve):
         ax.axvspan(start * 1e3, end * 1e3, color=_PHASE_COLOURS[phase], alpha=0.22, linewidth=0)
         if end - start > 0.04 * (curve[-1].t_s - curve[0].t_s):
-            ax.text((start + end) * 500, 0.97, phase, ha="center", va="top", fontsize=9,
-                    transform=ax.get_xaxis_transform())  # fmt: skip
+            ax.text(
+                (start + end) * 500, 0.97, phase, ha="center", va="top", fontsize=9, transform=ax.get_xaxis_transform()
+            )
     unified = machine.unified_memory
     series = {"process" if unified else "device": [p.device_bytes for p in curve]}
     if not unified:
@@ -108,9 +102,7 @@ def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
     return result
 
 
-def draw_comparison(
-    bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str
-) -> None:
+def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str) -> None:
     """Stacked phases, one bar per run or prediction.
 
     Args:
@@ -128,33 +120,31 @@ def _draw_bars(ax: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     for position, (name, row) in enumerate(bars.items()):
         left = 0.0
         for phase in PHASES:
-            _bar(
-                ax, position, left, row[phase], phase, longest, 0.5 if "predicted" in name else 1.0
-            )
+            _bar(ax, position, left, row[phase], phase, longest, 0.5 if "predicted" in name else 1.0)
             left += row[phase] * 1e3
         ax.text(left, position, f" {totals[name] * 1e3:.0f} ms", va="center", fontsize=10)
     ax.set_yticks(range(len(bars)), list(bars))
     ax.invert_yaxis()
     ax.set_xlim(0, longest * 1e3 * 1.12)
     ax.set_xlabel("median time of each phase of an iteration (ms)")
-    ax.legend(
-        handles=_phase_handles(), frameon=False, ncols=3, loc="lower right",
-        bbox_to_anchor=(1, 1), fontsize=9,
-    )  # fmt: skip
+    ax.legend(handles=_phase_handles(), frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=9)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
 
 
-def _bar(
-    ax: Axes, row: int, left: float, seconds: float, phase: str, longest: float, opacity: float
-) -> None:
+def _bar(ax: Axes, row: int, left: float, seconds: float, phase: str, longest: float, opacity: float) -> None:
     ax.barh(row, seconds * 1e3, left=left, height=0.66, color=_PHASE_COLOURS[phase], alpha=opacity)
     if seconds > 0.06 * longest:
         white = phase in _WHITE_TEXT and opacity == 1.0
         ax.text(
-            left + seconds * 500, row, f"{seconds * 1e3:.0f}", ha="center", va="center",
-            fontsize=9, color="white" if white else "black",
-        )  # fmt: skip
+            left + seconds * 500,
+            row,
+            f"{seconds * 1e3:.0f}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="white" if white else "black",
+        )
 
 
 def _phase_handles() -> list[Any]:

@@ -33,10 +33,7 @@ class Run:
     @classmethod
     def load(cls, folder: Path, name: str) -> "Run":
         facts = json.loads((folder / "runs" / f"{name}.json").read_text())
-        return cls(
-            name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]),
-            facts["tensors"],
-        )  # fmt: skip
+        return cls(name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]), facts["tensors"])
 
     def medians(self) -> dict[str, float]:
         """Of each phase over the timed steps, in seconds."""

@@ -99,14 +99,10 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     return table
 
 
-def predictions(
-    times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
-) -> str:
+def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
     """What the predictions rest on, and what they were before the runs."""
     shown = [
-        f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms"
-        for name, row in before.items()
-        if name in times
+        f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times
     ]
     return (
         "medians; predictions rest on the machine's rates and on steps of stock that were profiled "

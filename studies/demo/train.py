@@ -79,9 +79,7 @@ class Training:
         """Loads the newest committed checkpoint: the next step is the one behind it."""
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
-            raise FileNotFoundError(
-                f"a committed checkpoint is needed to resume, but {folder} has none"
-            )
+            raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
         self.first = self.next = self.engine.global_steps
 
     def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
@@ -106,9 +104,11 @@ class Training:
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")
         facts = {
-            "first_step": self.first, "losses": [loss.item() for loss in self._losses],
-            "phases": self.clock.iterations(), "tensors": len(state),
-        }  # fmt: skip
+            "first_step": self.first,
+            "losses": [loss.item() for loss in self._losses],
+            "phases": self.clock.iterations(),
+            "tensors": len(state),
+        }
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def end(self) -> None:
@@ -170,10 +170,7 @@ def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | 
 
 def _write_timelines(measured: Timeline, folder: Path, plan: Path) -> None:
     """Predicted and measured, as one trace with two processes and as one picture."""
-    workload, machine = (
-        Workload.load(folder / "workload.json"),
-        Machine.load(folder / "machine.json"),
-    )
+    workload, machine = (Workload.load(folder / "workload.json"), Machine.load(folder / "machine.json"))
     predicted = simulate(build_schedule(workload, Plan.load(plan)), machine)
     last_iterations(predicted, 3).to_perfetto(folder / "trace.json", measured)
     draw_timelines(predicted, measured, folder / "timeline.png", machine_label(machine))

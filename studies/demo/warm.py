@@ -17,11 +17,18 @@ from studies.bench.many_engines import remember_processor
 logging.disable(logging.WARNING)  # nobody's phase: no log would have it
 for _name in (
     # What DeepSpeed and torch import in the middle of an engine's start.
-    "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional",
-    "torch._dynamo", "matplotlib.pyplot", "optuna", "ebbtide.profiler.machine", "ebbtide.runtime.zero.attach",
-    "ebbtide.runtime.checkpoint.deepspeed.engine", "studies.demo.pictures", "studies.demo.train",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch.distributed.nn.functional",
+    "torch._dynamo",
+    "matplotlib.pyplot",
+    "optuna",
+    "ebbtide.profiler.machine",
+    "ebbtide.runtime.zero.attach",
+    "ebbtide.runtime.checkpoint.deepspeed.engine",
+    "studies.demo.pictures",
+    "studies.demo.train",
     "ebbtide.tuner.placements.planning",
-):  # fmt: skip
+):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 logging.disable(logging.NOTSET)

@@ -136,11 +136,10 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
         "older_than_stock": sum(t.older for t in done),
         "not_bit_identical": sum(t.fired and t.resumed_step >= 0 and not t.identical for t in done),
         "by_script": {n: sum(t.script.name == n for t in done) for n in SCRIPTS},
-        "by_kill": {k: sum(t.fired and t.kill.where == k for t in done)
-                    for k in ("on_save", "rotation", "random")},
+        "by_kill": {k: sum(t.fired and t.kill.where == k for t in done) for k in ("on_save", "rotation", "random")},
         "wall_s": round(wall_s, 1),
         "failures": [asdict(t) for t in done if not t.sound],
-    }  # fmt: skip
+    }
 
 
 def warm() -> None:
@@ -166,10 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = trial.script.name
         if name not in truth:
             truth[name] = reference(trial.script, scratch / f"reference_{name}")
-    tried = (
-        run(trial, *truth[trial.script.name], scratch / f"trial_{number}")
-        for number, trial in enumerate(planned)
-    )
+    tried = (run(trial, *truth[trial.script.name], scratch / f"trial_{number}") for number, trial in enumerate(planned))
     done = campaign(tried, len(planned), console)
     result = figures(done, time.monotonic() - begin)
     return concluded("front_door_kills", options.json, result, scratch, console)

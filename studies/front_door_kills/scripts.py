@@ -85,17 +85,22 @@ class Progress:
 
 def _config(script: Script) -> dict[str, Any]:
     zero = {
-        "stage": 3, "sub_group_size": 20_000, "offload_optimizer": {"device": "cpu"},
+        "stage": 3,
+        "sub_group_size": 20_000,
+        "offload_optimizer": {"device": "cpu"},
         "stage3_gather_16bit_weights_on_model_save": False,
-    }  # fmt: skip
+    }
     return {
-        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
         # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
         "ebbtide": {"checkpoint": script.checkpoint},
-    }  # fmt: skip
+    }
 
 
 def _examples() -> list[dict[str, Any]]:
@@ -114,13 +119,7 @@ def _model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    size: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": 16,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-    }
+    size: dict[str, Any] = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
 
 
@@ -138,10 +137,19 @@ def _trainer(script: Script, folder: Path, progress: Progress) -> tuple[int, lis
 
     saves = Saves()
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=2, max_steps=STEPS, save_steps=SAVE_EVERY,
-        save_total_limit=script.limit, deepspeed=_config(script), bf16=True, use_cpu=True,
-        logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
-    )  # fmt: skip
+        str(folder),
+        per_device_train_batch_size=2,
+        max_steps=STEPS,
+        save_steps=SAVE_EVERY,
+        save_total_limit=script.limit,
+        deepspeed=_config(script),
+        bf16=True,
+        use_cpu=True,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+    )
     trainer = Trainer(_model(), arguments, train_dataset=_examples(), callbacks=[saves])
     there = folder.is_dir() and any(folder.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=True if there else None)
@@ -180,9 +188,13 @@ def _newest(script: Script, folder: Path) -> int:
 
 
 def _trained(
-    script: Script, folder: Path, progress: Progress, engine: Any, load: Callable[[str], object],
+    script: Script,
+    folder: Path,
+    progress: Progress,
+    engine: Any,
+    load: Callable[[str], object],
     save: Callable[[str], object],
-) -> tuple[int, list[float], Any]:  # fmt: skip
+) -> tuple[int, list[float], Any]:
     """A folder per checkpoint, the oldest removed right after each save."""
     examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
@@ -205,8 +217,7 @@ def _trained(
 
 def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
     engine = _engine(script)
-    return _trained(script, folder, progress, engine, engine.load_checkpoint,
-                    engine.save_checkpoint)  # fmt: skip
+    return _trained(script, folder, progress, engine, engine.load_checkpoint, engine.save_checkpoint)
 
 
 def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
@@ -221,8 +232,7 @@ def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     loader: Any = torch.utils.data.DataLoader(_examples(), batch_size=2)  # type: ignore[arg-type]
     engine, _, _ = accelerator.prepare(model, optimizer, loader)
-    return _trained(script, folder, progress, engine, accelerator.load_state,
-                    accelerator.save_state)  # fmt: skip
+    return _trained(script, folder, progress, engine, accelerator.load_state, accelerator.save_state)
 
 
 _SCRIPTS = {"trainer": _trainer, "accelerate": _accelerate, "loop": _loop}

@@ -55,8 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     if not args.rehearse and not torch.cuda.is_available():
-        sys.exit("studies.gpu: --device cuda needs a CUDA GPU, but torch finds none: "
-                 "use --rehearse, which runs every part at toy sizes")  # fmt: skip
+        sys.exit(
+            "studies.gpu: --device cuda needs a CUDA GPU, but torch finds none: "
+            "use --rehearse, which runs every part at toy sizes"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + 60 * args.minutes
     results = {}
@@ -65,8 +67,11 @@ def _run(args: argparse.Namespace) -> None:
         results[section] = _in_a_process(section, suite, args)
         archive(args.out)
     _show(results, args.rehearse)
-    bad = [n for n, f in results.items() if f.get("failed") or f.get("correct") is False
-           or (args.rehearse and f.get("skipped"))]  # fmt: skip
+    bad = [
+        n
+        for n, f in results.items()
+        if f.get("failed") or f.get("correct") is False or (args.rehearse and f.get("skipped"))
+    ]
     if bad:
         sys.exit(f"studies.gpu: failed or with other bits: {', '.join(bad)}")
 
@@ -74,36 +79,49 @@ def _run(args: argparse.Namespace) -> None:
 def _suite(args: argparse.Namespace, part: str, deadline_s: float) -> Suite:
     size = "tiny" if args.rehearse else args.size or SIZES_OF_PARTS.get(part, "1.3b")
     return Suite(
-        out=args.out, size=size, cap_gib=args.cap_gib or CAPS_GIB.get(part, 24.0),
-        subgroup=20_000 if args.rehearse else args.subgroup, emulated=args.rehearse,
-        deadline_s=deadline_s, again=args.again, at_once=2 if args.rehearse else 1,
+        out=args.out,
+        size=size,
+        cap_gib=args.cap_gib or CAPS_GIB.get(part, 24.0),
+        subgroup=20_000 if args.rehearse else args.subgroup,
+        emulated=args.rehearse,
+        deadline_s=deadline_s,
+        again=args.again,
+        at_once=2 if args.rehearse else 1,
         host_gib=args.host_gib,
-    )  # fmt: skip
+    )
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m studies.gpu", description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )  # fmt: skip
+        prog="python -m studies.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     names = [*PARTS, *(s for s in SECTIONS if s not in PARTS)]
     parser.add_argument("--out", type=Path, help="folder of the records")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is in DIR")
-    parser.add_argument("--part", "--only", nargs="+", choices=names, default=[], metavar="NAME",
-                        help=f"these alone: {', '.join(names)}")  # fmt: skip
+    parser.add_argument(
+        "--part",
+        "--only",
+        nargs="+",
+        choices=names,
+        default=[],
+        metavar="NAME",
+        help=f"these alone: {', '.join(names)}",
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs beyond that")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes")
     parser.add_argument("--again", action="store_true", help="measure what is there already too")
     parser.add_argument("--size", help="of the model, see studies.bench.byte_gpt.SIZES")
-    parser.add_argument(
-        "--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7"
-    )
+    parser.add_argument("--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7")
     parser.add_argument("--cap-gib", type=float, help="GPU memory to live within")
-    parser.add_argument("--host-gib", type=float, help="host memory, where the system does not yet "
-                        "show all of it; plans are made for it")  # fmt: skip
+    parser.add_argument(
+        "--host-gib",
+        type=float,
+        help="host memory, where the system does not yet show all of it; plans are made for it",
+    )
     parser.add_argument("--subgroup", type=int, default=100_000_000, help="sub_group_size")
-    parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda",
-                        help="emulated: the same as --rehearse")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=["cuda", "emulated"], default="cuda", help="emulated: the same as --rehearse"
+    )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.rehearse = args.rehearse or args.device == "emulated"
@@ -112,9 +130,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     if args.model_b is not None:
         args.size = f"{args.model_b:g}b"
     if args.size is not None and args.size not in SIZES:
-        parser.error(
-            f"--size (or --model-b) must be one of {', '.join(SIZES)}, but got {args.size}"
-        )
+        parser.error(f"--size (or --model-b) must be one of {', '.join(SIZES)}, but got {args.size}")
     if args.cap_gib is not None and not 0 < args.cap_gib < 1e6:
         parser.error(f"--cap-gib must be > 0, but got {args.cap_gib}")
     if args.host_gib is not None and not 0 < args.host_gib < 1e6:
@@ -138,12 +154,23 @@ def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str
     except OutOfTimeError as error:
         return {"skipped": str(error)}
     command = [
-        "studies.gpu", "--section", name, "--out", str(suite.out), "--size", suite.size,
-        "--cap-gib", str(suite.cap_gib), "--subgroup", str(suite.subgroup),
-        "--minutes", str(max(0.05, limit_s / 60 - 0.1)),
+        "studies.gpu",
+        "--section",
+        name,
+        "--out",
+        str(suite.out),
+        "--size",
+        suite.size,
+        "--cap-gib",
+        str(suite.cap_gib),
+        "--subgroup",
+        str(suite.subgroup),
+        "--minutes",
+        str(max(0.05, limit_s / 60 - 0.1)),
         *(["--host-gib", str(args.host_gib)] if args.host_gib else []),
-        *(["--rehearse"] if args.rehearse else []), *(["--again"] if suite.again else []),
-    ]  # fmt: skip
+        *(["--rehearse"] if args.rehearse else []),
+        *(["--again"] if suite.again else []),
+    ]
     # A section ends itself in time; what does not is ended a moment later.
     failed = suite.run(name, command, limit_s + 10.0)
     figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -205,8 +232,18 @@ def _show(results: dict[str, dict[str, Any]], emulated: bool) -> None:
     table = Table(title="emulated: no GPU figures" if emulated else torch.cuda.get_device_name())
     for column in ("section", "result", "seconds"):
         table.add_column(column)
-    shown = ("differing", "summary", "speedup", "speedup_over_best_exact_peer", "noise",
-            "efficiency", "median_abs_pct_error", "failed", "skipped", "correct")  # fmt: skip
+    shown = (
+        "differing",
+        "summary",
+        "speedup",
+        "speedup_over_best_exact_peer",
+        "noise",
+        "efficiency",
+        "median_abs_pct_error",
+        "failed",
+        "skipped",
+        "correct",
+    )
     for name, figures in results.items():
         words = [f"{key}: {figures[key]}" for key in shown if figures.get(key) not in (None, [])]
         table.add_row(name, "; ".join(words)[:200] or "done", str(figures.get("seconds", "")))

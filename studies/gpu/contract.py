@@ -35,17 +35,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "no clipping": {"clipping": 0.0},
     "fp32 sums": {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
     "fp32": {"precision": "fp32"},
-    "fp16": {"precision": "fp16", "extra": {"fp16": {"enabled": True, "initial_scale_power": 24,
-                                                     "hysteresis": 1}}},
+    "fp16": {"precision": "fp16", "extra": {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}},
     "no persistent parameters": {"stage3_param_persistence_threshold": 0},
-    "gradients larger than a bucket": {"reduce_bucket_size": 5_000,
-                                       "stage3_prefetch_bucket_size": 10_000},
+    "gradients larger than a bucket": {"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 10_000},
     "ZeRO-1": {"stage": 1},
-}  # fmt: skip
+}
 PLACEMENTS = {
-    "all three": ["host", "device", "resident"], "host": ["host"], "device": ["device"],
+    "all three": ["host", "device", "resident"],
+    "host": ["host"],
+    "device": ["device"],
     "resident": ["resident"],
-}  # fmt: skip
+}
 RESUMED = "saved and resumed in another placement"
 IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3")
 
@@ -104,8 +104,7 @@ def _configuration(name: str, suite: Suite) -> list[Figures]:
             rows.append(row | {"identical": False, "failed": f"{type(error).__name__}: {error}"})
             continue
         # A control that differs makes a difference here mean nothing, but an equality still does.
-        rows.append(row | {"differing": result[:8], "identical": not result or (
-            None if control else False)})  # fmt: skip
+        rows.append(row | {"differing": result[:8], "identical": not result or (None if control else False)})
     return rows
 
 
@@ -125,18 +124,14 @@ def _resumed(options: dict[str, Any], emulated: bool) -> Outcome:
     return state, losses + more, norms + more_norms
 
 
-def start(
-    stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, **options: Any
-) -> Any:
+def start(stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, **options: Any) -> Any:
     """A DeepSpeed engine on a tiny model, always from the same weights."""
     import deepspeed
 
     torch.manual_seed(0)
     config = ds_config(2, subgroup, learning_rate=1e-3, **{"stage": stage, **options})
     model = ByteGPT(SIZES["tiny"])
-    return deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config={**config, **(extra or {})}
-    )[0]
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config={**config, **(extra or {})})[0]
 
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") -> Any:
@@ -149,9 +144,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
     plan = plan_of(engine, pattern, device_sums=1, **guesses)
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
-    engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(
-        rng.random() * LONGEST_DELAY_S
-    )
+    engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
     return engine
 
 
@@ -188,5 +181,4 @@ def differing(ours: Outcome, stock: Outcome) -> list[str]:
     result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
     result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-    return result + [f"norm {i}" for i, (a, b) in enumerate(zip(ours[2], stock[2], strict=True))
-                    if a != b]  # fmt: skip
+    return result + [f"norm {i}" for i, (a, b) in enumerate(zip(ours[2], stock[2], strict=True)) if a != b]

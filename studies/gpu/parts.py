@@ -42,11 +42,20 @@ PARTS: dict[str, tuple[str, ...]] = {
 SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b", "parameters": "3b"}
 CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0, "parameters": 12.0}
 BUDGET_S = {
-    "ops": 150.0, "kernel_bits": 90.0, "one_step": 120.0, "sanitizer": 120.0,
-    "contract": 540.0, "machine": 120.0,
-    "baseline": 420.0, "ablation": 180.0, "efficiency": 120.0, "fidelity": 240.0, "peers": 570.0,
-    "checkpoint_stall": 300.0, "parameter_offload": 540.0,
-}  # fmt: skip
+    "ops": 150.0,
+    "kernel_bits": 90.0,
+    "one_step": 120.0,
+    "sanitizer": 120.0,
+    "contract": 540.0,
+    "machine": 120.0,
+    "baseline": 420.0,
+    "ablation": 180.0,
+    "efficiency": 120.0,
+    "fidelity": 240.0,
+    "peers": 570.0,
+    "checkpoint_stall": 300.0,
+    "parameter_offload": 540.0,
+}
 
 
 def sections_of(names: list[str]) -> list[tuple[str, str]]:

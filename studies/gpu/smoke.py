@@ -28,13 +28,18 @@ def ops(suite: Suite) -> Figures:
     build_host_ops()
     host.load()
     figures: Figures = {
-        "host_ops": "built", "host_kernel": "built",
+        "host_ops": "built",
+        "host_kernel": "built",
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }  # fmt: skip
+    }
     if not suite.emulated:
         figures["fused_adam"] = _fused_adam()
-        _on_device([torch.ones(4096) for _ in range(3)], torch.ones(4096).bfloat16(),
-                   torch.zeros(4096, dtype=torch.bfloat16), _first_step())  # fmt: skip
+        _on_device(
+            [torch.ones(4096) for _ in range(3)],
+            torch.ones(4096).bfloat16(),
+            torch.zeros(4096, dtype=torch.bfloat16),
+            _first_step(),
+        )
         figures["device_kernel"] = "built"
     return figures | {"correct": True}
 
@@ -201,9 +206,7 @@ def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
         for batch in steady:
             train_step(engine, batch)
         _debug_waits("default")
-    waits = Counter(
-        f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message).lower()
-    )
+    waits = Counter(f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message).lower())
     waits += synchronised.places
     timeline = engine.optimizer.timeline()
     engine.destroy()

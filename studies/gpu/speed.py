@@ -36,12 +36,14 @@ def parameter_offload(suite: Suite) -> Figures:
     half of the parameters on the device.
     """
     away = ["--offload-param"]
-    rows = suite.trials({
-        "stock_offload_param": ["--variant", "stock", *away],
-        "stock_offload_param_again": ["--variant", "stock", *away],
-        "ebbtide_offload_param": ["--variant", "ebbtide", *away],
-        "ebbtide_offload_param_half": ["--variant", "ebbtide", *away, "--keep", "0.5"],
-    })  # fmt: skip
+    rows = suite.trials(
+        {
+            "stock_offload_param": ["--variant", "stock", *away],
+            "stock_offload_param_again": ["--variant", "stock", *away],
+            "ebbtide_offload_param": ["--variant", "ebbtide", *away],
+            "ebbtide_offload_param_half": ["--variant", "ebbtide", *away, "--keep", "0.5"],
+        }
+    )
     stock, control, ours, half = rows.values()
     figures: Figures = {"rows": list(rows.values()), **against_control(stock, control, ours)}
     if "failed" not in ours and "failed" not in half:
@@ -52,8 +54,14 @@ def parameter_offload(suite: Suite) -> Figures:
 
 
 def _ebbtide(suite: Suite) -> list[str]:
-    return ["--variant", "ebbtide", "--plan", str(suite.plan_path),
-            "--timeline", str(suite.out / "measured_trace.json")]  # fmt: skip
+    return [
+        "--variant",
+        "ebbtide",
+        "--plan",
+        str(suite.plan_path),
+        "--timeline",
+        str(suite.out / "measured_trace.json"),
+    ]
 
 
 def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
@@ -88,10 +96,11 @@ def ablation(suite: Suite) -> Figures:
     """The chosen plan without one feature at a time, all on one engine."""
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {
-        "whole": {}, "no_overlap": {"overlap_forward": False}, "no_prefetch": {"prefetch": 0},
-        "all_host": {"placement": Plan.runs(["host"] * plan.subgroup_count), "prefetch": 0,
-                     "staging_slots": 0},
-    }  # fmt: skip
+        "whole": {},
+        "no_overlap": {"overlap_forward": False},
+        "no_prefetch": {"prefetch": 0},
+        "all_host": {"placement": Plan.runs(["host"] * plan.subgroup_count), "prefetch": 0, "staging_slots": 0},
+    }
     plans = {name: plan.model_copy(update=change) for name, change in changes.items()}
     return {"rows": suite.plans("ablation", plans)}
 

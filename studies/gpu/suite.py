@@ -93,20 +93,26 @@ class Suite:
             plan.save(folder / f"{number}_{of}.plan.json")
         files = [str(path) for path in sorted(folder.glob("*.plan.json"))]
         path = self._of_this_size("trials", f"{name}.json")
-        command = ["studies.trials.plan_trials", "--json", str(path), *self._sizes(),
-                   "--plans", *files]  # fmt: skip
+        command = ["studies.trials.plan_trials", "--json", str(path), *self._sizes(), "--plans", *files]
         result = self._measured(path, command)
         rows: list[Figures] = result.get("rows", [])
         done = {row["name"] for row in rows}
         missing = str(result.get("failed", "the process ended before"))
-        return rows + [
-            {"name": of, "variant": "ebbtide", "failed": missing} for of in plans if of not in done
-        ]
+        return rows + [{"name": of, "variant": "ebbtide", "failed": missing} for of in plans if of not in done]
 
     def _sizes(self) -> list[str]:
         device = ["--device", "emulated"] if self.emulated else ["--device", "cuda"]
-        return ["--size", self.size, "--cap-gib", str(self.cap_gib), "--subgroup",
-                str(self.subgroup), "--steps", str(self.steps), *device]  # fmt: skip
+        return [
+            "--size",
+            self.size,
+            "--cap-gib",
+            str(self.cap_gib),
+            "--subgroup",
+            str(self.subgroup),
+            "--steps",
+            str(self.steps),
+            *device,
+        ]
 
     def _of_this_size(self, *parts: str) -> Path:
         """A file of this model's: one folder can hold a suite of several sizes."""
@@ -128,9 +134,7 @@ class Suite:
         figures: Figures = json.loads(path.read_text()) if path.exists() else {}
         return figures if failed is None else {**figures, "failed": failed}
 
-    def run(
-        self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()
-    ) -> str | None:
+    def run(self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()) -> str | None:
         """``python -m`` this, in cores near the GPU; what it prints is in logs/.
 
         ``under``: a tool, with its options, that runs it.
@@ -144,8 +148,11 @@ class Suite:
         with errors.open("w") as stderr, (logs / f"{name}.stdout").open("w") as stdout:
             process = subprocess.Popen(
                 [*under, sys.executable, "-W", "ignore", "-m", *command],
-                stdout=stdout, stderr=stderr, env=self._environment(), start_new_session=True,
-            )  # fmt: skip
+                stdout=stdout,
+                stderr=stderr,
+                env=self._environment(),
+                start_new_session=True,
+            )
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -182,8 +189,7 @@ class Suite:
         """Takes a minute on a GPU machine."""
         from ebbtide.profiler import measure_machine
 
-        small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {
-            "seconds": 45.0}  # fmt: skip
+        small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {"seconds": 45.0}
         machine = measure_machine(self.out / "storage", fresh=True, **small)
         if self.host_gib is None:
             return machine
@@ -217,9 +223,11 @@ class Suite:
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
         count = plan.subgroup_count
         most = {
-            "speculate": count, "speculate_visits": count, "device_sums": count,
+            "speculate": count,
+            "speculate_visits": count,
+            "device_sums": count,
             "growing_slots": (count - 1, count // 2),
-        }  # fmt: skip
+        }
         return plan.model_copy(update=most if self.emulated else {})
 
     def save_plan(self, name: str, plan: Plan) -> Path:

@@ -156,7 +156,11 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
     rows = {p: phase_row(p, borders.passages, memory.found, links) for p in PHASES}
     capacity = counters.capacity_bytes_per_s if counters else None
     return {
-        "model": size, "params": params, "steps": steps, "sequence": sequence, "batch": batch,
+        "model": size,
+        "params": params,
+        "steps": steps,
+        "sequence": sequence,
+        "batch": batch,
         "memory_source": "torch's CUDA allocator" if cuda else "the process's resident set: no GPU",
         "traffic_source": "NVML counters over 20 ms" if cuda else "none: there is no link to count",
         "link_capacity_bytes_per_s": capacity,
@@ -165,7 +169,7 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
         "passages": [asdict(p) for p in borders.passages],
         "memory": [asdict(s) for s in memory.found],
         "links": [asdict(s) for s in links],
-    }  # fmt: skip
+    }
 
 
 def _trained(
@@ -231,9 +235,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def claims(
-    rows: dict[str, dict[str, float | int | None]], capacity: float | None
-) -> list[dict[str, Any]]:
+def claims(rows: dict[str, dict[str, float | int | None]], capacity: float | None) -> list[dict[str, Any]]:
     """What the paper's abstract says, beside what was measured; None: needs a GPU.
 
     Only the abstract is quoted, in other words than its own: it gives no figures to compare with.
@@ -288,13 +290,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
     links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]
     with picture(
-        path,
-        2 if links else 1,
-        1,
-        figsize=(8, 5.5 if links else 3.2),
-        sharex=True,
-        squeeze=False,
-        dpi=150,
+        path, 2 if links else 1, 1, figsize=(8, 5.5 if links else 3.2), sharex=True, squeeze=False, dpi=150
     ) as (_, axes):
         for ax in axes[:, 0]:
             _shade(ax, last, begun_s)
@@ -311,8 +307,7 @@ def _shade(ax: Any, passages: list[dict[str, Any]], begun_s: float) -> None:
     for passage in passages:
         start, end = (1e3 * (passage[k] - begun_s) for k in ("begun_s", "ended_s"))
         ax.axvspan(start, end, color=COLOURS[passage["phase"]], alpha=0.18, linewidth=0)
-        ax.text((start + end) / 2, 1.02, passage["phase"], ha="center", fontsize=8,
-                transform=ax.get_xaxis_transform())  # fmt: skip
+        ax.text((start + end) / 2, 1.02, passage["phase"], ha="center", fontsize=8, transform=ax.get_xaxis_transform())
     ax.spines[["top", "right"]].set_visible(False)
 
 

@@ -39,9 +39,7 @@ class LinkCounters:
             self.capacity_bytes_per_s = self._capacity()
             self.read()
         except pynvml.NVMLError as error:
-            raise RuntimeError(
-                f"PCIe traffic is read from NVML, which must give its counters, but: {error}"
-            ) from error
+            raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
         """Of each direction, as the link is trained now; None for an unknown generation."""

@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--real-models", action="store_true",
+        "--real-models",
+        action="store_true",
         help="Llama 8B and 13B and Qwen 3B over links of 55, 20 and 10 GB/s too, and further ones",
-    )  # fmt: skip
+    )
     parser.add_argument("--machine", default="h100-node", help="preset of the real models' node")
     args = parser.parse_args()
     figures = measure(args.pairs, args.few, args.seed)
@@ -77,14 +78,11 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
     }
 
 
-def real_models(
-    some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str
-) -> dict[str, Any]:
+def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
     """The gap of each model on its machine (`studies.optimality.real_models`)."""
     pairs = list(some)
     rows = [
-        what | gap(workload, node, WANTED_REAL_PCT)
-        for what, workload, node in track(pairs, description="real models")
+        what | gap(workload, node, WANTED_REAL_PCT) for what, workload, node in track(pairs, description="real models")
     ]
     gaps = sorted(row["gap_pct"] for row in rows)
     return {
@@ -116,9 +114,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
     return {
         "pairs": pairs,
         "plan_above_optimum_max_pct": max(r["plan_above_optimum_pct"] for r in rows),
-        "bound_below_optimum_median_pct": statistics.median(
-            r["bound_below_optimum_pct"] for r in rows
-        ),
+        "bound_below_optimum_median_pct": statistics.median(r["bound_below_optimum_pct"] for r in rows),
         "rows": rows,
     }
 
@@ -131,9 +127,7 @@ def exact_s(workload: Workload, machine: Machine) -> float:
     return optimum(search).iteration_s
 
 
-def gap(
-    workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT
-) -> dict[str, float]:  # fmt: skip
+def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) -> dict[str, float]:
     """The chosen plan against the bound with all the device memory that is allowed.
 
     A gap little above ``wanted_pct`` may be the bound's: it is asked for once more, with far more
@@ -160,33 +154,37 @@ def gap(
     }
 
 
-def random_pair(
-    rng: np.random.Generator, counts: tuple[int, int] = (10, 100)
-) -> tuple[Workload, Machine]:
+def random_pair(rng: np.random.Generator, counts: tuple[int, int] = (10, 100)) -> tuple[Workload, Machine]:
     """Rates over an order of magnitude around published machines; so many subgroups."""
     count = int(rng.integers(counts[0], counts[1] + 1))
     size = int(rng.integers(10, 101)) * 10**6
     forward_s = float(rng.uniform(0.2, 3.0)) * count * size / 7e9
     layer = Layer(
-        params=size, forward_s=forward_s / count, backward_s=2 * forward_s / count,
+        params=size,
+        forward_s=forward_s / count,
+        backward_s=2 * forward_s / count,
         activation_bytes=int(rng.integers(0, 200)) * 2**20,
-    )  # fmt: skip
+    )
     workload = Workload(
-        name="random", layers=(layer,) * count, subgroups=(size,) * count,
-        device_base_bytes=2 * count * size,
-    )  # fmt: skip
+        name="random", layers=(layer,) * count, subgroups=(size,) * count, device_base_bytes=2 * count * size
+    )
     rates = {
-        "h2d_bytes_per_s": rng.uniform(10e9, 100e9), "d2h_bytes_per_s": rng.uniform(10e9, 100e9),
+        "h2d_bytes_per_s": rng.uniform(10e9, 100e9),
+        "d2h_bytes_per_s": rng.uniform(10e9, 100e9),
         "dram_bytes_per_s": rng.uniform(100e9, 500e9),
         "host_adam_params_per_s": rng.uniform(0.5e9, 8e9),
-        "stock_host_adam_params_per_s": 0.5e9, "storage_write_bytes_per_s": 2e9,
+        "stock_host_adam_params_per_s": 0.5e9,
+        "storage_write_bytes_per_s": 2e9,
         "device_adam_params_per_s": rng.uniform(20e9, 150e9),
-    }  # fmt: skip
+    }
     needed = workload.device_base_bytes + sum(w.activation_bytes for w in workload.layers)
     machine = Machine(
-        name="random", device_kind="cuda", cpu_cores=32, host_memory_bytes=2**41,
+        name="random",
+        device_kind="cuda",
+        cpu_cores=32,
+        host_memory_bytes=2**41,
         device_memory_bytes=int(needed * rng.uniform(1.3, 2.5)) + 4 * GIB,
         duplex_factor=Quantity.exact(float(rng.uniform(0.6, 1.0))),
         **{name: Quantity.exact(float(value)) for name, value in rates.items()},
-    )  # fmt: skip
+    )
     return workload, machine

@@ -59,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = study_parser("published_runs", __doc__, drawn=True)
-    parser.add_argument(
-        "--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted"
-    )
+    parser.add_argument("--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted")
     parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
     parser.add_argument(
@@ -71,9 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="calibrate on so many random triples of the runs as well, and predict the others",
     )
-    parser.add_argument(
-        "--before", metavar="PATH", help="figures of an earlier model, put beside these"
-    )
+    parser.add_argument("--before", metavar="PATH", help="figures of an earlier model, put beside these")
     return parser
 
 
@@ -83,9 +79,7 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text())["cross_validation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f"--before must be figures with 'cross_validation', but got {path}: {error!r}"
-        ) from None
+        raise RunError(f"--before must be figures with 'cross_validation', but got {path}: {error!r}") from None
     return dict(found)
 
 
@@ -93,7 +87,9 @@ def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict
     """A row per way of leaving out, testbed and quantity: medians and 90th percentiles."""
     return [
         {
-            "left_out": left_out, "testbed": bed, "quantity": quantity,
+            "left_out": left_out,
+            "testbed": bed,
+            "quantity": quantity,
             "before": _percentages(before[left_out]["all"][bed][quantity]),
             "after": _percentages(found[quantity]),
         }
@@ -101,7 +97,7 @@ def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict
         for bed, found in crossed["all"].items()
         for quantity in QUANTITIES
         if quantity in found and quantity in before.get(left_out, {}).get("all", {}).get(bed, {})
-    ]  # fmt: skip
+    ]
 
 
 def _percentages(found: dict[str, float]) -> list[float]:
@@ -109,11 +105,7 @@ def _percentages(found: dict[str, float]) -> list[float]:
 
 
 def figures_of(
-    presets: Machines,
-    corrected: Mapping[str, Any],
-    seen: Sequence[Run],
-    asked: Sequence[Run],
-    crossed: dict[str, Any],
+    presets: Machines, corrected: Mapping[str, Any], seen: Sequence[Run], asked: Sequence[Run], crossed: dict[str, Any]
 ) -> dict[str, Any]:
     """All that is written; ``predicted`` is calibrated where ``--calibrate`` was given."""
     unfitted = judging.predictions(presets, asked)
@@ -127,9 +119,7 @@ def figures_of(
         "predicted": judging.by_testbed(pairs),
         "nothing_fitted": {
             "predicted": judging.by_testbed(unfitted),
-            "as_logged": judging.by_testbed(
-                judging.predictions(presets, [as_logged(run) for run in asked])
-            ),
+            "as_logged": judging.by_testbed(judging.predictions(presets, [as_logged(run) for run in asked])),
             "pairs": judging.pairs_by_testbed(unfitted),
             "intervals": judging.intervals(presets, asked),
             "intervals_left_out": judging.left_out_intervals(presets, asked),
@@ -140,9 +130,7 @@ def figures_of(
         "ranking": {choice: judging.ranking(pairs, choice) for choice in CHOICES},
         "cross_validation": crossed,
         "calibration": {name: _calibration(c) for name, c in corrected.items()},
-        "predicted_rows_that_were_fitted": sum(
-            (run, tuple(sorted(run.measured.items()))) in known for run in asked
-        ),
+        "predicted_rows_that_were_fitted": sum((run, tuple(sorted(run.measured.items()))) in known for run in asked),
         "predicted_rows_that_do_not_fit": sum(not fits(predicted) for _, predicted in pairs),
         "rows": [_row(pair) for pair in pairs],
     }
@@ -155,20 +143,33 @@ def _campaign_spread() -> dict[str, float]:
 
 def _calibration(calibrated: Any) -> dict[str, Any]:
     return {
-        "changes": {c.field: {"before": c.before, "after": c.after, "quartiles": [c.low, c.high]}
-                    for c in calibrated.changes},
+        "changes": {
+            c.field: {"before": c.before, "after": c.after, "quartiles": [c.low, c.high]} for c in calibrated.changes
+        },
         "contradictions": list(calibrated.contradictions),
         "left_pct": calibrated.left_pct,
-    }  # fmt: skip
+    }
 
 
 def _row(pair: judging.Pair) -> dict[str, Any]:
     run, predicted = pair
     facts = {
         name: getattr(run, name)
-        for name in ("testbed", "model", "family", "tp", "dp", "micro_batch", "accumulation",
-                     "offload_ratio", "subgroup", "prefetch", "async_grads", "stride")
-    }  # fmt: skip
+        for name in (
+            "testbed",
+            "model",
+            "family",
+            "tp",
+            "dp",
+            "micro_batch",
+            "accumulation",
+            "offload_ratio",
+            "subgroup",
+            "prefetch",
+            "async_grads",
+            "stride",
+        )
+    }
     for name in run.unknown:
         facts[name] = None
     return {**facts, "fits": fits(predicted), "predicted": predicted, "measured": run.measured}
@@ -199,9 +200,7 @@ def print_tables(figures: dict[str, Any]) -> None:
     console.print(*tables("published_runs", {"nothing_fitted": beside, **told}))
     repeated = figures["predicted_rows_that_were_fitted"]
     if repeated:
-        console.print(
-            f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on"
-        )
+        console.print(f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on")
     _print_unfit(console, figures)
 
 

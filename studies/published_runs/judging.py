@@ -16,15 +16,23 @@ QUANTITIES = (*TIMES, "memory")
 CHOICES = ("stride", "offload_ratio")
 NEAR_BEST_PCT = 3.0
 _CONFIGURATION = (
-    "testbed", "params_b", "layers", "hidden", "seq", "tp", "dp", "micro_batch", "accumulation",
-    "offload_ratio", "subgroup", "family",
-)  # fmt: skip
+    "testbed",
+    "params_b",
+    "layers",
+    "hidden",
+    "seq",
+    "tp",
+    "dp",
+    "micro_batch",
+    "accumulation",
+    "offload_ratio",
+    "subgroup",
+    "family",
+)
 Pair = tuple[Run, dict[str, float]]
 
 
-def predictions(
-    machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()
-) -> list[Pair]:
+def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
     """Each run with what is predicted for it.
 
     Args:
@@ -134,16 +142,13 @@ def _regret_pct(group: Sequence[Pair]) -> float:
     return (chosen / best - 1) * 100
 
 
-def intervals(
-    machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()
-) -> dict[str, Any]:
+def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
     """How many measured iterations lie within their 80% interval, and how wide those are."""
     result = {}
     for name in testbeds(runs):
         own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
         ends = [interval_ms(as_seen(run, seen), machines[name]) for run in own]
-        held = [low <= run.measured["iter_ms"] <= high
-                for run, (low, high) in zip(own, ends, strict=True)]  # fmt: skip
+        held = [low <= run.measured["iter_ms"] <= high for run, (low, high) in zip(own, ends, strict=True)]
         if held:
             result[name] = {
                 "n": len(held),
@@ -166,9 +171,11 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
         families = sorted({family for family, _ in offs})
         held = [
             off <= _eight_in_ten([z for other, z in offs if other != family])
-            for family in families if len(families) > 1
-            for own_family, off in offs if own_family == family
-        ]  # fmt: skip
+            for family in families
+            if len(families) > 1
+            for own_family, off in offs
+            if own_family == family
+        ]
         if held:
             result[name] = {
                 "n": len(held),

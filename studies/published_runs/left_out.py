@@ -52,10 +52,7 @@ def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
     """What ``count`` random triples predict of the iterations they leave out, by where they are
     from: of the campaign that they predict, of others, or from anywhere.
     """
-    return {
-        whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)}
-        for whence in FROM
-    }
+    return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 
 
 def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) -> dict[str, Any]:
@@ -74,20 +71,22 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
     if not each:
         return {"triples": 0}
     spread = {
-        name: dict(zip(("p10", "median", "p90"), np.percentile([e[name] for e in each],
-                                                               (10, 50, 90)).tolist(), strict=True))
+        name: dict(
+            zip(("p10", "median", "p90"), np.percentile([e[name] for e in each], (10, 50, 90)).tolist(), strict=True)
+        )
         for name in ("median_abs_pct_error", "p90_abs_pct_error")
-    }  # fmt: skip
-    return {"triples": len(each), "runs_left_out": errors(pairs)["iteration"],
-            "over_triples": spread, "intervals_held_pct": float(np.mean(held))}  # fmt: skip
+    }
+    return {
+        "triples": len(each),
+        "runs_left_out": errors(pairs)["iteration"],
+        "over_triples": spread,
+        "intervals_held_pct": float(np.mean(held)),
+    }
 
 
-def _triples(
-    runs: Sequence[Run], whence: str, count: int, rng: random.Random
-) -> Iterator[tuple[list[Run], list[Run]]]:
+def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
     """Three runs to calibrate on, and those that they predict."""
-    campaigns = [f for f in sorted({run.family for run in runs})
-                 if sum(run.family == f for run in runs) >= LEAST_ROWS]  # fmt: skip
+    campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):
         chosen = rng.choice(campaigns) if campaigns else None
         inside = [run for run in runs if run.family == chosen]

@@ -23,9 +23,7 @@ def draw(pairs: Sequence[Pair], path: Path) -> None:
                 points = np.array([b for b in both if b is not None]).reshape(-1, 2) * scale
                 ax.scatter(*points.T, s=20, alpha=0.75, color=colour, label=name, linewidths=0)
             _diagonal(ax)
-            ax.set_title(
-                f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)"
-            )
+            ax.set_title(f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)")
             ax.set_xlabel("measured")
         axes[0].set_ylabel("predicted")
         axes[0].legend(frameon=False)

@@ -30,9 +30,13 @@ HARNESS_S = MEMORY_REPORTS * COLLECT_S
 # Of these `workload_from_model` makes layers' times. A calibration turns other rates as well, for
 # which a schedule need not be built again.
 LAYER_RATES = (
-    "device_flops_per_s", "device_memory_bytes_per_s", "layer_issue_s", "loop_s",
-    "h2d_bytes_per_s", "d2h_bytes_per_s",
-)  # fmt: skip
+    "device_flops_per_s",
+    "device_memory_bytes_per_s",
+    "layer_issue_s",
+    "loop_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+)
 NETWORK = "network_bytes_per_s"  # likewise where tensor parallelism spans nodes
 KEPT_SCHEDULES = 5000
 _schedules: dict[Hashable, Schedule] = {}
@@ -53,8 +57,7 @@ def machine_of(testbed: str) -> Machine:
     """
     if testbed not in PRESETS:
         raise RunError(
-            f"testbed must be one of {', '.join(sorted(PRESETS))} (published nodes with a preset), "
-            f"but got {testbed!r}"
+            f"testbed must be one of {', '.join(sorted(PRESETS))} (published nodes with a preset), but got {testbed!r}"
         )
     return preset(PRESETS[testbed])
 
@@ -65,16 +68,18 @@ def workload_of(run: Run, machine: Machine) -> Workload:
     Raises:
         RunError: no such model or division of it; names the run's row.
     """
-    config = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup},
-    }
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup}}
     try:
         return workload_from_model(
-            model_of(run), machine, config, sequence=run.seq, micro_batch=run.micro_batch,
-            gradient_accumulation_steps=run.accumulation, data_parallel=run.dp,
+            model_of(run),
+            machine,
+            config,
+            sequence=run.seq,
+            micro_batch=run.micro_batch,
+            gradient_accumulation_steps=run.accumulation,
+            data_parallel=run.dp,
             tensor_parallel=run.tp,
-        )  # fmt: skip
+        )
     except ModelError as error:
         raise RunError(f"{run.where or run.model}: {error}") from None
 
@@ -129,9 +134,7 @@ def _predicted(run: Run, machine_json: str) -> dict[str, float]:
     return {
         **{COLUMNS[phase]: 1e3 * value for phase, value in seconds.items()},
         "memory_gb": peak / GIB,
-        "missing_gb": _missing_gb(
-            peak + machine.device_reserved_bytes, machine.device_memory_bytes
-        ),
+        "missing_gb": _missing_gb(peak + machine.device_reserved_bytes, machine.device_memory_bytes),
         "missing_host_gb": _missing_gb(host, machine.host_memory_bytes),
     }
 
@@ -169,8 +172,7 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
         if not own:
             known = ", ".join(sorted({run.testbed for run in seen}))
             raise RunError(
-                f"every testbed of --predict must have rows in --calibrate, but {name!r} has none "
-                f"(calibrated: {known})"
+                f"every testbed of --predict must have rows in --calibrate, but {name!r} has none (calibrated: {known})"
             )
         result[name] = calibrate(machine, [observation(run) for run in own])
     return result
@@ -181,10 +183,13 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run
     fellows = [
-        other for other in seen
+        other
+        for other in seen
         if (other.testbed, other.family) == (run.testbed, run.family)
-        and other.async_grads is None and not other.prefetch and "bwd_ms" in other.measured
-    ]  # fmt: skip
+        and other.async_grads is None
+        and not other.prefetch
+        and "bwd_ms" in other.measured
+    ]
     flows = [replace(run, async_grads=_looks_asynchronous(other)) for other in fellows]
     asynchronous = sum(bool(one.async_grads) for one in flows)
     return replace(run, async_grads=2 * asynchronous > len(flows)) if flows else run
@@ -194,16 +199,14 @@ def _looks_asynchronous(run: Run) -> bool:
     """Whether its backward is nearer to that of asynchronous gradients, on the plain preset."""
     machine = machine_of(run.testbed)
     misses = {
-        flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"]
-                            / run.measured["bwd_ms"]))
+        flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
         for flows in (True, False)
-    }  # fmt: skip
+    }
     return misses[True] < misses[False]
 
 
 def observation(run: Run) -> Observation:
     """A run as `tune calibrate` takes it."""
-    seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items()
-               if column in run.measured}  # fmt: skip
+    seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

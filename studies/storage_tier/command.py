@@ -41,10 +41,14 @@ from studies.storage_tier import durability
 
 # What is said of all state stored.
 DURABLE = (
-    "checkpoint_every_step_slowdown_pct", "extra_state_bytes_per_checkpoint",
-    "checkpoint_file_bytes", "resume_read_bytes", "resume_identical", "host_bytes_per_param",
+    "checkpoint_every_step_slowdown_pct",
+    "extra_state_bytes_per_checkpoint",
+    "checkpoint_file_bytes",
+    "resume_read_bytes",
+    "resume_identical",
+    "host_bytes_per_param",
     "host_bytes_predicted_over_measured",
-)  # fmt: skip
+)
 SEQUENCE = 32  # short, so that updates take longer than forward and backward
 WARMUP = 2
 DISK_BYTES = 4 * 2**30  # more than a burst, or what an emulated disk's host keeps in memory
@@ -53,10 +57,8 @@ PIPELINED, LIMITED = "stock NVMe, pipelined", "ebbtide, within stock's memory"
 STOCK: dict[str, dict[str, Any]] = {
     "stock in memory": {"device": "cpu"},
     "stock NVMe": {"device": "nvme"},
-    PIPELINED: {
-        "device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12,
-    },
-}  # fmt: skip
+    PIPELINED: {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
+}
 PREDICTION, ALL_STORED = "prediction", "ebbtide"
 LEFT_FREE = 64 * 2**20  # of the memory that stock takes: two runs of one process differ by less
 SHARES = {ALL_STORED: 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
@@ -119,20 +121,20 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     predicted = once(PREDICTION, drives=every, spare_bytes=spare, plan=plan)
     rows = {name: _together(some) for name, some in runs.items()}
     return {
-        "size": size, "steps_of_each": steps, "rounds": len(runs[PIPELINED]),
+        "size": size,
+        "steps_of_each": steps,
+        "rounds": len(runs[PIPELINED]),
         **_of_the_disk(beside[ALL_STORED], rows[ALL_STORED], predicted["passes_s"]),
         **_compared(rows, predicted),
         "rows": [{"name": name, **row} for name, row in rows.items()],
-    }  # fmt: skip
+    }
 
 
 def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
     return [disk.model_dump(mode="json") for disk in disks]
 
 
-def _of_the_disk(
-    beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float
-) -> dict[str, Any]:
+def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
     """What it does, and how far all state stored is from that: the median over its runs, each
     against the disk as it was before and after it.
 
@@ -157,9 +159,7 @@ def _of_the_disk(
         "update_over_median_floor": ours["update_s"] / floor_s,
         "update_over_mixed_floor": ours["update_s"] / _mixed_floor_s(disk, moved),
         "passes_s": passes_s,
-        "iteration_over_floor": statistics.median(
-            iteration / max(passes_s, floor) for floor, _, iteration in runs
-        ),
+        "iteration_over_floor": statistics.median(iteration / max(passes_s, floor) for floor, _, iteration in runs),
         "written_predicted_over_measured": moved / ours["write_bytes"],
     }
 
@@ -184,17 +184,13 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
         "plan_within_limit": predicted["plan"],
         "within_host_limit": limited["host_peak_bytes"] <= limit,
         "predicted_s": predicted["iterations_s"][:runs],
-        "predicted_over_measured": over_measured(
-            predicted["iterations_s"][:runs], ours["iterations_s"]
-        ),
+        "predicted_over_measured": over_measured(predicted["iterations_s"][:runs], ours["iterations_s"]),
         "within_limit_predicted_over_measured": over_measured(
             predicted["within_limit_s"][runs:], limited["iterations_s"]
         ),
         "share_in_dram": list(SHARES.values()),
         **{key: ours[key] for key in DURABLE},
-        "bit_identical": all(
-            rows[name]["state"] == expected["state"] for name in (*SHARES, LIMITED)
-        ),
+        "bit_identical": all(rows[name]["state"] == expected["state"] for name in (*SHARES, LIMITED)),
         "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
     }
 
@@ -203,10 +199,7 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
     """What the disk needs to read and to write so many bytes: alone, and as measured when it does
     both at once; the longer of the two ends alone.
     """
-    alone = {
-        "read_s": moved / disk.read_bytes_per_s.median,
-        "write_s": moved / disk.write_bytes_per_s.median,
-    }
+    alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())
     return {**alone, "both_s": longer - shorter + shorter / disk.duplex_factor.median}
 
@@ -242,19 +235,17 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     measured = {key: _one_of([run[key] for run in runs]) for key in first}
     peak = max(run["host_peak_bytes"] for run in runs)
     return {
-        **measured, "host_peak_bytes": peak,
+        **measured,
+        "host_peak_bytes": peak,
         "iterations_s": [run["iteration_s"] for run in runs],
         "updates_of_runs_s": [run["update_s"] for run in runs if "update_s" in run],
-    }  # fmt: skip
+    }
 
 
-def _speedups(
-    kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any]
-) -> dict[str, float]:
+def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, float]:
     over = {"default": "stock NVMe", "pipelined": PIPELINED}
     return {
-        f"{kind}speedup_over_stock_{key}": rows[name]["iteration_s"] / ours["iteration_s"]
-        for key, name in over.items()
+        f"{kind}speedup_over_stock_{key}": rows[name]["iteration_s"] / ours["iteration_s"] for key, name in over.items()
     }
 
 
@@ -265,24 +256,35 @@ def _one_of(values: Sequence[Any]) -> Any:
     return statistics.median(values) if isinstance(values[0], float) else values[0]
 
 
-def _in_a_process(
-    name: str, size: str, steps: int, folder: Path, given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         result, asked = Path(own) / "found.json", Path(own) / "given.json"
         asked.write_text(json.dumps(given))
         subprocess.run(
-            [sys.executable, "-m", "studies.storage_tier", "--json", str(result), "--folder", own,
-             "--size", size, "--steps", str(steps), "--variant", name, "--given", str(asked)],
+            [
+                sys.executable,
+                "-m",
+                "studies.storage_tier",
+                "--json",
+                str(result),
+                "--folder",
+                own,
+                "--size",
+                size,
+                "--steps",
+                str(steps),
+                "--variant",
+                name,
+                "--given",
+                str(asked),
+            ],
             check=True,
-        )  # fmt: skip
+        )
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
 
-def run(
-    name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Trains one variant; seconds of an iteration are those of all steps, the last one's updates
     included.
 
@@ -305,11 +307,14 @@ def run(
     ours = _of_updates(engine) if _is_ours(name) else {}
     stored = STOCK.get(name, {}).get("device") == "nvme"
     found = {
-        "iteration_s": seconds, "host_peak_bytes": host_peak_bytes(), **moved, **ours,
+        "iteration_s": seconds,
+        "host_peak_bytes": host_peak_bytes(),
+        **moved,
+        **ours,
         "losses": losses,
         "params": sum(p.ds_numel for p in engine.module.parameters()),
         "state": None if stored else _digest(engine),
-    }  # fmt: skip
+    }
     if not _is_ours(name):
         return found
     return {**found, **_durable(engine, name, size, steps, seconds, folder, plan)}
@@ -320,9 +325,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _durable(
-    engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path,
-    plan: Mapping[str, Any] | None,
-) -> dict[str, Any]:  # fmt: skip
+    engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Of what ebbtide stores: `DURABLE`."""
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
@@ -339,9 +343,14 @@ def _durable(
 
 
 def predict(
-    _: str, size: str, steps: int, folder: Path, drives: Sequence[Any], spare_bytes: float,
+    _: str,
+    size: str,
+    steps: int,
+    folder: Path,
+    drives: Sequence[Any],
+    spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """An iteration as the simulator expects it with each of the drives, all state stored and under
     a plan, that of the tuner where memory has so much more room if None is given; trains nothing
     but stock.
@@ -387,9 +396,11 @@ def _plan(engine: Any, share: float, folder: Path) -> Plan:
     hosted = {int(k / share) for k in range(round(share * count))} if share else set()
     placements = ["host" if i in hosted else "stored" for i in range(count)]
     return Plan(
-        subgroup_size=subgroup, placement=Plan.runs(placements),  # type: ignore[arg-type]
-        staging_slots=0, storage_dir=str(folder),
-    )  # fmt: skip
+        subgroup_size=subgroup,
+        placement=Plan.runs(placements),  # type: ignore[arg-type]
+        staging_slots=0,
+        storage_dir=str(folder),
+    )
 
 
 def _settle(engine: Any) -> None:
@@ -412,9 +423,7 @@ def _of_updates(engine: Any) -> dict[str, float]:
     from ebbtide.simulator import OpKind
 
     kinds = (OpKind.STATE_READ, OpKind.UPDATE_HOST, OpKind.STATE_WRITE)
-    spans = sorted(
-        (s for s in engine.optimizer.timeline().spans if s.kind in kinds), key=lambda s: s.start_s
-    )
+    spans = sorted((s for s in engine.optimizer.timeline().spans if s.kind in kinds), key=lambda s: s.start_s)
     steps = len({span.iteration for span in spans})
     busy, until = 0.0, 0.0
     for span in spans:

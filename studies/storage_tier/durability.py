@@ -36,9 +36,7 @@ def saved_each_step(
     }
 
 
-def _saved_s(
-    engine: Any, train: Callable[[Any], object], steps: int, folder: Path
-) -> tuple[float, Any, float]:
+def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
     """Seconds of a step with a checkpoint behind it, the last one's report, and what a step writes
     beside the state.
     """
@@ -79,9 +77,11 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     session = engine.optimizer._ebbtide
     sizes = session.engine.sizes()
     work = Workload(
-        name="sizes", layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes),
-        subgroups=sizes, wire_dtype=session.engine.wire_dtype(),
-    )  # fmt: skip
+        name="sizes",
+        layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes),
+        subgroups=sizes,
+        wire_dtype=session.engine.wire_dtype(),
+    )
     told = footprint(work, session.plan)["host"]
     if session.device.unified:  # the kernel writes parameters where they are: no slots
         told -= PARAMETER_SLOTS * max(sizes) * work.wire_bytes
@@ -93,9 +93,14 @@ def host_bytes(engine: Any) -> dict[str, Any]:
 
 
 def predicted(
-    engine: Any, train: Callable[[Any, int], object], stored: Plan, folder: Path,
-    drives: Sequence[StorageRates], spare_bytes: float, given: Plan | None,
-) -> dict[str, Any]:  # fmt: skip
+    engine: Any,
+    train: Callable[[Any, int], object],
+    stored: Plan,
+    folder: Path,
+    drives: Sequence[StorageRates],
+    spare_bytes: float,
+    given: Plan | None,
+) -> dict[str, Any]:
     """What the simulator says of an iteration under two plans, machine and model as measured here.
 
     Args:
@@ -121,9 +126,8 @@ def predicted(
     taken = footprint(work, stored)
     room = taken["host"] + (taken["device"] if measured.unified_memory else 0) + spare_bytes
     plan = given or planned(
-        work, machines[0], host_memory_bytes=int(room), memory_margin=0.0,
-        storage={name: 2 * taken["storage"]},
-    )  # fmt: skip
+        work, machines[0], host_memory_bytes=int(room), memory_margin=0.0, storage={name: 2 * taken["storage"]}
+    )
 
     def iterations_s(plan: Plan) -> list[float]:
         schedule = build_schedule(work, plan)

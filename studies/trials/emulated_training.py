@@ -57,9 +57,11 @@ class Setting:
         """The same balance with a model of another size, in ``factor`` times the time."""
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
-            self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
             **{name: getattr(self, name) * quicker for name in RATES},
-        )  # fmt: skip
+        )
 
     @property
     def subgroup(self) -> int:
@@ -78,51 +80,57 @@ class Setting:
     def machine(self) -> Machine:
         """The rates as given: the link and the device are shared, DRAM and cores are ample."""
         given = {
-            "h2d_bytes_per_s": self.h2d_bytes_per_s, "d2h_bytes_per_s": self.d2h_bytes_per_s,
+            "h2d_bytes_per_s": self.h2d_bytes_per_s,
+            "d2h_bytes_per_s": self.d2h_bytes_per_s,
             "host_adam_params_per_s": self.host_adam_params_per_s,
             "stock_host_adam_params_per_s": self.host_adam_params_per_s,
             "device_adam_params_per_s": self.device_adam_params_per_s,
             "duplex_factor": self.duplex_factor,
             "host_adam_out_of_place": self.host_adam_out_of_place,
-            "dram_bytes_per_s": 1e13, "storage_write_bytes_per_s": 1e9,
-        }  # fmt: skip
+            "dram_bytes_per_s": 1e13,
+            "storage_write_bytes_per_s": 1e9,
+        }
         always = 4 * self.params  # wire parameters and, at most, all gradients
         spare = int(self.memory_share * ADAM.state_bytes * self.params)
         return Machine(
-            name="emulated at given rates", device_kind="emulated", cpu_cores=1024,
+            name="emulated at given rates",
+            device_kind="emulated",
+            cpu_cores=1024,
             host_memory_bytes=2**36,
             device_memory_bytes=always + spare,
             **{name: Quantity.exact(rate, "emulated", "given") for name, rate in given.items()},
-        )  # fmt: skip
+        )
 
     def rates(self) -> EmulatedRates:
         """The same, for the emulated device."""
         return EmulatedRates(
-            self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.device_adam_params_per_s,
-            self.host_adam_params_per_s, self.host_adam_out_of_place, self.duplex_factor,
-        )  # fmt: skip
+            self.h2d_bytes_per_s,
+            self.d2h_bytes_per_s,
+            self.device_adam_params_per_s,
+            self.host_adam_params_per_s,
+            self.host_adam_out_of_place,
+            self.duplex_factor,
+        )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
         """``forward_s``, ``backward_s``: of all layers, as measured without updates beside them."""
-        layer = Layer(
-            params=self.subgroup, forward_s=forward_s / self.layers,
-            backward_s=backward_s / self.layers,
-        )  # fmt: skip
+        layer = Layer(params=self.subgroup, forward_s=forward_s / self.layers, backward_s=backward_s / self.layers)
         return Workload(
-            name="sleeping layers", layers=(layer,) * self.layers,
-            subgroups=(self.subgroup,) * self.layers, subgroup_size=self.subgroup,
-            tokens_per_iteration=ROWS, device_base_bytes=2 * self.params,
+            name="sleeping layers",
+            layers=(layer,) * self.layers,
+            subgroups=(self.subgroup,) * self.layers,
+            subgroup_size=self.subgroup,
+            tokens_per_iteration=ROWS,
+            device_base_bytes=2 * self.params,
             provenance="emulated: layers of given duration, phases measured without updates",
-        )  # fmt: skip
+        )
 
 
 class _PacedLinear(torch.autograd.Function):
     """A matrix product that takes a given time each way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer"
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer") -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         with layer.compute(layer.forward_s):
@@ -155,8 +163,7 @@ class PacedModel(nn.Module):
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            PacedLayer(setting.hidden, setting.forward_s, setting.backward_s)
-            for _ in range(setting.layers)
+            PacedLayer(setting.hidden, setting.forward_s, setting.backward_s) for _ in range(setting.layers)
         )
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -238,9 +245,7 @@ class Measured:
 class Bench:
     """One engine that trains under one plan after the other, switching between two steps."""
 
-    def __init__(
-        self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any
-    ) -> None:
+    def __init__(self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
         """``clips``: says which steps are clipped; None: as DeepSpeed's config has it. ``zero``:
         further keys of ``zero_optimization``.
         """
@@ -262,9 +267,7 @@ class Bench:
     def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
-        forward_s, backward_s, step_s = (
-            statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3)
-        )
+        forward_s, backward_s, step_s = (statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3))
         own = getattr(self.engine.optimizer, "timeline", None)  # stock has none
         timeline = own() if own else Timeline((), "measured")
         mean_s = statistics.fmean(periods)

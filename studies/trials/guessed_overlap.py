@@ -66,9 +66,12 @@ def setting_of(base: Setting, ratio: float) -> Setting:
     passes_s = sum(base.given_s)
     link = LINK * base.params / passes_s
     return replace(
-        base, memory_share=0.0, host_adam_params_per_s=base.params / (ratio * passes_s),
-        h2d_bytes_per_s=link, d2h_bytes_per_s=link,
-    )  # fmt: skip
+        base,
+        memory_share=0.0,
+        host_adam_params_per_s=base.params / (ratio * passes_s),
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+    )
 
 
 def measure_guesses(
@@ -88,8 +91,7 @@ def measure_guesses(
         "guessed_host_adam_out_of_place": base.host_adam_out_of_place,
         "guessed_bit_identical": all(row.bit_identical for row in rows),
         "guessed_rows": [
-            {**asdict(row), "iteration_over_floor": row.over_floor, "gain_over_barrier": row.gain}
-            for row in rows
+            {**asdict(row), "iteration_over_floor": row.over_floor, "gain_over_barrier": row.gain} for row in rows
         ],
     }
 
@@ -123,6 +125,5 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
     given = setting.workload(*setting.given_s)
     floor_s = bound(given, machine, storage_bytes=0, guesses=True).iteration_s
     return Guessed(
-        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, guessed.speculate,
-        slower, same,
-    )  # fmt: skip
+        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, guessed.speculate, slower, same
+    )

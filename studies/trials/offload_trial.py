@@ -43,9 +43,7 @@ def main() -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """What all trials take; `studies.trials.plan_trials` adds to it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
     parser.add_argument("--plan", type=Path, help="for ebbtide")
@@ -56,8 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--offload-param", action="store_true", help="parameters in host memory")
-    parser.add_argument("--keep", type=float, default=0.0,
-                        help="ebbtide: this share of them on the device")  # fmt: skip
+    parser.add_argument("--keep", type=float, default=0.0, help="ebbtide: this share of them on the device")
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument("--workload", type=Path, help="profile the engine and write this instead")
@@ -176,14 +173,17 @@ def make_engine(args: argparse.Namespace) -> Any:
     if name == "zenflow":
         zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
     if args.offload_param:
-        zero |= {"offload_param": {"device": "cpu", "pin_memory": True},
-                 "stage3_max_reuse_distance": 0}  # fmt: skip
+        zero |= {"offload_param": {"device": "cpu", "pin_memory": True}, "stage3_max_reuse_distance": 0}
     # Stock's bucket as large as what a plan gets where a config leaves it open.
     zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
     config = ds_config(
-        args.micro_batch, args.subgroup, clipping=args.clipping, offload=not resident,
-        accumulation=args.accumulation, **zero,
-    )  # fmt: skip
+        args.micro_batch,
+        args.subgroup,
+        clipping=args.clipping,
+        offload=not resident,
+        accumulation=args.accumulation,
+        **zero,
+    )
     if name == "deepcompile":
         config["compile"] = {"deepcompile": True, "offload_opt_states": True}
     model = _model(args.size)
@@ -227,13 +227,17 @@ def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[st
     from studies.bench.byte_gpt import train_step
 
     numbers = iter(range(10**6))
-    workload = profile_engine(
-        engine, lambda live: train_step(live, batches.at(next(numbers), live.device)), args.steps
-    )
+    workload = profile_engine(engine, lambda live: train_step(live, batches.at(next(numbers), live.device)), args.steps)
     workload.save(args.workload)
     engine.destroy()
-    return {"variant": "profile", "iteration_s": 0.0, "loss": 0.0, "hash": "",
-            "forward_s": workload.forward_s, "backward_s": workload.backward_s}  # fmt: skip
+    return {
+        "variant": "profile",
+        "iteration_s": 0.0,
+        "loss": 0.0,
+        "hash": "",
+        "forward_s": workload.forward_s,
+        "backward_s": workload.backward_s,
+    }
 
 
 if __name__ == "__main__":

@@ -70,9 +70,7 @@ class PhaseProcess:
         log.write_text("")
         self._child, theirs = context.Pipe()
         environment = {**os.environ, "MASTER_PORT": str(self._port)}  # the server has that of old
-        self._process = context.Process(
-            target=_run, args=(work, dict(arguments), log, environment, theirs)
-        )
+        self._process = context.Process(target=_run, args=(work, dict(arguments), log, environment, theirs))
         self._process.start()
         theirs.close()  # else the end of the child would not be the end of the pipe
 

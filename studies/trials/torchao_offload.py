@@ -22,17 +22,13 @@ def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[s
     """
     from torchao.optim import CPUOffloadOptimizer
 
-    return CPUOffloadOptimizer(
-        parameters, torch.optim.AdamW, offload_gradients=True, fused=True, **settings
-    )
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, fused=True, **settings)
 
 
 class TorchaoEngine:
     """``engine(*batch)``, ``engine.backward(loss)``, ``engine.step()`` on a plain torch model."""
 
-    def __init__(
-        self, model: torch.nn.Module, clipping: float, make: MakeOptimizer = cpu_offload_adamw
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, clipping: float, make: MakeOptimizer = cpu_offload_adamw) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module = model.to(self.device, torch.bfloat16)
         given = ds_config(1, 1)["optimizer"]["params"]

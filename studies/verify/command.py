@@ -35,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("verify", __doc__, required=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
-    parser.add_argument(
-        "--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS), help="of defects"
-    )
+    parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS), help="of defects")
     parser.add_argument("--no-overhead", action="store_true")
     parser.add_argument("--no-versions", action="store_true", help="the installed DeepSpeed only")
     options = parser.parse_args(arguments)
@@ -58,17 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(figures["found"] != figures["seeded"] or figures["false_alarms"] > 0)
 
 
-def trained(
-    stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]
-) -> int:
+def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
     """Trains one group of runs and judges them; how many pairs there were."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         expected = _launch(stage, ranks, Path(scratch), "--rounds", *rounds)
         group = Group(Path(scratch), stage, ranks, expected)
         found = list(group.cases())
         fine = [
-            {"right": name, "stage": stage, "ranks": ranks, **verdict_of(finding)}
-            for name, finding in group.right()
+            {"right": name, "stage": stage, "ranks": ranks, **verdict_of(finding)} for name, finding in group.right()
         ]
     cases += found
     right += fine
@@ -91,16 +86,22 @@ def overhead_pct(stage: int) -> float:
 def _launch(stage: int, ranks: int, out: Path, *more: str) -> Any:
     port = free_port()
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-        f"--master-port={port}", "-m", "studies.verify.training", f"--stage={stage}",
-        f"--out={out}", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--master-port={port}",
+        "-m",
+        "studies.verify.training",
+        f"--stage={stage}",
+        f"--out={out}",
+        *more,
+    ]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
-        )  # fmt: skip
+            command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
+        )
     finally:
         remove_shared_buffers(port)
     if not (out / "expected.json").exists():
@@ -109,9 +110,11 @@ def _launch(stage: int, ranks: int, out: Path, *more: str) -> Any:
 
 
 def summary(
-    cases: Sequence[Case], right: Sequence[dict[str, Any]], overheads: dict[str, float],
+    cases: Sequence[Case],
+    right: Sequence[dict[str, Any]],
+    overheads: dict[str, float],
     versions: Sequence[dict[str, Any]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The study's figures: ``seeded`` defects, and versions known to be wrong, are all to be
     ``found``; ``named_rightly`` is the share whose step, tensor and side are right.
     """
@@ -138,11 +141,7 @@ def summary(
 
 def _round(cases: Sequence[Case], name: str) -> dict[str, int]:
     own = [case for case in cases if case.round == name]
-    return {
-        "seeded": len(own),
-        "found": sum(case.found for case in own),
-        "named": sum(case.named for case in own),
-    }
+    return {"seeded": len(own), "found": sum(case.found for case in own), "named": sum(case.named for case in own)}
 
 
 def show(figures: dict[str, Any], console: Console) -> None:

@@ -128,9 +128,8 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 
 
 def in_tensor(
-    name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *,
-    first: bool = False,
-) -> Arm:  # fmt: skip
+    name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
+) -> Arm:
     """Changes the values of one tensor after a step; ``first``: on the rank that has its start."""
 
     def changed(engine: Any) -> None:
@@ -190,9 +189,7 @@ def stale_parameter(engine: Any) -> None:
 
 def skipped(some: Callable[[int], bool]) -> Arm:
     """Leaves out calls of the inner optimizer in step `AT`."""
-    return lambda engine: around_updates(
-        engine, lambda call, _: engine.global_steps == AT - 1 and some(call)
-    )
+    return lambda engine: around_updates(engine, lambda call, _: engine.global_steps == AT - 1 and some(call))
 
 
 def lost_names(engine: Any) -> list[str]:
@@ -226,6 +223,5 @@ DEFECTS = (
     Defect("bf16 master", in_tensor(MASTER, narrow, range(AT, 10**9)), AT, lambda _: [MASTER]),
     Defect("lost subgroup", skipped(lambda call: call == 2), AT, lost_names),
     Defect("swapped betas", before(swap_betas), AT, masters),
-    Defect("flipped bit", flipped(MASTER, 20, torch.int32, FLIPPED_AT), FLIPPED_AT,
-           lambda _: [MASTER], by_size=False),
-)  # fmt: skip
+    Defect("flipped bit", flipped(MASTER, 20, torch.int32, FLIPPED_AT), FLIPPED_AT, lambda _: [MASTER], by_size=False),
+)

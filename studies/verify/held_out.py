@@ -39,8 +39,7 @@ def wrong_settings(**wrong: Any) -> Arm:
                 return
             right[:] = [{key: group.get(key) for key in wrong} for group in groups]
             for group in groups:
-                group.update({k: new(group[k]) if callable(new) else new
-                              for k, new in wrong.items()})  # fmt: skip
+                group.update({k: new(group[k]) if callable(new) else new for k, new in wrong.items()})
 
         def back(*_: Any) -> None:
             for group, settings in zip(groups, right, strict=False):
@@ -154,8 +153,7 @@ def _of_tensor(_: Any) -> list[str]:
 
 HELD_OUT = (
     Defect("wrong eps", wrong_settings(eps=1e-5), AT, masters, by_size=False),
-    Defect("decay twice", wrong_settings(weight_decay=lambda decay: 2 * decay), AT, masters,
-           by_size=False),
+    Defect("decay twice", wrong_settings(weight_decay=lambda decay: 2 * decay), AT, masters, by_size=False),
     Defect("wrong learning rate", wrong_settings(lr=lambda rate: 1.1 * rate), AT, masters),
     Defect("no bias correction", wrong_settings(bias_correction=False), AT, masters),
     Defect("loss scaled twice", loss_scaled_twice, AT, _sums),
@@ -163,12 +161,11 @@ HELD_OUT = (
     Defect("stale gradient", _wrong_gradient(lambda _, seen: seen[-3]), AT, _norm_or_master),
     Defect("swapped halves", in_tensor(MASTER, _swap_halves), AT, _of_tensor),
     Defect("bf16 masters", after_step(_narrow_masters), AT, masters),
-    Defect("not a number", in_tensor(MASTER, lambda v: v[3].fill_(float("nan")), first=True), AT,
-           _of_tensor),
+    Defect("not a number", in_tensor(MASTER, lambda v: v[3].fill_(float("nan")), first=True), AT, _of_tensor),
     Defect("low bit of a master", flipped(MASTER, 0, torch.int32), AT, _of_tensor, by_size=False),
     Defect("low bit of a parameter", flipped(TENSOR, 0, torch.int16), AT, _of_tensor),
     Defect("norm of less", norm_of_less, AT, lambda _: ["gradient norm"]),
     Defect("not clipped", not_clipped, AT, masters),
     Defect("lost momentum", of_states(lambda state: state["exp_avg"].zero_()), AT, masters),
     Defect("stale in one forward", stale_in_one_forward, AT + 1, _sums),
-)  # fmt: skip
+)

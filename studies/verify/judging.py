@@ -62,8 +62,7 @@ class Group:
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
         yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)
-        yield "no-offload", judge(stock, self._run("no-offload", NO_OFFLOAD), noise,
-                                  same_bits=False)  # fmt: skip
+        yield "no-offload", judge(stock, self._run("no-offload", NO_OFFLOAD), noise, same_bits=False)
         yield "another Adam", judge(stock, noise.reference, noise, same_bits=False)
         fp32 = self._noise("fp32")
         yield "fp32", judge(self._run("fp32 stock", STOCK), fp32.reference, fp32, same_bits=False)
@@ -105,9 +104,7 @@ class Group:
         finding = judge(run, last, noise, same_bits=False)
         return self._case(name, defect, "no-offload", STOCK, finding, late=LATE)
 
-    def _case(
-        self, name: str, defect: Defect, judged: str, side: str, finding: Finding, late: int
-    ) -> Case:
+    def _case(self, name: str, defect: Defect, judged: str, side: str, finding: Finding, late: int) -> Case:
         known, first = self._expected[defect.name], finding.first
         found = finding.verdict == "defect"
         named = (
@@ -121,9 +118,7 @@ class Group:
         return Case(defect.name, name, self._stage, self._ranks, judged, side, found, named, said)
 
     def _noise(self, dtype: str) -> Noise:
-        reference, *others = (
-            self._run(f"{dtype} torch{kind}", NO_OFFLOAD) for kind in ("", " again", " flipped")
-        )
+        reference, *others = (self._run(f"{dtype} torch{kind}", NO_OFFLOAD) for kind in ("", " again", " flipped"))
         return Noise(reference, tuple(others))
 
     def _run(self, folder: str, name: str) -> Run:

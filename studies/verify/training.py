@@ -30,9 +30,8 @@ TIMED = 15  # steps
 # Warm-up as most scripts have it: a rate of its own in every step.
 SCHEDULE = {
     "type": "WarmupLR",
-    "params": {"warmup_min_lr": 2e-4, "warmup_max_lr": 1.2e-3, "warmup_num_steps": 10,
-               "warmup_type": "linear"},
-}  # fmt: skip
+    "params": {"warmup_min_lr": 2e-4, "warmup_max_lr": 1.2e-3, "warmup_num_steps": 10, "warmup_type": "linear"},
+}
 
 
 def main() -> None:
@@ -67,8 +66,14 @@ def right_runs(stage: int, out: Path) -> None:
     train(out / "no-offload flipped", stage, offload=False, flipped=True)
     for dtype in ("bf16", "fp32"):
         for kind in ("torch", "torch again", "torch flipped"):
-            train(out / f"{dtype} {kind}", stage, offload=False, torchs=True,
-                  shape=Shape(dtype=dtype), flipped=kind.endswith("flipped"))  # fmt: skip
+            train(
+                out / f"{dtype} {kind}",
+                stage,
+                offload=False,
+                torchs=True,
+                shape=Shape(dtype=dtype),
+                flipped=kind.endswith("flipped"),
+            )
     wide = Shape(dtype="fp32")
     train(out / "fp32 stock", stage, shape=wide)
     train(out / "fp32 no-offload", stage, shape=wide, offload=False)
@@ -76,8 +81,15 @@ def right_runs(stage: int, out: Path) -> None:
     for shape in shapes_of(stage):
         for kind in KINDS:
             torchs = kind.startswith("torch")
-            train(out / f"{shape.name}, {kind}", stage, shape=shape, attach=kind == "plan",
-                  offload=not torchs, torchs=torchs, flipped=kind.endswith("flipped"))  # fmt: skip
+            train(
+                out / f"{shape.name}, {kind}",
+                stage,
+                shape=shape,
+                attach=kind == "plan",
+                offload=not torchs,
+                torchs=torchs,
+                flipped=kind.endswith("flipped"),
+            )
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
@@ -94,9 +106,15 @@ def train(folder: Path, stage: int, **options: Any) -> None:
 
 @contextmanager
 def trained(
-    folder: Path, stage: int, *, attach: bool = False, flipped: bool = False,
-    offload: bool = True, torchs: bool = False, shape: Shape = TINY,
-) -> Iterator[Any]:  # fmt: skip
+    folder: Path,
+    stage: int,
+    *,
+    attach: bool = False,
+    flipped: bool = False,
+    offload: bool = True,
+    torchs: bool = False,
+    shape: Shape = TINY,
+) -> Iterator[Any]:
     """An engine to put a defect into; then it is recorded and trained."""
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
@@ -106,9 +124,15 @@ def trained(
     yield engine
     folder.mkdir(exist_ok=True)
     about = {
-        "side": folder.name, "ranks": RANKS, "dtype": shape.dtype, "stage": shape.stage or stage,
-        "key": attach, "offload": offload, "versions": {}, "port": None,
-    }  # fmt: skip
+        "side": folder.name,
+        "ranks": RANKS,
+        "dtype": shape.dtype,
+        "stage": shape.stage or stage,
+        "key": attach,
+        "offload": offload,
+        "versions": {},
+        "port": None,
+    }
     record(engine, lines := Lines(folder, RANK, about), STEPS, lambda: None)
     batches = Batches(2, shape.model.sequence, rank=RANK)
     for number in range(STEPS * shape.accumulation):
@@ -127,10 +151,16 @@ def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Sh
     torch.manual_seed(0)
     model = _model(shape)
     config = ds_config(
-        2, shape.subgroup, learning_rate=1e-3, clipping=shape.clipping,
-        accumulation=shape.accumulation, precision=shape.dtype, offload=offload, stage=stage,
+        2,
+        shape.subgroup,
+        learning_rate=1e-3,
+        clipping=shape.clipping,
+        accumulation=shape.accumulation,
+        precision=shape.dtype,
+        offload=offload,
+        stage=stage,
         stage3_param_persistence_threshold=1000,
-    )  # fmt: skip
+    )
     config["scheduler"] = SCHEDULE
     if shape.dtype == "fp16":
         from deepspeed.accelerator import get_accelerator
@@ -163,8 +193,7 @@ def _attach(engine: Any, stage: int) -> None:
     from ebbtide.simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
-    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * count),
-                overlap_forward=stage == 3)  # fmt: skip
+    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * count), overlap_forward=stage == 3)
     ebbtide.runtime.attach(engine, plan)
 
 

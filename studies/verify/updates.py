@@ -96,9 +96,10 @@ def exchanged_names(engine: Any) -> Collection[str]:
         return masters(engine)
     named = engine.module.named_parameters()
     return [
-        f"{name}/fp32" for name, parameter in named
+        f"{name}/fp32"
+        for name, parameter in named
         if optimizer.grad_position[optimizer.get_param_id(parameter)][0] < BOTH
-    ]  # fmt: skip
+    ]
 
 
 def narrow_sums(engine: Any) -> None:
@@ -192,9 +193,8 @@ UPDATES = (
     Defect("stale master", stale_master, AT, lost_names),
     Defect("exchanged updates", exchanged_updates, AT, exchanged_names),
     Defect("bf16 sums", narrow_sums, AT, masters, dtype="fp32"),
-    Defect("norm without a rank", norm_without_a_rank, AT, lambda _: ["gradient norm"],
-           least_ranks=2),
+    Defect("norm without a rank", norm_without_a_rank, AT, lambda _: ["gradient norm"], least_ranks=2),
     Defect("eps inside the root", eps_inside, 1, masters),
     Defect("never bias-corrected", never_corrected, 1, masters),
     Defect("rate of the step before", late_rate, AT, masters),
-)  # fmt: skip
+)

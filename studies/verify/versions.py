@@ -59,19 +59,28 @@ def _verified(python: str, environment: dict[str, str]) -> dict[str, Any]:
         folder = Path(scratch)
         (folder / "ds.json").write_text(json.dumps(CONFIG))
         (folder / "train.py").write_text(SCRIPT)
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), environment.get("PYTHONPATH")])
-        )
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         command = [
-            sys.executable, "-m", "ebbtide.tuner.cli", "verify", "--steps", str(STEPS), "--json",
-            "out.json", "--", python, "-m", "torch.distributed.run", "--nproc-per-node=1",
-            f"--master-port={free_port()}", "train.py",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "ebbtide.tuner.cli",
+            "verify",
+            "--steps",
+            str(STEPS),
+            "--json",
+            "out.json",
+            "--",
+            python,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=1",
+            f"--master-port={free_port()}",
+            "train.py",
+        ]
         try:
             done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False,
-                timeout=LIMIT_S,
-            )  # fmt: skip
+                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             return {"skipped": f"no end after {LIMIT_S} s"}
         if not (folder / "out.json").exists():

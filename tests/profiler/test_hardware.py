@@ -105,9 +105,7 @@ def test_clocks_that_are_throttled_only_meanwhile_are_noticed(fake):
 def test_an_nvml_that_refuses_is_a_warning(fake):
     fake.nvmlInit = lambda: 1 / 0
     found = watched()
-    assert found.warnings == [
-        "NVML does not tell the link's width and the clocks: division by zero"
-    ]
+    assert found.warnings == ["NVML does not tell the link's width and the clocks: division by zero"]
     assert found.facts == {}
 
 
@@ -123,8 +121,7 @@ def numa_tree(root, gpu_node="1"):
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpu_node", "warned"),
-    [({64, 65}, "1", False), ({0, 64}, "1", True), ({0, 64}, "-1", False)],
+    ("cores", "gpu_node", "warned"), [({64, 65}, "1", False), ({0, 64}, "1", True), ({0, 64}, "-1", False)]
 )
 def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu_node, warned):
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: cores)
@@ -144,9 +141,7 @@ def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
 def host_tree(root, busy, stolen=0, throttled=0, hot=0):
     ticks = neighbours._TICKS_PER_S
     (root / "proc").mkdir(exist_ok=True)
-    (root / "proc/stat").write_text(
-        f"cpu  {busy * ticks} 0 0 0 0 0 0 {stolen * ticks} 0 0\ncpu0 0\ncpu1 0\nintr 5\n"
-    )
+    (root / "proc/stat").write_text(f"cpu  {busy * ticks} 0 0 0 0 0 0 {stolen * ticks} 0 0\ncpu0 0\ncpu1 0\nintr 5\n")
     (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
     (root / "sys/fs/cgroup/cpu.stat").write_text(f"usage_usec 1\nnr_throttled {throttled}\n")
     core = root / "sys/devices/system/cpu/cpu0/thermal_throttle"

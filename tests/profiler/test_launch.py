@@ -47,9 +47,14 @@ def tune(tmp_path, child_environment, deepspeed_ops):
     def run(*words, start=("-m", "ebbtide.tuner.cli")):
         environment = {**child_environment, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            [sys.executable, *start, *words], cwd=tmp_path, env=environment,
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            [sys.executable, *start, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     return run
 
@@ -65,8 +70,21 @@ def written(tmp_path, *, required=False, crash=-1):
 def test_two_ranks_under_a_launcher(tune, tmp_path, launcher):
     """The deepspeed launcher's --local_rank reaches the script; only one file is written."""
     script = written(tmp_path, required=launcher == "deepspeed")
-    done = tune("profile", "--train-script", script, "--launcher", launcher, "--ranks", "2",
-                "--iterations", "1", "--json", "--", "--lr", "1")  # fmt: skip
+    done = tune(
+        "profile",
+        "--train-script",
+        script,
+        "--launcher",
+        launcher,
+        "--ranks",
+        "2",
+        "--iterations",
+        "1",
+        "--json",
+        "--",
+        "--lr",
+        "1",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = Workload.load(tmp_path / "workload.json")
     assert Workload.model_validate_json(done.stdout) == found
@@ -78,8 +96,7 @@ def test_two_ranks_under_a_launcher(tune, tmp_path, launcher):
 
 @pytest.mark.slow
 def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
-    done = tune("profile", "--train-script", written(tmp_path, crash=2), "--ranks", "2", "--",
-                "--lr", "1")  # fmt: skip
+    done = tune("profile", "--train-script", written(tmp_path, crash=2), "--ranks", "2", "--", "--lr", "1")
     assert done.returncode == 2
     assert done.stderr.rstrip().splitlines()[-1] == (
         "Error: the script must run until 7 optimizer steps are taken (--iterations), but it "
@@ -151,8 +168,18 @@ def test_bad_flags_end_with_one_line(words, message):
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
     """Standard output is the machine alone, although DeepSpeed logs there."""
-    done = tune("profile", "--fresh", "--storage-dir", "disk", "--seconds", "0.5", "--ranks", "2",
-                "--json", start=("-c", FEWER_ELEMENTS))  # fmt: skip
+    done = tune(
+        "profile",
+        "--fresh",
+        "--storage-dir",
+        "disk",
+        "--seconds",
+        "0.5",
+        "--ranks",
+        "2",
+        "--json",
+        start=("-c", FEWER_ELEMENTS),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["cpu_cores"] >= 2
     assert set(Machine.load(tmp_path / "machine.json").rank_shares) == {2}

@@ -31,8 +31,7 @@ def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
     durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
     assert durations == [2.0, 2.0]
     assert doubts("x", durations) == [
-        "x was measured only 2 times (at least 5 are needed to call it stable): it takes too long "
-        "for the time given"
+        "x was measured only 2 times (at least 5 are needed to call it stable): it takes too long for the time given"
     ]
 
 
@@ -106,10 +105,15 @@ def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
     with storage.file_to_write(tmp_path / "written", storage.BLOCK_BYTES) as file:
         matrix = contention.measure_contention(False, TINY, 1, file, 0.05)
     assert set(matrix) == {
-        "host_adam_while_copy", "copy_while_host_adam", "copy_while_compute",
-        "compute_while_copy", "host_adam_while_storage_write", "storage_write_while_host_adam",
-        "passes_while_storage_write", "storage_write_while_passes",
-    }  # fmt: skip
+        "host_adam_while_copy",
+        "copy_while_host_adam",
+        "copy_while_compute",
+        "compute_while_copy",
+        "host_adam_while_storage_write",
+        "storage_write_while_host_adam",
+        "passes_while_storage_write",
+        "storage_write_while_passes",
+    }
     assert matrix["host_adam_while_storage_write"].source == "measured"
     assert matrix["copy_while_compute"].source == "emulated", "no GPU computed or copied"
 
@@ -127,9 +131,7 @@ def test_storage_leaves_nothing_behind(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)]
-)
+@pytest.mark.parametrize(("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)])
 def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
     """3 s of writes and 1 s of reads: 2 s of the writes are alone, 4 s are one after the other."""
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
@@ -203,9 +205,7 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     host.load()  # from the usual cache: only the machine file is to be new
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     stages = []
-    first = measure_machine(
-        seconds=0.1, elements=TINY, progress=lambda done, total, stage: stages.append(stage)
-    )
+    first = measure_machine(seconds=0.1, elements=TINY, progress=lambda done, total, stage: stages.append(stage))
     assert stages[0] == "kernels"
     assert stages[-1] == ""
     assert first.unified_memory
@@ -246,9 +246,7 @@ def test_saving_goes_by_the_tensor():
 def test_beside_a_gpu_updates_are_measured_in_the_runtimes_kind_of_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     addresses = []
-    monkeypatch.setattr(
-        adam.host, "host_update", lambda state, *_, **__: addresses.extend(map(_advised, state))
-    )
+    monkeypatch.setattr(adam.host, "host_update", lambda state, *_, **__: addresses.extend(map(_advised, state)))
 
     adam.host_adam_by_threads(2**20, [1], 0.0)
 

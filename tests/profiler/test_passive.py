@@ -71,8 +71,7 @@ def test_the_engine_is_left_as_it_was(engine):
     assert {"step", "backward"} <= set(vars(engine))
     train(engine, 1)
     assert profile.workload is not None
-    for owner, name in ((engine, "step"), (engine, "backward"),
-                        (engine.optimizer, "partition_grads")):  # fmt: skip
+    for owner, name in ((engine, "step"), (engine, "backward"), (engine.optimizer, "partition_grads")):
         assert name not in vars(owner)
     assert (len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)) == hooks
     train(engine, 2)

@@ -49,9 +49,7 @@ def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
     enough, barrier = multiprocessing.Array("i", 1), threading.Barrier(2)
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     each = [
-        threading.Thread(
-            target=ranks._measure, args=(job, rank, barrier, enough, pipes[rank][1]), daemon=True
-        )
+        threading.Thread(target=ranks._measure, args=(job, rank, barrier, enough, pipes[rank][1]), daemon=True)
         for rank in range(2)
     ]
     for rank in each:
@@ -104,8 +102,7 @@ def test_dram_is_what_the_greedier_of_triad_and_update_moves():
 def test_uneven_and_unstable_ranks_are_told():
     _, notes = ranks._shares(samples(d2h=[[10.0] * 5, [6.0] * 5]), cuda=True)
     assert notes == [
-        "d2h: rank 1 reaches 60% of rank 0 at the same time: look at its link, its NUMA node, and "
-        "who else uses them"
+        "d2h: rank 1 reaches 60% of rank 0 at the same time: look at its link, its NUMA node, and who else uses them"
     ]
     _, notes = ranks._shares(samples(d2h=[[10.0] * 6, [8.0, 12.0] * 3]), cuda=True)
     assert notes[0].startswith("d2h of rank 1 beside the others is not stable")

@@ -85,17 +85,18 @@ for step in range(50):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (script_of(STEPS.format(n=3)),
-         r"at least 5 optimizer steps .* \(--iterations\), but ended after 3: nothing was"),
+        (
+            script_of(STEPS.format(n=3)),
+            r"at least 5 optimizer steps .* \(--iterations\), but ended after 3: nothing was",
+        ),
         (script_of(""), "but ended after 0"),
         ("print('no engine')", "must train an engine made by deepspeed.initialize, but ended with"),
-        (script_of(STEPS.format(n=2) + "raise KeyError('lost')"),
-         r"but it raised KeyError: 'lost' after 2"),
+        (script_of(STEPS.format(n=2) + "raise KeyError('lost')"), r"but it raised KeyError: 'lost' after 2"),
         (script_of("sys.exit(3)"), "but it exited with code 3 after 0"),
         (script_of("sys.exit(0)"), "but ended after 0"),
         (script_of(STEPS.format(n=9), ", stage=1"), r"zero_optimization.stage: 3; below it a plan"),
     ],
-)  # fmt: skip
+)
 def test_a_script_without_a_workload_is_told_why(profiled, text, message):
     with pytest.raises(ScriptError, match=message):
         profiled(text)

@@ -11,10 +11,15 @@ def machine(**contention):
     """Host Adam moves 56 of 60 GB/s; a copy beside it asks for 20 more: both get their part."""
     measured = {name: Quantity.exact(value, "measured") for name, value in contention.items()}
     return node(
-        h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9, dram_bytes_per_s=60e9,
-        host_adam_params_per_s=2e9, stock_host_adam_params_per_s=2e9,
-        device_adam_params_per_s=2e9, device_memory_bytes=2**34, contention=measured,
-    )  # fmt: skip
+        h2d_bytes_per_s=20e9,
+        d2h_bytes_per_s=20e9,
+        dram_bytes_per_s=60e9,
+        host_adam_params_per_s=2e9,
+        stock_host_adam_params_per_s=2e9,
+        device_adam_params_per_s=2e9,
+        device_memory_bytes=2**34,
+        contention=measured,
+    )
 
 
 def test_the_simulators_share_is_max_min_fair():
@@ -35,9 +40,7 @@ def test_only_what_differs_is_told():
 
 def writing(share, thread_s=1e-10):
     told = {"host_adam_while_storage_write": share, "storage_write_while_host_adam": share}
-    return machine(**told).model_copy(
-        update={"writer_s_per_byte": Quantity.exact(thread_s, "measured", "CPU time")}
-    )
+    return machine(**told).model_copy(update={"writer_s_per_byte": Quantity.exact(thread_s, "measured", "CPU time")})
 
 
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
@@ -51,9 +54,7 @@ def test_a_writers_cost_is_what_host_adam_loses_beside_it():
 
 def test_noise_that_makes_one_of_them_faster_hides_nothing_of_the_other():
     told = {"host_adam_while_storage_write": 1.1, "storage_write_while_host_adam": 0.8}
-    noisy = machine(**told).model_copy(
-        update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")}
-    )
+    noisy = machine(**told).model_copy(update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")})
     found = with_writer_cost(noisy)
     assert simulated_share("host_adam", "storage_write", found) == pytest.approx(0.9, 1e-6)
     assert "it and host Adam have 90%" in found.writer_s_per_byte.detail
@@ -70,17 +71,21 @@ def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
     """Of 16 cores a quarter lost, while half of 2 GB/s were written; whatever host Adam lost."""
     found = with_writer_cost(
         machine(
-            passes_while_storage_write=0.75, storage_write_while_passes=0.5,
-            host_adam_while_storage_write=0.9, storage_write_while_host_adam=0.9,
+            passes_while_storage_write=0.75,
+            storage_write_while_passes=0.5,
+            host_adam_while_storage_write=0.9,
+            storage_write_while_host_adam=0.9,
         ).model_copy(update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")})
-    )  # fmt: skip
+    )
     most = 2 / 2e9  # both writers, all the time
     assert found.writer_s_per_byte.median == most
     less = with_writer_cost(
-        found.model_copy(update={
-            "writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time"),
-            "contention": found.contention | {"passes_while_storage_write": Quantity.exact(0.97)},
-        })
-    )  # fmt: skip
+        found.model_copy(
+            update={
+                "writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time"),
+                "contention": found.contention | {"passes_while_storage_write": Quantity.exact(0.97)},
+            }
+        )
+    )
     assert less.writer_s_per_byte.median == pytest.approx(16 * 0.03 / 1e9)
     assert "forward and backward have 97%" in less.writer_s_per_byte.detail

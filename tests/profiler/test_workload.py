@@ -51,9 +51,7 @@ def test_a_live_engine(only_rank, accumulation):
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     """What their way home takes: a copy for each micro-batch, and a norm."""
     clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
-    optimizer = SimpleNamespace(
-        fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16
-    )
+    optimizer = SimpleNamespace(fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16)
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # a second a look
     assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
     assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
@@ -65,9 +63,8 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
 def test_what_a_live_engine_gathers_again(only_rank, reuse):
     """Norms and biases stay to the end of the step, the rest as long as it is used again soon."""
     engine = start(
-        stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse,
-        stage3_prefetch_bucket_size=1,
-    )  # fmt: skip
+        stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1
+    )
     numbers = iter(range(10**6))
     batches = Batches(2, 32)
     workload = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
@@ -89,9 +86,7 @@ def test_profiling_changes_no_bit(only_rank):
     plain.destroy()
     engine = start()
     batches, numbers, losses = Batches(2, 32), iter(range(10**6)), []
-    profile_engine(
-        engine, lambda live: losses.append(train_step(live, batches.at(next(numbers)))), 2
-    )
+    profile_engine(engine, lambda live: losses.append(train_step(live, batches.at(next(numbers)))), 2)
     losses += train(engine, 12 - len(losses), first=len(losses))[0]
     engine.destroy()
     assert torch.equal(torch.stack(losses), torch.stack(expected))

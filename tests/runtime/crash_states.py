@@ -52,9 +52,7 @@ class Disk:
         elif op.kind == "link":
             name, inode, folder = op.args
             self.folders[op.touches][name] = inode
-            (self.folders if folder else self.files).setdefault(
-                inode, {} if folder else bytearray()
-            )
+            (self.folders if folder else self.files).setdefault(inode, {} if folder else bytearray())
         elif op.kind == "unlink":
             self.folders[op.touches].pop(op.args[0], None)
         elif op.kind == "rename":
@@ -132,9 +130,7 @@ class RecordingFiles(Files):
             self.ops.append(Op("point", -1, (name,)))
 
     def on_open(self, descriptor, path, flags, _mode):
-        self.open_files[descriptor] = (
-            self.make(path, folder=False) if flags & 64 else self.find(path)
-        )
+        self.open_files[descriptor] = self.make(path, folder=False) if flags & 64 else self.find(path)
         if flags & 512:  # O_TRUNC
             self.note("truncate", self.open_files[descriptor], 0)
 

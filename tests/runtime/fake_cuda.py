@@ -430,13 +430,18 @@ class FakeTorch:
         self.devices_set = set()  # threads that chose a device
         self._training = threading.get_ident()
         self.cuda = SimpleNamespace(
-            Stream=self.stream, Event=type("Event", (FakeEvent,), {"world": self}),
-            stream=partial(self.on_stream, crossing=True), cudart=lambda: self.runtime,
-            current_stream=current_stream, default_stream=lambda device=None: DEFAULT,
-            current_device=lambda: 0, device_count=lambda: 1, synchronize=self.synchronize,
+            Stream=self.stream,
+            Event=type("Event", (FakeEvent,), {"world": self}),
+            stream=partial(self.on_stream, crossing=True),
+            cudart=lambda: self.runtime,
+            current_stream=current_stream,
+            default_stream=lambda device=None: DEFAULT,
+            current_device=lambda: 0,
+            device_count=lambda: 1,
+            synchronize=self.synchronize,
             set_device=lambda index: self.devices_set.add(threading.get_ident()),
             get_device_properties=lambda index: SimpleNamespace(),
-        )  # fmt: skip
+        )
 
     def stream(self, *args, **kwargs):
         del args, kwargs
@@ -586,9 +591,10 @@ def install_under_deepspeed(monkeypatch, fake):
     for stage in ("stage3", "stage12"):  # as on CUDA: a kernel like any other
         monkeypatch.setattr(f"ebbtide.runtime.zero.{stage}.float64_norm", _float64_norm)
     monkeypatch.setattr(
-        coalesced_collectives, "_torch_reduce_scatter_fn",
+        coalesced_collectives,
+        "_torch_reduce_scatter_fn",
         _at_once(fake, coalesced_collectives._torch_reduce_scatter_fn, written=1),
-    )  # fmt: skip
+    )
     for name in ("all_reduce", "reduce", "allgather_fn", "all_gather_into_tensor", "all_gather"):
         wrapped = _at_once(fake, getattr(deepspeed.comm, name))
         monkeypatch.setattr(deepspeed.comm, name, wrapped)

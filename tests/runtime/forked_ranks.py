@@ -25,15 +25,23 @@ def launch(module, folder, environment):
     """The ended process, which tells of every rank that failed."""
     return subprocess.run(
         [sys.executable, "-m", "tests.runtime.forked_ranks", module, str(folder)],
-        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def work(module, folder, rank, port):
     os.environ.update(
-        RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{RANKS}", LOCAL_WORLD_SIZE=f"{RANKS}",
-        LOCAL_SIZE=f"{RANKS}", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}",
-    )  # fmt: skip
+        RANK=f"{rank}",
+        LOCAL_RANK=f"{rank}",
+        WORLD_SIZE=f"{RANKS}",
+        LOCAL_WORLD_SIZE=f"{RANKS}",
+        LOCAL_SIZE=f"{RANKS}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=f"{port}",
+    )
     import deepspeed
 
     deepspeed.init_distributed()
@@ -48,10 +56,7 @@ def main():
     warm_up()
     module = importlib.import_module(sys.argv[1])
     answer_once()
-    ranks = [
-        Forked(partial(work, module, folder, rank, port), folder / f"rank{rank}.log")
-        for rank in range(RANKS)
-    ]
+    ranks = [Forked(partial(work, module, folder, rank, port), folder / f"rank{rank}.log") for rank in range(RANKS)]
     failed = [one for one in ranks if one.ended(LIMIT_S)]
     remove_shared_buffers(port)
     sys.exit("\n".join(one.output for one in failed) or None)

@@ -44,9 +44,7 @@ class HeldBytes(TorchDispatchMode):
         self._storages = alive
         return sum(size for _, size in alive.values())
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if sum(self._meet(t) for t in tree_leaves(result) if type(t) is torch.Tensor):
             self.peak = max(self.peak, self.now())

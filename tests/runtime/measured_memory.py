@@ -34,18 +34,20 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 CASES = {
     "host": (
-        ["host"], ["host"],
-        {"offload_param": {"device": "cpu", "pin_memory": True, "buffer_count": 9,
-                           "max_in_cpu": 10**6},
-         "stage3_prefetch_bucket_size": 3 * WIDTH**2},
+        ["host"],
+        ["host"],
+        {
+            "offload_param": {"device": "cpu", "pin_memory": True, "buffer_count": 9, "max_in_cpu": 10**6},
+            "stage3_prefetch_bucket_size": 3 * WIDTH**2,
+        },
     ),
     "mixed": (
-        ["host", "device", "resident"], ["host", "device"],
-        {"offload_param": OFFLOAD, "stage3_max_reuse_distance": 0,
-         "stage3_prefetch_bucket_size": 1},
+        ["host", "device", "resident"],
+        ["host", "device"],
+        {"offload_param": OFFLOAD, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1},
     ),
     "device": (["device", "resident"], ["device"], {"stage3_prefetch_bucket_size": 1}),
-}  # fmt: skip
+}
 
 
 class Layers(torch.nn.Module):

@@ -54,10 +54,21 @@ class TorchStep:
             gradient[start:end].copy_(part).mul_(scale)
         beta1, beta2 = ADAMW["betas"]
         adamw(
-            [master], [gradient], [first], [second], [], [torch.tensor(self.number - 1.0)],
-            foreach=False, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
-            lr=ADAMW["lr"], weight_decay=ADAMW["weight_decay"], eps=ADAMW["eps"],
-        )  # fmt: skip
+            [master],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.tensor(self.number - 1.0)],
+            foreach=False,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=ADAMW["lr"],
+            weight_decay=ADAMW["weight_decay"],
+            eps=ADAMW["eps"],
+        )
         out.copy_(master)
 
 
@@ -125,9 +136,7 @@ class PlainEngine:
     def _arrived(self, param, number):
         piece = self.session.homes.slices[number]
         boundary = self.micro == self.accumulation - 1
-        total = self.session.homes.accept(
-            piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary
-        )
+        total = self.session.homes.accept(piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary)
         if boundary:
             self.norms[number] = torch.linalg.vector_norm(total.float())
         param.grad = None
@@ -163,11 +172,16 @@ class PlainEngine:
         commit = Commit(attempt, files, plan.deadline_s)
         commit.begin()
         writer = BlockWriter(
-            attempt.staging, [PlannedFile(Path("state.pt"), layout)], files,
-            Slots(2, BLOCK_BYTES), Slots(plan.writers + READY_BLOCKS, BLOCK_BYTES),
-            Pace(bytes_per_s), writers=plan.writers,
-            progress_deadline_s=plan.deadline_s, turns=self.live.turns,
-        )  # fmt: skip
+            attempt.staging,
+            [PlannedFile(Path("state.pt"), layout)],
+            files,
+            Slots(2, BLOCK_BYTES),
+            Slots(plan.writers + READY_BLOCKS, BLOCK_BYTES),
+            Pace(bytes_per_s),
+            writers=plan.writers,
+            progress_deadline_s=plan.deadline_s,
+            turns=self.live.turns,
+        )
         job = Job(attempt, commit, writer, self.live, files, keep=0)
         job.start()
         return job

@@ -173,10 +173,21 @@ def _library(name: str, source: str, build: str) -> Path:
     (folder / "op.cpp").write_text(source)
     lib = Path(torch.__file__).parent / "lib"
     command = [
-        "g++", *_FLAGS, *BUILDS[build], f"-I{folder}", f"-I{sources}", f"-I{sources}/includes",
-        "-isystem", str(lib.parent / "include"), str(folder / "op.cpp"), "-o", f"{library}.new",
-        f"-L{lib}", "-lc10", "-ltorch_cpu",
-    ]  # fmt: skip
+        "g++",
+        *_FLAGS,
+        *BUILDS[build],
+        f"-I{folder}",
+        f"-I{sources}",
+        f"-I{sources}/includes",
+        "-isystem",
+        str(lib.parent / "include"),
+        str(folder / "op.cpp"),
+        "-o",
+        f"{library}.new",
+        f"-L{lib}",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
     subprocess.run(command, check=True)
     Path(f"{library}.new").rename(library)
     return library

@@ -37,9 +37,7 @@ def test_one_rank_takes_its_gpus_node_less_one_core(node):
     assert cores.update_cores(GPU, node) == list(range(9, 16))
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15]), (2, [9, 10, 11])]
-)
+@pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15]), (2, [9, 10, 11])])
 def test_ranks_on_a_node_divide_it(node, monkeypatch, rank, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -62,8 +60,7 @@ OTHER = "0000:af:00.0"
 
 
 @pytest.mark.parametrize(
-    ("rank", "address", "expected"),
-    [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))],
+    ("rank", "address", "expected"), [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))]
 )
 def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address, expected):
     """Three GPUs on the second node and one on the first: no core has two ranks."""
@@ -134,8 +131,9 @@ print(len(os.listdir("/proc/self/task")) - before)
 def test_the_update_has_its_threads_under_torchrun():
     """Which sets OMP_NUM_THREADS=1: stock's updates heed it, ebbtide's do not."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    told = subprocess.run([sys.executable, "-c", OWN_THREADS], env=environment, check=True,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-c", OWN_THREADS], env=environment, check=True, capture_output=True, text=True, timeout=120
+    )
     assert told.stdout.split()[-1] == "3"
 
 

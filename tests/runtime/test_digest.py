@@ -22,8 +22,7 @@ def test_pieces_add_up_however_they_are_cut_and_wherever_they_are(dtype):
         assert added(first, second).hash == expected.hash
         assert math.dist(added(first, second).sketch, expected.sketch) < 1e-6
     other = added(by_torch(whole[:777]), by_torch(whole[777:], 777))
-    assert (other.hash, other.bits, other.largest) == (
-        expected.hash, expected.bits, expected.largest)  # fmt: skip
+    assert (other.hash, other.bits, other.largest) == (expected.hash, expected.bits, expected.largest)
     assert math.dist(other.sketch, expected.sketch) < 1e-6
     assert unpacked(expected.packed()) == expected
 

@@ -61,17 +61,21 @@ class Recording(Device):
 def executor_for(workload, plan):
     states = [
         SimpleNamespace(
-            index=i, placement=p, parameter_home=home, elements=n, wire=torch.empty(1),
-            gradient=torch.empty(n), state=(), sum=torch.empty(n) if summed else None,
+            index=i,
+            placement=p,
+            parameter_home=home,
+            elements=n,
+            wire=torch.empty(1),
+            gradient=torch.empty(n),
+            state=(),
+            sum=torch.empty(n) if summed else None,
         )
         for i, (n, p, home, summed) in enumerate(
-            zip(workload.subgroups, plan.placements, plan.parameter_homes, plan.summed_on_device,
-                strict=True)
+            zip(workload.subgroups, plan.placements, plan.parameter_homes, plan.summed_on_device, strict=True)
         )
-    ]  # fmt: skip
+    ]
     template, gradients = (
-        cut(workload.subgroups, workload.wire_dtype, plan)
-        for cut in (step_template, gradient_template)
+        cut(workload.subgroups, workload.wire_dtype, plan) for cut in (step_template, gradient_template)
     )
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
@@ -80,9 +84,8 @@ def executor_for(workload, plan):
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
     growing = Growing(Counter(plan.grown), lambda: StagingSlot(()))
     return Executor(
-        device, states, slots, template, 1, rule, gradients, guesses=guesses,
-        prefetch=plan.prefetch, growing=growing,
-    )  # fmt: skip
+        device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch, growing=growing
+    )
 
 
 def executed(workload, plan):
@@ -125,17 +128,13 @@ def backward(executor, workload):
             executor.guess(subgroup, SubgroupJob(None, []))
         executor.come_in()
 
-    homes = GradientHomes(
-        executor.device, executor.states, slices, executor.gradients, complete=complete
-    )
+    homes = GradientHomes(executor.device, executor.states, slices, executor.gradients, complete=complete)
     last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
         if micro_batch == last:
             executor.prefetch()
         for i, n in reversed(list(enumerate(workload.subgroups))):
-            homes.accept(
-                slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last
-            )
+            homes.accept(slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last)
 
 
 def ops_of(executor):
@@ -172,10 +171,7 @@ def random_case(rng):
     sizes = [rng.randint(10, 90) for _ in range(rng.randint(1, 9))]
     cut = rng.randint(0, sum(sizes))
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in (cut, sum(sizes) - cut))
-    workload = Workload(
-        name="w", layers=layers, subgroups=tuple(sizes),
-        gradient_accumulation_steps=rng.randint(1, 3),
-    )  # fmt: skip
+    workload = Workload(name="w", layers=layers, subgroups=tuple(sizes), gradient_accumulation_steps=rng.randint(1, 3))
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [placement for placement, _ in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
@@ -184,17 +180,21 @@ def random_case(rng):
         slots = rng.randint(0, 2)
     growing = rng.choices(range(len(sizes)), k=grown)
     plan = Plan(
-        subgroup_size=90, placement=Plan.runs(placements), staging_slots=slots,
+        subgroup_size=90,
+        placement=Plan.runs(placements),
+        staging_slots=slots,
         growing_slots=growing,
         parameter_home=Plan.home_runs([home for _, home in chosen]),
-        prefetch=rng.randint(0, slots + grown), overlap_forward=rng.random() < 0.7,
+        prefetch=rng.randint(0, slots + grown),
+        overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
-        host_slots=host_slots, speculate_stored=rng.randint(0, host_slots),
+        host_slots=host_slots,
+        speculate_stored=rng.randint(0, host_slots),
         speculate=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_among=rng.choice([0, rng.randint(0, len(sizes))]),
         device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
-    )  # fmt: skip
+    )
     return workload, plan
 
 
@@ -219,11 +219,9 @@ def test_buffers_of_two_updates_at_once_are_never_the_same():
         executor.outgoing_slots = [torch.empty(90) for _ in executor.outgoing_slots]
         waits, _ = simulated(workload, plan)
         for users, slots, update, copy in (
-            (executor._incoming, executor.parameter_slots, OpKind.UPDATE_HOST,
-             OpKind.PARAMETER_H2D),
-            (executor._outgoing, executor.outgoing_slots, OpKind.UPDATE_DEVICE,
-             OpKind.PARAMETER_D2H),
-        ):  # fmt: skip
+            (executor._incoming, executor.parameter_slots, OpKind.UPDATE_HOST, OpKind.PARAMETER_H2D),
+            (executor._outgoing, executor.outgoing_slots, OpKind.UPDATE_DEVICE, OpKind.PARAMETER_D2H),
+        ):
             uses, count = [(step, s) for step in range(STEPS) for s in users], len(slots)
             for number, (step, s) in enumerate(uses[count:], start=count):
                 before = uses[number - count]
@@ -235,9 +233,11 @@ def test_buffers_of_two_updates_at_once_are_never_the_same():
 @pytest.mark.parametrize("forgotten", ["now", "before", "needs_arrival", "after", "reduced"])
 def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     workload = Workload(
-        name="w", layers=(Layer(params=40, forward_s=1.0, backward_s=1.0),), subgroups=(10,) * 4,
+        name="w",
+        layers=(Layer(params=40, forward_s=1.0, backward_s=1.0),),
+        subgroups=(10,) * 4,
         gradient_accumulation_steps=2,
-    )  # fmt: skip
+    )
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 4), staging_slots=0)
     cut = "gradient_template" if forgotten in ("after", "reduced") else "step_template"
     whole = globals()[cut](workload.subgroups, "bf16", plan)
@@ -267,8 +267,7 @@ def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
     monkeypatch.setattr(Recorded, "submit", submit)
     monkeypatch.setattr(Completion, "wait_host", arrive)
     size = 4
-    workload = Workload(name="one", layers=(Layer(params=size, forward_s=1.0, backward_s=1.0),),
-                        subgroups=(size,))  # fmt: skip
+    workload = Workload(name="one", layers=(Layer(params=size, forward_s=1.0, backward_s=1.0),), subgroups=(size,))
     plan = Plan(subgroup_size=size, placement=Plan.runs(["host"]))
     executor = executor_for(workload, plan)
     executor.states[0].gradient.zero_()

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 def fingerprint(sizes, wire="bf16", width=2):
     layer = Layer(params=sum(sizes), forward_s=1.0, backward_s=1.0)
-    return Workload(
-        name="w", layers=(layer,), subgroups=sizes, wire_dtype=wire, grad_bytes_per_param=width
-    ).fingerprint
+    return Workload(name="w", layers=(layer,), subgroups=sizes, wire_dtype=wire, grad_bytes_per_param=width).fingerprint
 
 
 def this_machine():
@@ -29,10 +27,7 @@ def warnings(caplog, made_on, sizes_to_fingerprint, given=None):
     engine = start()
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     plan = plan_for(engine, ["host"]).model_copy(
-        update={
-            "machine_fingerprint": made_on.fingerprint,
-            "workload_fingerprint": sizes_to_fingerprint(sizes),
-        }
+        update={"machine_fingerprint": made_on.fingerprint, "workload_fingerprint": sizes_to_fingerprint(sizes)}
     )
     with caplog.at_level(logging.WARNING, logger="ebbtide"):
         ebbtide.runtime.attach(engine, plan, device=device_of(next(iter(DEVICES))), machine=given)

@@ -51,9 +51,7 @@ def test_configs_are_refused_before_the_model_is_touched(bad, message):
     model = ByteGPT(SIZES["tiny"])
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=message):
-        ebbtide.runtime.initialize(
-            model=model, config=bad, plan=Plan(subgroup_size=1, placement=Plan.runs(["host"]))
-        )
+        ebbtide.runtime.initialize(model=model, config=bad, plan=Plan(subgroup_size=1, placement=Plan.runs(["host"])))
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
@@ -68,9 +66,7 @@ def test_the_key_of_old_is_taken(only_rank):
     made["zero_optimization"]["cpu_offload"] = True
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     model = ByteGPT(SIZES["tiny"])
-    engine, *_ = ebbtide.runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=made, plan=plan
-    )
+    engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan=plan)
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
     engine.destroy()
 
@@ -88,9 +84,7 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
     model, made = ByteGPT(SIZES["tiny"]), config(**offload(**given))
     before = copy.deepcopy(made)
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
-    engine, *_ = ebbtide.runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=made, plan=plan
-    )
+    engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan=plan)
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
     assert made == before
     assert (says is None) == ("is left to the plan" not in caplog.text)
@@ -99,9 +93,15 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
 
 
 def test_an_engine_that_was_built_with_twin_flow_is_refused(only_rank):
-    engine = start(extra={"zero_optimization": {
-        "stage": 3, "sub_group_size": 20_000, "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }})  # fmt: skip
+    engine = start(
+        extra={
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": 20_000,
+                "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            }
+        }
+    )
     plan = Plan(subgroup_size=20_000, placement=Plan.runs(["host"]))
     with pytest.raises(ConfigError, match="built with it: remove the key"):
         ebbtide.runtime.attach(engine, plan)
@@ -112,9 +112,7 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
     made = config()
     made["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     model = ByteGPT(SIZES["tiny"])
-    engine, *_ = ebbtide.runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=made, plan="auto"
-    )
+    engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan="auto")
     assert not hasattr(engine.optimizer, "_ebbtide")
     assert caplog.text.count("this engine is left to DeepSpeed, without a plan") == 1
     engine.destroy()
@@ -143,14 +141,14 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
         (7, "plan must be a Plan, a path or a dict, but got int"),
         ({"placement": []}, "subgroup_size: must be given"),
         ({"subgroup_size": 1, "placement": [{"placement": "moon", "count": 1}]}, "moon"),
-        ({"subgroup_size": 1, "schema_version": 99,
-          "placement": [{"placement": "host", "count": 1}]}, "newer ebbtide"),
-        ({"subgroup_size": 1, "staging_slots": 0,
-          "placement": [{"placement": "device", "count": 1}]}, "staging_slots must be >= 1"),
-        ({"subgroup_size": 1, "colour": "red",
-          "placement": [{"placement": "host", "count": 1}]}, "colour"),
+        ({"subgroup_size": 1, "schema_version": 99, "placement": [{"placement": "host", "count": 1}]}, "newer ebbtide"),
+        (
+            {"subgroup_size": 1, "staging_slots": 0, "placement": [{"placement": "device", "count": 1}]},
+            "staging_slots must be >= 1",
+        ),
+        ({"subgroup_size": 1, "colour": "red", "placement": [{"placement": "host", "count": 1}]}, "colour"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plan_is_refused(plan, message):
     with pytest.raises(PlanError, match=message):
         ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan=plan)
@@ -197,9 +195,7 @@ def test_zero_2_on_an_older_deepspeed_is_refused(monkeypatch):
     import deepspeed
 
     monkeypatch.setattr(deepspeed, "__version__", "0.19.6")
-    with pytest.raises(
-        UnsupportedDeepSpeedError, match=r"needs deepspeed >= 0\.19\.8, .*stage to 3"
-    ):
+    with pytest.raises(UnsupportedDeepSpeedError, match=r"needs deepspeed >= 0\.19\.8, .*stage to 3"):
         deepspeed_private.check_members(object())
 
 
@@ -225,9 +221,8 @@ def test_rocm_is_refused(monkeypatch):
 def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     sizes = (3 * 10**9, 10**9, 10**9)
     plan = Plan(
-        subgroup_size=3 * 10**9, subgroups=sizes, staging_slots=1,
-        placement=Plan.runs(["host", "device", "resident"]),
-    )  # fmt: skip
+        subgroup_size=3 * 10**9, subgroups=sizes, staging_slots=1, placement=Plan.runs(["host", "device", "resident"])
+    )
     # 12 bytes of state of host and device, 2 of gradient of host, one staging slot for parameters.
     needed = 12 * 4 * 10**9 + 2 * 3 * 10**9 + 2 * 3 * 10**9
     assert needed_bytes(plan, 2) == needed
@@ -255,21 +250,15 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     check_host_memory(plan, config() | batch, once)
     derived = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for more in (
-        {"gradient_accumulation_steps": 2},
-        {"gradient_accumulation_steps": None} | derived,
-    ):
+    for more in ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": None} | derived):
         with pytest.raises(ConfigError, match=r"3.73 GiB missing"):
             check_host_memory(plan, config() | more, once)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "expected"),
-    [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)],
+    ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
-def test_gradients_set_out_early_where_the_config_leaves_it_open(
-    monkeypatch, ranks, given, expected
-):
+def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected):
     """With more ranks the size of the bucket shows in the bits of the sum: it stays DeepSpeed's."""
     import deepspeed
 

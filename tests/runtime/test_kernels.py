@@ -47,10 +47,7 @@ class Stock:
         op.create_adam(self.number, LR, *BETAS, EPS, weight_decay, adamw, False)
 
     def step(self, number, grad, lr=LR, betas=BETAS):
-        self.op.adam_update(
-            self.number, number, lr, *betas, EPS, self.weight_decay, True,
-            self.p, grad, self.m, self.v,
-        )  # fmt: skip
+        self.op.adam_update(self.number, number, lr, *betas, EPS, self.weight_decay, True, self.p, grad, self.m, self.v)
 
     def close(self):
         self.op.destroy_adam(self.number)
@@ -59,9 +56,7 @@ class Stock:
 def same(a, b):
     """Equal bits; NaN where NaN, whatever its payload."""
     nan = torch.isnan(a)
-    return torch.equal(nan, torch.isnan(b)) and torch.equal(
-        a.masked_fill(nan, 0), b.masked_fill(nan, 0)
-    )
+    return torch.equal(nan, torch.isnan(b)) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
 
 
 def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16, threads=2, seed=0):
@@ -174,9 +169,7 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     assert same(v, stock.v)
 
 
-@pytest.mark.parametrize(
-    ("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)]
-)
+@pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
     """With a tail, in several blocks of a thread's share; past the caches where it is long, of

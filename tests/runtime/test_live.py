@@ -32,10 +32,12 @@ def machine(**rates):
 def plan_of(pattern, count, slots=2, prefetch=1, homes=("device",)):
     placements = [pattern[i % len(pattern)] for i in range(count)]
     return Plan(
-        subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=slots,
+        subgroup_size=SUBGROUP,
+        placement=Plan.runs(placements),
+        staging_slots=slots,
         prefetch=prefetch,
         parameter_home=Plan.home_runs([homes[i % len(homes)] for i in range(count)]),
-    )  # fmt: skip
+    )
 
 
 def new_engine(stage=3, **zero):
@@ -86,9 +88,7 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
     switched = []
 
     def switch(number):
-        plan = plan_of(
-            patterns[(number + 1) % 3], count, slots=3, prefetch=2, homes=homes[number % len(homes)]
-        )
+        plan = plan_of(patterns[(number + 1) % 3], count, slots=3, prefetch=2, homes=homes[number % len(homes)])
         switch_plan(engine, plan)
         now = engine.optimizer._ebbtide.plan
         same_homes = now.parameter_homes == plan.parameter_homes
@@ -124,9 +124,7 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     assert_same_bits(train(engine, after_step=note), stock_of(stage))
     assert placements[0] == {"host"}
     if EMULATED:
-        assert placements[-1] - {"host"}, (
-            "with a fast device and room on it, something belongs there"
-        )
+        assert placements[-1] - {"host"}, "with a fast device and room on it, something belongs there"
 
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
@@ -159,9 +157,13 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     ebbtide.runtime.attach(
-        engine, plan_of(["device"], count), device=slowed(1e7, 1e7, 1e9), replan=True,
-        machine=machine(), workload=workload,
-    )  # fmt: skip
+        engine,
+        plan_of(["device"], count),
+        device=slowed(1e7, 1e7, 1e9),
+        replan=True,
+        machine=machine(),
+        workload=workload,
+    )
     session = engine.optimizer._ebbtide
     session.watch.period_steps = 3
     ours = train(engine)
@@ -183,10 +185,7 @@ def test_rates_come_from_the_spans():
         Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 1.0),
     ]
     on = machine(host_adam_out_of_place=Quantity.exact(0.5))
-    timeline, layers = (
-        Timeline(tuple(spans), "measured"),
-        [Layer(params=300, forward_s=1.0, backward_s=1.0)],
-    )
+    timeline, layers = (Timeline(tuple(spans), "measured"), [Layer(params=300, forward_s=1.0, backward_s=1.0)])
     work = Workload(name="w", layers=layers, subgroups=(100, 200))
     rates = measured_rates(timeline, work, on)
     assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
@@ -210,24 +209,28 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
     model = ByteGPT(SIZES["tiny"])
     config = ds_config(2, SUBGROUP, learning_rate=1e-3)
     config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
-        0
-    ]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     prediction = Prediction(
-        strategy="ebbtide", iteration_s=0.123, iteration_low_s=0.1, iteration_high_s=0.2,
-        forward_s=0.04, backward_s=0.08, step_s=0.0, update_s=0.04, device_peak_bytes=1,
+        strategy="ebbtide",
+        iteration_s=0.123,
+        iteration_low_s=0.1,
+        iteration_high_s=0.2,
+        forward_s=0.04,
+        backward_s=0.08,
+        step_s=0.0,
+        update_s=0.04,
+        device_peak_bytes=1,
         host_peak_bytes=1,
-    )  # fmt: skip
+    )
     plan = plan_of(["host"], len(sizes), 0, 0).model_copy(update={"prediction": prediction})
     ebbtide.runtime.attach(engine, plan, device="auto", machine=machine(), workload=workload)
     engine.optimizer._ebbtide.watch.period_steps = 2
     train(engine, 4)
     rows = {
-        path.stem: [line.split(",") for line in path.read_text().splitlines()[1:]]
-        for path in tmp_path.rglob("*.csv")
+        path.stem: [line.split(",") for line in path.read_text().splitlines()[1:]] for path in tmp_path.rglob("*.csv")
     }
     predicted = rows["Train_ebbtide_predicted_iteration_s"]
     assert [float(row[1]) for row in predicted] == [0.123, 0.123]
@@ -263,9 +266,8 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     ebbtide.runtime.attach(
-        engine, plan_of(["host"], len(sizes)), machine=machine(), workload=workload,
-        device=list(DEVICES.values())[-1](),
-    )  # fmt: skip
+        engine, plan_of(["host"], len(sizes)), machine=machine(), workload=workload, device=list(DEVICES.values())[-1]()
+    )
     watch = engine.optimizer._ebbtide.watch
     watch.period_steps = 1
     looked, waited = [], []
@@ -296,8 +298,7 @@ def test_what_is_recorded_of_forward_breaks_no_compiled_graph(dynamo):
 
     calls = []
     recorder = SimpleNamespace(
-        forward_begins=lambda: calls.append(time.perf_counter()),
-        forward_ends=lambda: calls.append(time.perf_counter()),
+        forward_begins=lambda: calls.append(time.perf_counter()), forward_ends=lambda: calls.append(time.perf_counter())
     )
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
     _record_forward(module, recorder)

@@ -42,11 +42,15 @@ dist.destroy_process_group()
 def test_one_rank_of_a_node_measures(tmp_path, child_environment):
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path)], cwd=ROOT,
-            env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
+            cwd=ROOT,
+            env=child_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     told = [process.communicate(timeout=120) for process in ranks]
     said = [out.strip().splitlines()[-2:] for out, _ in told]
     failed = 'plan="auto" measures the machine first, which failed on rank 0: OSError: planted'

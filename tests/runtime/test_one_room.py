@@ -9,13 +9,8 @@ RUNTIME = Path(private.__file__).parents[2]
 # A checkpoint engine must have DeepSpeed's base class, a load without the optimizer's states goes
 # through DeepSpeed's own script, and a checkpoint holds objects of its classes, which a safe loader
 # must name.
-MAY_IMPORT = {
-    "checkpoint/deepspeed/engine.py", "checkpoint/deepspeed/loading.py",
-    "checkpoint/format/plain_data.py",
-}  # fmt: skip
-HIDDEN = {
-    member.name for member in (*private.STAGE3, *private.STAGE12) if member.name.startswith("_")
-}
+MAY_IMPORT = {"checkpoint/deepspeed/engine.py", "checkpoint/deepspeed/loading.py", "checkpoint/format/plain_data.py"}
+HIDDEN = {member.name for member in (*private.STAGE3, *private.STAGE12) if member.name.startswith("_")}
 
 
 def files():
@@ -34,11 +29,7 @@ def imported(tree):
 
 
 def test_one_folder_imports_deepspeed():
-    others = {
-        name
-        for name, tree in files()
-        if any(i.split(".")[0] == "deepspeed" for i in imported(tree))
-    }
+    others = {name for name, tree in files() if any(i.split(".")[0] == "deepspeed" for i in imported(tree))}
     assert others <= MAY_IMPORT
 
 
@@ -47,8 +38,7 @@ def test_one_folder_touches_its_private_members():
         (name, node.attr)
         for name, tree in files()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and (node.attr in HIDDEN or node.attr.startswith("_DeepSpeed"))
+        if isinstance(node, ast.Attribute) and (node.attr in HIDDEN or node.attr.startswith("_DeepSpeed"))
     ]
     assert touched == []
 
@@ -56,14 +46,20 @@ def test_one_folder_touches_its_private_members():
 def test_every_private_member_in_use_is_in_the_table():
     """Underscored members of DeepSpeed's optimizers that this folder reads, calls or extends."""
     trees = {p.name: ast.parse(p.read_text()) for p in (RUNTIME / "zero").rglob("*.py")}
-    defined = {
-        node.name
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
+    defined = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    ours = defined | {
+        "_ebbtide",
+        "_rule",
+        "_flat",
+        "_gathers",
+        "_overflows",
+        "_inner_hook",
+        "_swapped",
+        "_unread",
+        "_infinite",
+        "_pieces",
+        "_held",
     }
-    ours = defined | {"_ebbtide", "_rule", "_flat", "_gathers", "_overflows", "_inner_hook",
-                          "_swapped", "_unread", "_infinite", "_pieces", "_held"}  # fmt: skip
     unlisted = {
         (name, node.attr)
         for name in ("stage3.py", "stage12.py", "planned.py", "stage3_buffers.py", "private.py")

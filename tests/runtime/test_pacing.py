@@ -40,9 +40,7 @@ def test_work_lasts_at_least_as_long_as_alone():
 
 
 def test_two_on_one_device_take_the_sum():
-    ends = run_together(
-        FluidPacer({"device": 1.0}), [(0.05, {"device": 1.0}), (0.15, {"device": 1.0})]
-    )
+    ends = run_together(FluidPacer({"device": 1.0}), [(0.05, {"device": 1.0}), (0.15, {"device": 1.0})])
     # Half speed for both until the short one is through, then full speed for the other.
     assert ends[0] >= 0.095
     assert ends[1] >= 0.195

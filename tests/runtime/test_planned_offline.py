@@ -14,9 +14,11 @@ from tests.runtime.contract.training import all_state
 
 pytest.importorskip("transformers")
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}  # fmt: skip
+}
 
 
 def trained(engine, steps=4):
@@ -44,10 +46,24 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
     (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
     result = CliRunner().invoke(
         main,
-        ["plan", "--machine", "h200", "--model", str(model), "--sequence", str(SEQUENCE),
-         "--ds-config", str(tmp_path / "ds.json"), "--subgroup-size", "20000",
-         "-o", str(tmp_path / "plan.json"), "--emit-deepspeed", str(tmp_path / "out.json")],
-    )  # fmt: skip
+        [
+            "plan",
+            "--machine",
+            "h200",
+            "--model",
+            str(model),
+            "--sequence",
+            str(SEQUENCE),
+            "--ds-config",
+            str(tmp_path / "ds.json"),
+            "--subgroup-size",
+            "20000",
+            "-o",
+            str(tmp_path / "plan.json"),
+            "--emit-deepspeed",
+            str(tmp_path / "out.json"),
+        ],
+    )
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "out.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
@@ -59,9 +75,8 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
     assert len(engine.optimizer._ebbtide.plan.subgroups) > 3
     engine_of = tiny_llama()
     stock, *_ = deepspeed.initialize(
-        model=engine_of, model_parameters=engine_of.parameters(),
-        config={**CONFIG, "zero_optimization": zero},
-    )  # fmt: skip
+        model=engine_of, model_parameters=engine_of.parameters(), config={**CONFIG, "zero_optimization": zero}
+    )
     assert differences(trained(engine), trained(stock)) == ()
 
 
@@ -81,12 +96,11 @@ def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.AutoConfig.for_model(family, **SIZES, **own, **tokens)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    settings = {**CONFIG, "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 3000,
-    }}  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
+    settings = {
+        **CONFIG,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 3000},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     work = workload_from_model(config.to_dict(), preset("h200"), settings, sequence=32)
     sizes = subgroups_of(engine.optimizer, 3000)
     engine.destroy()

@@ -78,9 +78,7 @@ def test_lion_moves_by_the_sign_of_zero_too(build):
 
 
 def test_the_simulator_knows_the_same_optimizers():
-    assert {rule.name: rule.moments for rule in RULES} == {
-        name: state.tensors for name, state in OPTIMIZERS.items()
-    }
+    assert {rule.name: rule.moments for rule in RULES} == {name: state.tensors for name, state in OPTIMIZERS.items()}
 
 
 def test_fused_rounds_once():
@@ -138,9 +136,8 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED], cwd=root, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _INTERPRETED], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split("\n")) > len(KINDS) * 2
 
@@ -151,8 +148,13 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch):
     from ebbtide.runtime.kernels import device
 
     seen = set()
-    monkeypatch.setattr(device, "device_update", lambda state, grad, out, step, tail: seen.add(
-        (grad.dtype, len(grad) % 16, tail % 16, state[0].storage_offset() % 16)))  # fmt: skip
+    monkeypatch.setattr(
+        device,
+        "device_update",
+        lambda state, grad, out, step, tail: seen.add(
+            (grad.dtype, len(grad) % 16, tail % 16, state[0].storage_offset() % 16)
+        ),
+    )
     device.compile_for(AdamRule().forms(), 3, torch.bfloat16, torch.bfloat16, "cpu")
     assert {(dtype, offset) for dtype, _, _, offset in seen} == {
         (dtype, offset) for dtype in (torch.bfloat16, torch.float32) for offset in (0, 1)

@@ -8,20 +8,14 @@ SIZES = (100, 100, 100, 100)
 
 
 def template_of(placements, slots=1, prefetch=0, **fields):
-    plan = Plan(
-        subgroup_size=100, placement=Plan.runs(placements), staging_slots=slots,
-        prefetch=prefetch, **fields,
-    )  # fmt: skip
+    plan = Plan(subgroup_size=100, placement=Plan.runs(placements), staging_slots=slots, prefetch=prefetch, **fields)
     return step_template(SIZES, "bf16", plan)
 
 
 def named(template):
     """(kind, subgroup) -> the same of what it waits for, this step's and the previous one's."""
     keys = [(t.op.kind, t.op.subgroup) for t in template]
-    return {
-        key: ({keys[i] for i in t.now}, {keys[i] for i in t.before})
-        for key, t in zip(keys, template, strict=True)
-    }
+    return {key: ({keys[i] for i in t.now}, {keys[i] for i in t.before}) for key, t in zip(keys, template, strict=True)}
 
 
 def test_who_takes_a_slot_waits_for_whom_visits_know_of():
@@ -33,9 +27,11 @@ def test_what_is_guessed_is_all_that_comes_before_the_norm():
     template = template_of(["device", "device", "host", "host"], speculate=1, speculate_visits=1)
     guessed = [(t.op.kind, t.op.subgroup) for t in template if t.guessed]
     assert set(guessed) == {
-        (OpKind.STATE_H2D, 1), (OpKind.VISIT_GUESSED, 1), (OpKind.STATE_D2H, 1),
+        (OpKind.STATE_H2D, 1),
+        (OpKind.VISIT_GUESSED, 1),
+        (OpKind.STATE_D2H, 1),
         (OpKind.UPDATE_GUESSED, 3),
-    }  # fmt: skip
+    }
     assert guessed.index((OpKind.STATE_H2D, 1)) < guessed.index((OpKind.VISIT_GUESSED, 1))
     assert named(template)[OpKind.PARAMETER_H2D, 1][0] == {(OpKind.STATE_D2H, 1)}
     assert not any(t.needs_norm for t in template if t.guessed)

@@ -121,28 +121,15 @@ NODES = {
     # Argonne's Polaris, machine overview: one EPYC 7543P (32 cores, 8 channels of DDR4-3200, 512
     # GiB), four A100 on PCIe 4 x16, each pair joined by four NVLinks, two Slingshot 11 adapters
     # (HPE: 200 Gbit/s each), NVMe drives on PCIe 4 x4.
-    "a100-node": Node(
-        A100, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4, 2 * 200e9, host_gib=512
-    ),
+    "a100-node": Node(A100, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4, 2 * 200e9, host_gib=512),
     # NVIDIA DGX A100 640GB data sheet: two EPYC 7742 (64 cores, 8 channels of DDR4-3200), 2 TB,
     # eight ports of 200 Gbit/s for the GPUs.
-    "a100-80gb": Node(
-        A100_80GB,
-        8,
-        (2, 8, 3200e6, 8),
-        2 * 64,
-        pcie_bytes_per_s(4, 16),
-        4,
-        8 * 200e9,
-        host_gib=2048,
-    ),
+    "a100-80gb": Node(A100_80GB, 8, (2, 8, 3200e6, 8), 2 * 64, pcie_bytes_per_s(4, 16), 4, 8 * 200e9, host_gib=2048),
     # Two sockets of Intel Xeon Scalable of the fourth generation (Intel ARK: 8 channels of
     # DDR5-4800, at most 60 cores), PCIe 5 x16, one ConnectX-7 (NVIDIA: 400 Gbit/s).
     "h100-node": Node(H100, 4, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(5, 16), 5, 400e9),
     # NVIDIA DGX H200 data sheet: two Xeon 8480C (56 cores), 2 TB, eight ConnectX-7.
-    "h200": Node(
-        H200, 8, (2, 8, 4800e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=2048
-    ),
+    "h200": Node(H200, 8, (2, 8, 4800e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=2048),
     # GH200 data sheet: 72 cores, 480 GB of LPDDR5X on the package, 512 bits at 384 GB/s;
     # NVLink-C2C 900 GB/s in both directions together.
     "gh200": Node(GH200, 1, (1, 1, 6000e6, 64), 72, 450e9, 5, 400e9, host_gib=480),
@@ -161,9 +148,7 @@ NODES = {
     "l40s": Node(L40S, 8, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(4, 16), 5, 200e9),
     # NVIDIA DGX B200 data sheet: two Xeon Platinum 8570 (56 cores, 8 channels of DDR5-5600), 2 TB
     # (4 at most), eight ConnectX-7.
-    "b200": Node(
-        B200, 8, (2, 8, 5600e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=4096
-    ),
+    "b200": Node(B200, 8, (2, 8, 5600e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=4096),
 }
 
 
@@ -173,30 +158,42 @@ def limits(name: str) -> dict[str, float]:
     gpu, link = node.gpu, node.link_bytes_per_s
     socket = node.dram_bytes_per_s / node.dram[0]
     return {
-        "h2d_bytes_per_s": link, "d2h_bytes_per_s": link,
-        "pageable_h2d_bytes_per_s": link, "pageable_d2h_bytes_per_s": link,
+        "h2d_bytes_per_s": link,
+        "d2h_bytes_per_s": link,
+        "pageable_h2d_bytes_per_s": link,
+        "pageable_d2h_bytes_per_s": link,
         "dram_bytes_per_s": node.dram_bytes_per_s,
         # Each parameter and moment read and written in 32 bits is the least; one socket's memory.
-        "host_adam_params_per_s": socket / 24, "stock_host_adam_params_per_s": socket / 36,
+        "host_adam_params_per_s": socket / 24,
+        "stock_host_adam_params_per_s": socket / 36,
         "device_adam_params_per_s": gpu.memory_bytes_per_s / 24,
-        "device_flops_per_s": gpu.flops, "device_memory_bytes_per_s": gpu.memory_bytes_per_s,
+        "device_flops_per_s": gpu.flops,
+        "device_memory_bytes_per_s": gpu.memory_bytes_per_s,
         "storage_write_bytes_per_s": pcie_bytes_per_s(node.drive, 4),
         "network_bytes_per_s": node.ports_bits_per_s / 8,
         "nvlink_bytes_per_s": gpu.nvlinks * NVLINK_BYTES_PER_S,
         "nvlink_pair_bytes_per_s": gpu.nvlinks * NVLINK_BYTES_PER_S / max(1, node.gpus - 1),
-        "device_memory_bytes": gpu.memory_gib * GIB, "host_memory_bytes": node.most_host_gib * GIB,
-        "cpu_cores": node.cores, "gpus_per_node": node.gpus,
-    }  # fmt: skip
+        "device_memory_bytes": gpu.memory_gib * GIB,
+        "host_memory_bytes": node.most_host_gib * GIB,
+        "cpu_cores": node.cores,
+        "gpus_per_node": node.gpus,
+    }
 
 
 # What a rate reaches of its limit at the least: below, a unit or a digit is lost. STREAM reaches
 # 0.75 to 0.9 of DRAM, copies 0.75 to 0.9 of PCIe, products half of a GPU's flops and more.
 LEAST = {
-    "h2d_bytes_per_s": 0.6, "d2h_bytes_per_s": 0.6, "dram_bytes_per_s": 0.6,
-    "device_flops_per_s": 0.4, "device_memory_bytes_per_s": 0.6, "device_memory_bytes": 0.95,
-    "nvlink_bytes_per_s": 0.9, "nvlink_pair_bytes_per_s": 0.9, "gpus_per_node": 1.0,
+    "h2d_bytes_per_s": 0.6,
+    "d2h_bytes_per_s": 0.6,
+    "dram_bytes_per_s": 0.6,
+    "device_flops_per_s": 0.4,
+    "device_memory_bytes_per_s": 0.6,
+    "device_memory_bytes": 0.95,
+    "nvlink_bytes_per_s": 0.9,
+    "nvlink_pair_bytes_per_s": 0.9,
+    "gpus_per_node": 1.0,
     "cpu_cores": 0.5,
-}  # fmt: skip
+}
 
 
 def offences(machine: Any) -> list[str]:
@@ -217,9 +214,11 @@ def sheet_offences(sheet: Any, name: str) -> list[str]:
     """Likewise of the sheet itself, whose values bound what `tune calibrate` may find."""
     most, node = limits(name), NODES[name]
     pairs = {
-        "flops": most["device_flops_per_s"], "hbm_bytes_per_s": most["device_memory_bytes_per_s"],
-        "link_raw_bytes_per_s": node.link_bytes_per_s, "dram_bytes_per_s": node.dram_bytes_per_s,
-    }  # fmt: skip
+        "flops": most["device_flops_per_s"],
+        "hbm_bytes_per_s": most["device_memory_bytes_per_s"],
+        "link_raw_bytes_per_s": node.link_bytes_per_s,
+        "dram_bytes_per_s": node.dram_bytes_per_s,
+    }
     return [
         f"{field} must be {limit:.4g} within 1%, but got {getattr(sheet, field):.4g}"
         for field, limit in pairs.items()

@@ -25,9 +25,7 @@ from tests.machines import node
 
 PLENTY = 2**45
 PLACEMENTS = tuple(RECIPES)
-VISITING = [
-    i for i, r in enumerate(RECIPES.values()) if any(s.takes == Slot.STAGING for s in r.steps)
-]
+VISITING = [i for i, r in enumerate(RECIPES.values()) if any(s.takes == Slot.STAGING for s in r.steps)]
 
 
 def random_workload(rng, most, zero_stage=3):
@@ -42,19 +40,27 @@ def random_workload(rng, most, zero_stage=3):
     cuts = sorted(rng.integers(1, sum(sizes), size=int(rng.integers(0, 14))).tolist())
     forward_s = float(10 ** rng.uniform(-1.5, 0.7)) * sum(sizes) / 7e9
     layers = tuple(
-        Layer(params=int(params), forward_s=forward_s * rng.uniform(0.1, 2) / (len(cuts) + 1),
-              backward_s=forward_s * rng.uniform(0.2, 4) / (len(cuts) + 1),
-              activation_bytes=int(rng.integers(0, 10**8)))
+        Layer(
+            params=int(params),
+            forward_s=forward_s * rng.uniform(0.1, 2) / (len(cuts) + 1),
+            backward_s=forward_s * rng.uniform(0.2, 4) / (len(cuts) + 1),
+            activation_bytes=int(rng.integers(0, 10**8)),
+        )
         for params in np.diff([0, *cuts, sum(sizes)])
-    )  # fmt: skip
+    )
     return Workload(
-        name="random", layers=layers, subgroups=tuple(sizes), device_base_bytes=10**9,
+        name="random",
+        layers=layers,
+        subgroups=tuple(sizes),
+        device_base_bytes=10**9,
         gradient_accumulation_steps=int(rng.choice([1, 1, 2, 3])),
-        ranks_per_node=int(rng.choice([1, 1, 2, 4])), optimizer=str(rng.choice(list(OPTIMIZERS))),
+        ranks_per_node=int(rng.choice([1, 1, 2, 4])),
+        optimizer=str(rng.choice(list(OPTIMIZERS))),
         pipeline_idle_s=float(rng.choice([0, 0, forward_s])),
-        grad_bytes_per_param=int(rng.choice([2, 4])), zero_stage=zero_stage,
+        grad_bytes_per_param=int(rng.choice([2, 4])),
+        zero_stage=zero_stage,
         step_gather_s=forward_s if zero_stage < 3 and rng.random() < 0.5 else 0.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
@@ -85,19 +91,19 @@ def test_no_plan_beats_the_bound_over_a_network(zero_stage):
         work, on = random_workload(rng, 6, zero_stage), random_machine(rng)
         gathers, slow = zero_stage == 3, 3 * work.layers[0].forward_s + 0.1
         layers = [
-            layer.model_copy(update={
-                "network_gather_bytes": int(gathers * rng.uniform(0, 1e10) * slow),
-                "network_reduce_bytes": int(rng.uniform(0, 1e10) * slow),
-            })
+            layer.model_copy(
+                update={
+                    "network_gather_bytes": int(gathers * rng.uniform(0, 1e10) * slow),
+                    "network_reduce_bytes": int(rng.uniform(0, 1e10) * slow),
+                }
+            )
             for layer in work.layers
-        ]  # fmt: skip
+        ]
         step = {} if gathers else {"network_step_gather_bytes": int(1e10 * slow)}
         work = work.model_copy(update={"layers": tuple(layers), **step})
         on = on.with_rates(network_bytes_per_s=1e10)
         lowest, sweep = bound(work, on, PLENTY).iteration_s, PlanSweep(work, on)
-        for codes, slots, prefetch, threads, overlap, order in random_plans(
-            rng, len(work.subgroups)
-        ):
+        for codes, slots, prefetch, threads, overlap, order in random_plans(rng, len(work.subgroups)):
             plan = (codes, slots, prefetch, threads, overlap and gathers, order)
             seconds = float(sweep.evaluate(*plan)[0])
             assert lowest <= seconds * (1 + 1e-6), plan
@@ -107,24 +113,28 @@ def test_no_plan_beats_the_bound_over_a_network(zero_stage):
 
 def random_machine(rng):
     between = {
-        "h2d_bytes_per_s": (9.5, 11), "d2h_bytes_per_s": (9.5, 11), "dram_bytes_per_s": (10.5, 12),
-        "host_adam_params_per_s": (8.7, 10.3), "stock_host_adam_params_per_s": (8.7, 10.3),
-        "storage_write_bytes_per_s": (9, 9), "device_adam_params_per_s": (9.7, 11.2),
-    }  # fmt: skip
-    rates = {name: float(10 ** rng.uniform(*span)) for name, span in between.items()}
-    threads = {
-        n: Quantity.exact(rates["host_adam_params_per_s"] * float(rng.uniform(0.3, 1.2)))
-        for n in (2, 8, 16)
+        "h2d_bytes_per_s": (9.5, 11),
+        "d2h_bytes_per_s": (9.5, 11),
+        "dram_bytes_per_s": (10.5, 12),
+        "host_adam_params_per_s": (8.7, 10.3),
+        "stock_host_adam_params_per_s": (8.7, 10.3),
+        "storage_write_bytes_per_s": (9, 9),
+        "device_adam_params_per_s": (9.7, 11.2),
     }
+    rates = {name: float(10 ** rng.uniform(*span)) for name, span in between.items()}
+    threads = {n: Quantity.exact(rates["host_adam_params_per_s"] * float(rng.uniform(0.3, 1.2))) for n in (2, 8, 16)}
     return node(
-        name="random", cpu_cores=32, host_memory_bytes=PLENTY,
-        device_memory_bytes=PLENTY, copy_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
+        name="random",
+        cpu_cores=32,
+        host_memory_bytes=PLENTY,
+        device_memory_bytes=PLENTY,
+        copy_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
         launch_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
         device_shares_host_cores=bool(rng.random() < 0.2),
         host_adam_by_threads=threads if rng.random() < 0.4 else {},
         duplex_factor=Quantity.exact(float(rng.uniform(0.5, 1.1))),
         **rates,
-    )  # fmt: skip
+    )
 
 
 def settled_s(sweeps, *plan):
@@ -247,11 +257,15 @@ def alternating(rng, count, micro):
     params = np.diff([0, *ends.astype(int)]).tolist()
     pass_s = float(rng.uniform(0.05, 1)) * sum(params) * 2 / 10e9 / len(params)
     layers = tuple(Layer(params=n, forward_s=pass_s / 2, backward_s=pass_s) for n in params)
-    work = Workload(name="w", layers=layers, subgroups=tuple(sizes.tolist()),
-                    device_base_bytes=10**9, gradient_accumulation_steps=micro)  # fmt: skip
+    work = Workload(
+        name="w",
+        layers=layers,
+        subgroups=tuple(sizes.tolist()),
+        device_base_bytes=10**9,
+        gradient_accumulation_steps=micro,
+    )
     both = Quantity.exact(float(rng.uniform(0.5, 1)))
-    return work, machine(h2d_bytes_per_s=float(rng.uniform(5e9, 2e10)), duplex_factor=both,
-                         host_adam_params_per_s=5e9)  # fmt: skip
+    return work, machine(h2d_bytes_per_s=float(rng.uniform(5e9, 2e10)), duplex_factor=both, host_adam_params_per_s=5e9)
 
 
 @pytest.mark.parametrize(  # of the last two: 30, 35 and 35 subgroups; 19 and 40
@@ -262,10 +276,7 @@ def test_no_plan_beats_the_bound_where_backward_waits_for_gradients(most, micro,
     for _ in range(3 if micro == 1 else 2):
         work, on = alternating(rng, int(rng.integers(2, most + 1)), micro)
         count = len(work.subgroups)
-        for codes, slots, *rest in [
-            *random_plans(rng, count, 1),
-            (np.zeros(count, int), 0, 0, 0, 1),
-        ]:
+        for codes, slots, *rest in [*random_plans(rng, count, 1), (np.zeros(count, int), 0, 0, 0, 1)]:
             plan = (codes.astype(np.int8), slots, *rest)
             room = within_its_own_memory(work, *plan[:2])
             floor_s = bound(work, on, room).iteration_s
@@ -310,8 +321,9 @@ def test_gradients_that_come_home_slowly_are_a_chain_too():
     """
     layer = Layer(params=10**7, forward_s=0.01, backward_s=0.02)
     work, have = workload(size=10**7, layers=(layer,) * 4), machine(d2h_bytes_per_s=1e8)
-    plan = Plan(subgroup_size=10**7, placement=Plan.runs(["host"] * 4), staging_slots=0,
-                order=UpdateOrder(host="arrival"))  # fmt: skip
+    plan = Plan(
+        subgroup_size=10**7, placement=Plan.runs(["host"] * 4), staging_slots=0, order=UpdateOrder(host="arrival")
+    )
     by_hand = 0.02 + 4 * 0.2 + 0.01 + 2e7 / 20e9 + 4 * 0.01
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     assert floor_of(work, have, 4, 0, 0, 0) == pytest.approx(by_hand, rel=2e-5)
@@ -322,8 +334,9 @@ def test_backward_waits_until_the_gradient_before_is_home():
     layer = Layer(params=2 * 10**8, forward_s=0.01, backward_s=0.02)
     work = workload(size=2 * 10**8, layers=(layer,) * 4)
     have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
-    plan = Plan(subgroup_size=2 * 10**8, placement=Plan.runs(["host"] * 4), staging_slots=0,
-                order=UpdateOrder(host="arrival"))  # fmt: skip
+    plan = Plan(
+        subgroup_size=2 * 10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, order=UpdateOrder(host="arrival")
+    )
     update_s = 2e8 / 1e12
     # The last layer's backward, three ways home; the first layer's way home, update, copy.
     by_hand = 0.02 + 3 * 0.4 + 0.4 + update_s + 4e8 / 20e9 + 4 * 0.01
@@ -385,8 +398,9 @@ def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
     # To the bound the tiny one may be the oldest: beside it there is room for a bit more.
     least_s = by_hand - (GRADIENTS_UNDER_WAY_BYTES - 2 * large) / 1e9 - 1e-4
     assert least_s <= window.rows.lowest(window.waited)[0] <= by_hand
-    plan = Plan(subgroup_size=large, placement=Plan.runs(["host"] * 5), staging_slots=0,
-                order=UpdateOrder(host="arrival"))  # fmt: skip
+    plan = Plan(
+        subgroup_size=large, placement=Plan.runs(["host"] * 5), staging_slots=0, order=UpdateOrder(host="arrival")
+    )
     spans = simulate(build_schedule(work, plan), have).spans
     passes = [s for s in spans if s.kind == OpKind.BACKWARD and s.iteration == 1]
     norm = next(s for s in spans if s.kind == OpKind.NORM and s.iteration == 1)
@@ -437,8 +451,12 @@ def test_a_large_subgroups_way_home_holds_one_of_the_two_buffers():
     work = workload().model_copy(update={"layers": (layer,), "subgroups": sizes})
     have, found = machine(h2d_bytes_per_s=4e9), []
     for order in permutations(range(4)):
-        plan = Plan(subgroup_size=6 * 10**8, placement=Plan.runs(["host"] * 4), staging_slots=0,
-                    order=UpdateOrder.from_sequences(order, []))  # fmt: skip
+        plan = Plan(
+            subgroup_size=6 * 10**8,
+            placement=Plan.runs(["host"] * 4),
+            staging_slots=0,
+            order=UpdateOrder.from_sequences(order, []),
+        )
         found.append(simulate(build_schedule(work, plan), have).iteration_s)
     # Beside the large one's way home only one small update runs.
     floor_s = floor_of(work, have, 4, 0, 0, 0)
@@ -455,9 +473,7 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
     work, have = workload(2, layers=(slow, slow)), machine()
     update_s, in_s, out_s = 1e8 / 50e9, 12e8 / 20e9, 12e8 / 10e9
     by_hand = 2 * 0.5 + update_s + out_s + in_s + update_s + 0.01
-    plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1
-    )
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1)
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     assert floor_of(work, have, 0, 2, 0, 1) == pytest.approx(by_hand, rel=2e-5)
     both_s = 2 * 0.5 + 2 * update_s + 2 * 0.01
@@ -468,9 +484,7 @@ def test_a_slot_holds_its_visits_one_after_the_other():
     """Backward is too short to hide what the next iteration's first visit waits for."""
     work, have = workload(2), machine()
     by_hand = 2 * (1e8 / 50e9 + 12e8 / 20e9 + 12e8 / 10e9)
-    plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1
-    )
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1)
     steady = simulate(build_schedule(work, plan, 12), have).iteration_s
     assert steady == pytest.approx(by_hand)
     assert floor_of(work, have, 0, 2, 0, 1) == pytest.approx(by_hand, rel=2e-5)
@@ -484,9 +498,7 @@ def test_the_last_visit_shares_the_link_with_the_one_before():
     have = machine(**half, duplex_factor=Quantity.exact(0.5))  # 20 GB/s both ways together
     alone_s = 12e8 / 20e9
     by_hand = 3 * 0.5 + alone_s + 2 * alone_s + 0.01
-    plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 3), staging_slots=2, prefetch=2
-    )
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["device"] * 3), staging_slots=2, prefetch=2)
     steady = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert steady == pytest.approx(by_hand, rel=1e-3)
     # The bound lets the one between leave at another time.
@@ -509,15 +521,13 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
     begin_s = (6 * 0.02 + 6 * 0.01 + 0.02) / 4
     fetched_s = begin_s + 3 * 6 * 0.2
     assert floor_s >= (fetched_s + 6 * 0.2) * (1 - 1e-4)
-    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 6), staging_slots=0,
-                order=UpdateOrder(host="arrival"))  # fmt: skip
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["host"] * 6), staging_slots=0, order=UpdateOrder(host="arrival")
+    )
     crossing_s = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert floor_s <= crossing_s * (1 + 1e-9)
     staying = plan.model_copy(update={"device_sums": 6})
-    assert (
-        floor_of(work, have, 6, 0, 0, 0)
-        <= simulate(build_schedule(work, staying, 6), have).iteration_s
-    )
+    assert floor_of(work, have, 6, 0, 0, 0) <= simulate(build_schedule(work, staying, 6), have).iteration_s
     # Updates that take longer than their copies follow one another, all but the first two.
     slow = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=2e8)
     held_s = fetched_s + 0.2 + 4 * 0.5 + 0.2 + 0.01 / 4
@@ -529,18 +539,20 @@ def test_gradients_that_wait_for_room_are_bounded_at_each_stage(stage):
     """Below ZeRO-3 a bound may see one micro-batch where sums of several stay on the device."""
     work = workload(6, gradient_accumulation_steps=4, zero_stage=stage)
     have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
-    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 6), staging_slots=0,
-                overlap_forward=stage == 3, device_sums=6)  # fmt: skip
+    plan = Plan(
+        subgroup_size=10**8,
+        placement=Plan.runs(["host"] * 6),
+        staging_slots=0,
+        overlap_forward=stage == 3,
+        device_sums=6,
+    )
     took_s = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert 0 < bound(work, have, PLENTY).iteration_s <= took_s * (1 + 1e-9)
 
 
 def test_parameters_in_host_memory_leave_room_and_take_the_link():
     """Two subgroups' state fit beside the parameters, and more once those are gone."""
-    work, have = (
-        workload(16, device_base_bytes=10**9 + 2 * 16 * 10**8),
-        machine(host_adam_params_per_s=1e8),
-    )
+    work, have = (workload(16, device_base_bytes=10**9 + 2 * 16 * 10**8), machine(host_adam_params_per_s=1e8))
     room = work.device_base_bytes + 16 * 10**8 + 2 * 14 * 10**8
     here, anywhere = (bound(work, have, room, homes).iteration_s for homes in ((), None))
     away = bound(work, have, room, ("host",) * 16).iteration_s
@@ -571,13 +583,13 @@ def test_what_is_promising_fits_and_is_near():
 
 def machine(**changes):
     rates = {
-        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 10e9, "dram_bytes_per_s": 1e13,
-        "host_adam_params_per_s": 1e9, "stock_host_adam_params_per_s": 1e9,
-    }  # fmt: skip
-    facts = {
-        "host_memory_bytes": PLENTY, "device_memory_bytes": PLENTY,
-        "copy_latency_s": 0.0, "launch_latency_s": 0.0,
-    }  # fmt: skip
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 10e9,
+        "dram_bytes_per_s": 1e13,
+        "host_adam_params_per_s": 1e9,
+        "stock_host_adam_params_per_s": 1e9,
+    }
+    facts = {"host_memory_bytes": PLENTY, "device_memory_bytes": PLENTY, "copy_latency_s": 0.0, "launch_latency_s": 0.0}
     return node(**{**rates, **facts, **changes})
 
 
@@ -592,9 +604,7 @@ def test_a_half_duplex_link_slows_both_directions_alike():
     come = Op(0, OpKind.STATE_H2D, Lane.H2D, 10**9, "h2d_bytes_per_s", dram_bytes=10**9)
     leave = Op(0, OpKind.STATE_D2H, Lane.D2H, 10**9, "d2h_bytes_per_s", dram_bytes=10**9)
     alone = Op(0, OpKind.UPDATE_HOST, Lane.HOST, 10**9, "host_adam_params_per_s", cores=1.0)
-    found = modes(
-        {Lane.H2D: [come], Lane.D2H: [leave], Lane.HOST: [alone]}, have, capacities(have, 1)
-    )
+    found = modes({Lane.H2D: [come], Lane.D2H: [leave], Lane.HOST: [alone]}, have, capacities(have, 1))
     assert [(m.lanes, m.speeds.round(9).tolist()) for m in found] == [
         ((Lane.HOST,), [[1.0]]),
         # 0.6 * (20 + 10) GB/s: not even one way at 20
@@ -610,11 +620,13 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
         for codes, slots, prefetch, threads, *rest in random_plans(rng, len(work.subgroups), 2):
             chosen = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
             early = with_guesses(chosen, rng.random(codes.size) < rng.choice([0.5, 1.0]))
-            guessed = {code: len(ways()) + n for n, (p, home) in enumerate(guessed_ways())
-                       if home == "device" for code in [PLACEMENT_CODES[p]]}  # fmt: skip
-            named = [
-                guessed[code - GUESSED] if code >= GUESSED else code for code in early.tolist()
-            ]
+            guessed = {
+                code: len(ways()) + n
+                for n, (p, home) in enumerate(guessed_ways())
+                if home == "device"
+                for code in [PLACEMENT_CODES[p]]
+            }
+            named = [guessed[code - GUESSED] if code >= GUESSED else code for code in early.tolist()]
             floor_s = floor_of_names(model, named, slots)
             plan = (early, slots, prefetch, threads * int(rng.integers(2)), *rest)
             seconds = steady_s(work, on, floor_s, *plan)
@@ -652,9 +664,7 @@ def balanced(rng):
     on = on.model_copy(update={"copy_latency_s": 0.0, "launch_latency_s": 0.0})
     update_s = work.params / on.rate("host_adam_params_per_s") * work.ranks_per_node
     factor = update_s * rng.uniform(0.5, 2) / work.backward_s
-    layers = [
-        layer.model_copy(update={"backward_s": factor * layer.backward_s}) for layer in work.layers
-    ]
+    layers = [layer.model_copy(update={"backward_s": factor * layer.backward_s}) for layer in work.layers]
     return work.model_copy(update={"layers": tuple(layers)}), on
 
 
@@ -668,9 +678,7 @@ def with_guesses(codes, early):
 
 def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     work, have = workload(), machine()
-    plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, speculate=4
-    )
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, speculate=4)
     update_s = 0.1 / 0.8  # out of place
     by_hand = 0.02 + 2e8 / 10e9 + 4 * update_s + 2e8 / 20e9 + 4 * 0.01
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
@@ -712,8 +720,11 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
     for _ in range(12):
         work, on = accumulating(rng)
         model = Model(work, on, ways(), len(work.subgroups), sums=True)
-        named = {(way[0], s): n for n, (way, s) in enumerate(zip(model.ways, model.summed,
-                 strict=True)) if way[1] == "device"}  # fmt: skip
+        named = {
+            (way[0], s): n
+            for n, (way, s) in enumerate(zip(model.ways, model.summed, strict=True))
+            if way[1] == "device"
+        }
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
             codes = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
             first = rng.choice([rng.integers(codes.size + 1), codes.size])
@@ -754,9 +765,7 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_memory():
 def test_the_bound_knows_what_sums_take_of_the_device():
     """As much as the plan takes with all of them there, and less: then they cross."""
     work, have = workload(gradient_accumulation_steps=4), machine(h2d_bytes_per_s=1e9)
-    plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, device_sums=4
-    )
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, device_sums=4)
     seconds = simulate(build_schedule(work, plan), have).iteration_s
     room = footprint(work, plan)["device"] + sum(layer.activation_bytes for layer in work.layers)
     floor_s = bound(work, have, room).iteration_s

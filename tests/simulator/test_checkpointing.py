@@ -25,13 +25,23 @@ ALL = 2**40  # a budget for everything
 
 def machine(**changes):
     rates = {
-        "h2d_bytes_per_s": 1e13, "d2h_bytes_per_s": 1e13, "dram_bytes_per_s": 1e15,
-        "host_copy_bytes_per_s": 8e9, "host_adam_params_per_s": 1e9,
-        "stock_host_adam_params_per_s": 1e9, "device_adam_params_per_s": 1e13,
+        "h2d_bytes_per_s": 1e13,
+        "d2h_bytes_per_s": 1e13,
+        "dram_bytes_per_s": 1e15,
+        "host_copy_bytes_per_s": 8e9,
+        "host_adam_params_per_s": 1e9,
+        "stock_host_adam_params_per_s": 1e9,
+        "device_adam_params_per_s": 1e13,
         "storage_write_bytes_per_s": 6e9,
-    }  # fmt: skip
-    facts = {"cpu_cores": 64, "host_memory_bytes": 2**40, "device_memory_bytes": 2**40,
-             "copy_latency_s": 0, "launch_latency_s": 0, "storage_fsync_s": 0}  # fmt: skip
+    }
+    facts = {
+        "cpu_cores": 64,
+        "host_memory_bytes": 2**40,
+        "device_memory_bytes": 2**40,
+        "copy_latency_s": 0,
+        "launch_latency_s": 0,
+        "storage_fsync_s": 0,
+    }
     return node(**{**rates, **facts, **changes})
 
 
@@ -101,9 +111,11 @@ def test_a_checkpoint_writes_no_byte_of_what_is_stored(mode, placements, streame
 def test_a_save_waits_for_updates_that_overlap_forward():
     # All is written in no time: what is lost is the overlap of that one step's updates.
     lost = cost(
-        workload(layers=2), plan("host", "host", overlap_forward=True),
-        machine(storage_write_bytes_per_s=9e13), copy_budget_bytes=0,
-    )  # fmt: skip
+        workload(layers=2),
+        plan("host", "host", overlap_forward=True),
+        machine(storage_write_bytes_per_s=9e13),
+        copy_budget_bytes=0,
+    )
     assert lost.stall_s > 0.4
     assert lost.waited_bytes == 0
 
@@ -127,13 +139,14 @@ def test_a_cap_makes_it_longer_and_an_update_in_need_ignores_it():
 
 def test_resident_state_comes_home_in_forward_and_backward_only():
     simulation = CheckpointSimulation(
-        workload(4, layers=4), plan("resident", "host", "resident", "device"),
-        machine(storage_write_bytes_per_s=60e9), save_s=0.0,
-    )  # fmt: skip
+        workload(4, layers=4),
+        plan("resident", "host", "resident", "device"),
+        machine(storage_write_bytes_per_s=60e9),
+        save_s=0.0,
+    )
     schedule = simulation.schedule(CheckpointPlan(copy_budget_bytes=0))
     spans = simulate(schedule, simulation.machine).spans
-    passes = [s for s in spans if s.iteration == LEAD_IN
-              and s.kind in (OpKind.FORWARD, OpKind.BACKWARD)]  # fmt: skip
+    passes = [s for s in spans if s.iteration == LEAD_IN and s.kind in (OpKind.FORWARD, OpKind.BACKWARD)]
     copies = [s for s in spans if s.kind == OpKind.SNAPSHOT and s.lane == Lane.D2H]
     assert len(copies) > 2
     for copy in copies:
@@ -178,9 +191,7 @@ def test_saves_that_wait_for_each_other_take_what_the_closed_form_says():
     single = simulation.cost(saving)
     assert single.persist_s > simulation.iteration_s
     made = HOST.model_copy(update={"checkpoint": saving})
-    loop = CheckpointedLoop(
-        workload(), made, machine(), simulation.writing(saving), saves=range(1, 6), save_s=0.1
-    )
+    loop = CheckpointedLoop(workload(), made, machine(), simulation.writing(saving), saves=range(1, 6), save_s=0.1)
     loop.run(7)
     period_s = simulate(loop.schedule(7), machine()).iteration_s
     spans = simulate(loop.schedule(7), machine()).spans
@@ -196,18 +207,26 @@ PLACED = st.lists(st.sampled_from(["host", "device", "resident"]), min_size=3, m
 
 @settings(max_examples=40, deadline=None)
 @given(
-    placed=PLACED, overlap=st.booleans(), storage=st.floats(1e9, 1e11), dram=st.floats(5e10, 1e12),
-    link=st.floats(1e10, 1e12), budget=st.sampled_from([0, 2**30, 2**34, ALL]),
-    cap=st.sampled_from([None, 2e9, 2e10]), micro=st.integers(1, 2), mode=st.sampled_from(
-        ["lazy", "lazy", "sync"]),
-)  # fmt: skip
+    placed=PLACED,
+    overlap=st.booleans(),
+    storage=st.floats(1e9, 1e11),
+    dram=st.floats(5e10, 1e12),
+    link=st.floats(1e10, 1e12),
+    budget=st.sampled_from([0, 2**30, 2**34, ALL]),
+    cap=st.sampled_from([None, 2e9, 2e10]),
+    micro=st.integers(1, 2),
+    mode=st.sampled_from(["lazy", "lazy", "sync"]),
+)
 def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
     placed, overlap, storage, dram, link, budget, cap, micro, mode
 ):
-    have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram,
-                   h2d_bytes_per_s=link, d2h_bytes_per_s=link)  # fmt: skip
-    work = workload(len(placed), layers=2 if len(placed) % 2 == 0 else 1,
-                    gradient_accumulation_steps=micro, model_checkpoint_bytes=10**8)  # fmt: skip
+    have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    work = workload(
+        len(placed),
+        layers=2 if len(placed) % 2 == 0 else 1,
+        gradient_accumulation_steps=micro,
+        model_checkpoint_bytes=10**8,
+    )
     simulation = CheckpointSimulation(work, plan(*placed, overlap_forward=overlap), have)
     saving = CheckpointPlan(copy_budget_bytes=budget, write_bytes_per_s=cap, mode=mode)
     schedule = simulation.schedule(saving)
@@ -224,8 +243,7 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
 
 def _not_torn(schedule, fast, subgroup, placement):
     """All of the old state is on disk or in a copy when the next update overwrites it."""
-    kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H,
-            "resident": OpKind.UPDATE_DEVICE}[placement]  # fmt: skip
+    kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[placement]
     overwrites = next(op for op in schedule.of_kind(kind, LEAD_IN) if op.subgroup == subgroup)
     copies = [op for op in schedule.of_kind(OpKind.SNAPSHOT) if op.subgroup == subgroup]
     by_copy = {op.id for op in copies}

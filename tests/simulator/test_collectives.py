@@ -38,9 +38,7 @@ def test_more_ranks_take_the_network_a_little_longer_never_a_third_longer():
     assert taken == sorted(taken)
     assert network_s(6) / network_s(8) == pytest.approx((5 / 6) / (7 / 8), rel=1e-4)
     forwards = [
-        simulate(build_strategy("zero3_offload", work(data_parallel=data)), A100).phases()[
-            "forward_s"
-        ]
+        simulate(build_strategy("zero3_offload", work(data_parallel=data)), A100).phases()["forward_s"]
         for data in range(4, 17)
     ]
     assert forwards == sorted(forwards)
@@ -65,8 +63,7 @@ def by_counting(layout):
         rings.setdefault((rank // span, rank % layout.tensor), set()).add(node[rank])
         groups.setdefault(rank // layout.tensor, set()).add(node[rank])
     entering = max(sum(n in nodes and len(nodes) > 1 for nodes in rings.values()) for n in mine)
-    cut = max(sum(n in nodes and len(nodes) > 1 for nodes in groups.values())
-              for n in node.values())  # fmt: skip
+    cut = max(sum(n in nodes and len(nodes) > 1 for nodes in groups.values()) for n in node.values())
     return entering, cut
 
 
@@ -100,8 +97,7 @@ def test_tensor_parallelism_between_nodes_takes_the_network():
     assert "over the network: 8 ranks do not fit into nodes of 4 GPUs" in eight.provenance
     assert "network" not in four.provenance
     slower, faster = (
-        work(A100.with_rates(network_bytes_per_s=rate), tensor_parallel=8, micro_batch=8)
-        for rate in (4e9, 16e9)
+        work(A100.with_rates(network_bytes_per_s=rate), tensor_parallel=8, micro_batch=8) for rate in (4e9, 16e9)
     )
     assert slower.layers[1].forward_s > eight.layers[1].forward_s > faster.layers[1].forward_s
 

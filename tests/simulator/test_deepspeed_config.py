@@ -60,16 +60,14 @@ def test_the_strategy_is_the_one_that_deepspeed_would_run(ds_config, name):
 
 def test_the_share_and_the_pinning_of_twin_flow_count():
     cut = {"sub_group_size": 100_000}
-    shares = [stock(config({**CPU, "ratio": r, "pin_memory": True}, **cut))[1]
-              for r in (0.2, 0.6, 1.0)]  # fmt: skip
+    shares = [stock(config({**CPU, "ratio": r, "pin_memory": True}, **cut))[1] for r in (0.2, 0.6, 1.0)]
     assert shares == sorted(set(shares))
     unpinned = stock(config({**CPU, "ratio": 0.6, "pin_memory": False}, **cut))[1]
     assert unpinned > shares[1]
 
 
 def test_pinning_is_the_default_of_the_deepspeed_at_hand():
-    assert [default_pinning(v) for v in ("0.18.6", "0.19.4", "0.19.5", "0.20.0")] == [
-        False, False, True, True]  # fmt: skip
+    assert [default_pinning(v) for v in ("0.18.6", "0.19.4", "0.19.5", "0.20.0")] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -101,10 +99,12 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
         (config(CPU, mics_shard_size="all"), "mics_shard_size must be a whole number"),
         ({"bf16": True}, "bf16 must be an object, but got True"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "grad_accum_dtype must be one of fp32"),
-        ({"activation_checkpointing": {"cpu_checkpointing": "false"}},
-         "cpu_checkpointing must be true or false, but got 'false'"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": "false"}},
+            "cpu_checkpointing must be true or false, but got 'false'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_refused_with_its_key(ds_config, says):
     with pytest.raises(ModelError, match=says) as refused:
         stock(ds_config)
@@ -115,19 +115,18 @@ def test_nonsense_is_refused_with_its_key(ds_config, says):
     ("ds_config", "key"),
     [
         (config({**CPU, "buffer_count": 5}), "zero_optimization.offload_optimizer.buffer_count"),
-        (config(CPU, offload_param={"device": "none", "max_in_cpu": 5}),
-         "zero_optimization.offload_param.max_in_cpu"),
-        (config(CPU, stage3_model_persistence_threshold=5),
-         "zero_optimization.stage3_model_persistence_threshold"),
+        (config(CPU, offload_param={"device": "none", "max_in_cpu": 5}), "zero_optimization.offload_param.max_in_cpu"),
+        (config(CPU, stage3_model_persistence_threshold=5), "zero_optimization.stage3_model_persistence_threshold"),
         (config({**CPU, "pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_r"),
         (config({**CPU, "pin_memory": False}, stage=2), "offload_optimizer.pin_memory"),
         (config({**CPU, "pin_memory": False}, offload_param=CPU), "offload_optimizer.pin_memory"),
-        ({**config(), "bf16": {"enabled": True, "immediate_grad_update": True}},
-         "bf16.immediate_grad_update"),
-        ({**config(), "activation_checkpointing": {"partition_activations": True}},
-         "activation_checkpointing.partition_activations"),
+        ({**config(), "bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
+        (
+            {**config(), "activation_checkpointing": {"partition_activations": True}},
+            "activation_checkpointing.partition_activations",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_changes_nothing_is_told(ds_config, key):
     stock(ds_config)
     assert re.search(f"not simulated: .*{key}", workload(ds_config).provenance)
@@ -142,8 +141,7 @@ def test_what_counts_is_not_told_to_be_without_effect(key):
 
 def test_an_alias_of_deepspeeds_counts_as_its_key():
     by_name, by_alias = (
-        workload(config(CPU, **{key: 1000}))
-        for key in ("stage3_max_live_parameters", "max_live_parameters")
+        workload(config(CPU, **{key: 1000})) for key in ("stage3_max_live_parameters", "max_live_parameters")
     )
     assert by_name.device_base_bytes == by_alias.device_base_bytes
     assert "max_live" not in by_alias.provenance
@@ -153,9 +151,11 @@ def test_every_key_of_the_installed_deepspeed_is_known():
     from deepspeed.runtime.zero import config as zero
     from deepspeed.runtime.zero import offload_config as offload
 
-    for where, schema in ((ZERO, zero.DeepSpeedZeroConfig),
-                          (STATE, offload.DeepSpeedZeroOffloadOptimizerConfig),
-                          (HELD, offload.DeepSpeedZeroOffloadParamConfig)):  # fmt: skip
+    for where, schema in (
+        (ZERO, zero.DeepSpeedZeroConfig),
+        (STATE, offload.DeepSpeedZeroOffloadOptimizerConfig),
+        (HELD, offload.DeepSpeedZeroOffloadParamConfig),
+    ):
         names = {field.alias or name for name, field in schema.model_fields.items()}
         assert names <= _KNOWN[where]
 
@@ -196,13 +196,19 @@ def test_values_are_taken_for_what_deepspeed_takes_them(given, read):
 def test_these_are_deepspeeds_own_readings():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    zero = {"stage": "3", "reduce_bucket_size": "1", "overlap_comm": "yes",
-            "offload_optimizer": {"device": "auto", "ratio": "0.3"}}  # fmt: skip
+    zero = {
+        "stage": "3",
+        "reduce_bucket_size": "1",
+        "overlap_comm": "yes",
+        "offload_optimizer": {"device": "auto", "ratio": "0.3"},
+    }
     stock = DeepSpeedZeroConfig(**zero)
     ours = loaded({ZERO: zero})[ZERO]
     assert (stock.stage, stock.reduce_bucket_size, stock.overlap_comm) == (
-        ours["stage"], ours["reduce_bucket_size"], ours["overlap_comm"]
-    )  # fmt: skip
+        ours["stage"],
+        ours["reduce_bucket_size"],
+        ours["overlap_comm"],
+    )
     assert stock.offload_optimizer.device == "none"
     assert "device" not in ours[OPTIMIZER]
     assert stock.offload_optimizer.ratio == ours[OPTIMIZER]["ratio"] == 0.3
@@ -214,8 +220,7 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
     assert loaded(path) == {"zero_optimization": {"stage": 2}}
 
 
-ODD = (None, True, 0, -1, 2.5, "auto", "cpu", "3", [], [1], {}, {"device": "cpu"}, float("nan"),
-       float("inf"), 10**400)  # fmt: skip
+ODD = (None, True, 0, -1, 2.5, "auto", "cpu", "3", [], [1], {}, {"device": "cpu"}, float("nan"), float("inf"), 10**400)
 
 
 @pytest.mark.parametrize("key", sorted({*_KINDS, *_SECTIONS}))

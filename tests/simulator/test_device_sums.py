@@ -19,9 +19,7 @@ def crossings(kind, **fields):
 
 def test_the_first_ones_that_leave_the_device_stay():
     stay = [planned(n).summed_on_device for n in range(5)]
-    assert [[i for i, s in enumerate(some) if s] for some in stay] == [
-        [], [0], [0, 2], [0, 2, 3], [0, 2, 3],
-    ]  # fmt: skip
+    assert [[i for i, s in enumerate(some) if s] for some in stay] == [[], [0], [0, 2], [0, 2, 3], [0, 2, 3]]
     assert "device_sums" not in planned(0).model_dump()
     homes = Plan.home_runs(["host"] * 4)
     assert planned(9, parameter_home=homes).summed_on_device == planned(9).summed_on_device
@@ -49,9 +47,7 @@ def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
     """
     work = workload(forward_s=1 / 6, backward_s=1 / 3, gradient_accumulation_steps=6)
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)
-    crosses, stays = (
-        simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4)
-    )
+    crosses, stays = (simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4))
     assert crosses >= 6 * 40
     assert 40 + 40 <= stays < 40 + 40 + 12 + 1  # home once, the new parameters, the passes
 
@@ -68,6 +64,4 @@ def test_they_take_their_gradient_on_the_device_and_no_spare_at_home(micro_batch
     assert every["device"] - before["device"] == 3 * taken // 2 - less
     held = Holding.of_workload(work)
     sizes = [2**27] * 3
-    assert [held.most_sums(sizes, n * 2**28) for n in (-1, 0, 1, 2)] == (
-        [0, 0, 1, 3] if taken else [0] * 4
-    )
+    assert [held.most_sums(sizes, n * 2**28) for n in (-1, 0, 1, 2)] == ([0, 0, 1, 3] if taken else [0] * 4)

@@ -59,12 +59,7 @@ def test_the_legend_names_each_kind_once_and_the_moments():
 
 
 def test_a_moment_that_took_time_is_in_the_legend_as_a_bar_too():
-    ax = drawn(
-        [
-            Span(OpKind.BACKWARD, Lane.COMPUTE, 0.0, 0.5),
-            Span(OpKind.STEP_END, Lane.COMPUTE, 0.5, 0.6),
-        ]
-    )
+    ax = drawn([Span(OpKind.BACKWARD, Lane.COMPUTE, 0.0, 0.5), Span(OpKind.STEP_END, Lane.COMPUTE, 0.5, 0.6)])
     told = [t.get_text() for t in ax.get_legend().get_texts()]
     assert told == ["backward", "step end", "until step end"]
 

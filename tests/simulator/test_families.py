@@ -12,8 +12,7 @@ from ebbtide.simulator import ModelError, architecture
 from ebbtide.simulator.estimates.families import FAMILIES
 from ebbtide.simulator.estimates.modules import built
 
-FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64,
-              "hidden_size": 4096}  # fmt: skip
+FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64, "hidden_size": 4096}
 VARIANTS = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True}),
@@ -26,13 +25,22 @@ VARIANTS = [
     ("starcoder2", {"use_bias": False}),
     ("falcon", FALCON_40B),
     ("falcon", {**FALCON_40B, "num_ln_in_parallel_attn": 1}),
-    ("falcon", {"parallel_attn": False, "multi_query": False, "bias": True, "alibi": True,
-                "hidden_size": 1024, "num_attention_heads": 16}),
+    (
+        "falcon",
+        {
+            "parallel_attn": False,
+            "multi_query": False,
+            "bias": True,
+            "alibi": True,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+        },
+    ),
     ("opt", {"ffn_dim": 512, "max_position_embeddings": 99, "tie_word_embeddings": False}),
     ("granite", {"mlp_bias": True}),
     ("seed_oss", {"attention_out_bias": True}),
     ("cohere", {"tie_word_embeddings": False}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ BUILT = [
     ("t5", {}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
     ("opt", {"word_embed_proj_dim": 512, "hidden_size": 1024, "num_attention_heads": 16}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "settings"), BUILT, ids=[family for family, _ in BUILT])
@@ -106,18 +114,40 @@ def test_modules_say_what_the_tables_say(family):
 def test_a_token_visits_some_of_the_experts():
     pytest.importorskip("transformers")
     published = {  # parameters, and those of them that a token makes use of, in billions
-        "deepseek_v3": (671, 37, {
-            "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-            "intermediate_size": 18432, "vocab_size": 129280, "first_k_dense_replace": 3,
-        }),
-        "glm4_moe": (106.9, 12.8, {
-            "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
-            "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "vocab_size": 151552,
-            "intermediate_size": 10944, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        }),
-    }  # fmt: skip
+        "deepseek_v3": (
+            671,
+            37,
+            {
+                "hidden_size": 7168,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 2048,
+                "intermediate_size": 18432,
+                "vocab_size": 129280,
+                "first_k_dense_replace": 3,
+            },
+        ),
+        "glm4_moe": (
+            106.9,
+            12.8,
+            {
+                "hidden_size": 4096,
+                "num_hidden_layers": 46,
+                "num_attention_heads": 96,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 1408,
+                "vocab_size": 151552,
+                "intermediate_size": 10944,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+            },
+        ),
+    }
     for family, (params, active, config) in published.items():
         read = architecture({"model_type": family, **config})
         visited = sum(block.flops_per_token for block in read.blocks()) / 2
@@ -127,9 +157,7 @@ def test_a_token_visits_some_of_the_experts():
 
 def test_without_transformers_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ModelError, match=r"one of llama, .* got 'rwkv': pip install 'ebbtide\[hf\]'"
-    ):
+    with pytest.raises(ModelError, match=r"one of llama, .* got 'rwkv': pip install 'ebbtide\[hf\]'"):
         architecture({"model_type": "rwkv"})
 
 
@@ -139,16 +167,24 @@ def test_without_transformers_others_are_refused(monkeypatch):
         ({"model_type": "vit"}, "model_type must be a language model's .* for 'vit' it says: U"),
         ({"model_type": "mine"}, "one that the installed transformers knows, but got 'mine': desc"),
         ({"model_type": "rwkv", "num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
-        ({"model_type": "glm4_moe", "num_hidden_layers": 2, "num_experts_per_tok": 0},
-         "one of num_experts_per_tok, .* must say how many experts a token visits"),
-        ({"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q k v o mlp"},
-         "layout must be made of .*, but got mlp"),
-        ({"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q", "gated": False},
-         "layout must be a text, and says what gated"),
-        ({"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "experts": 4, "layout": "q"},
-         "experts must be given where the layout has one of experts"),
+        (
+            {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_experts_per_tok": 0},
+            "one of num_experts_per_tok, .* must say how many experts a token visits",
+        ),
+        (
+            {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q k v o mlp"},
+            "layout must be made of .*, but got mlp",
+        ),
+        (
+            {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q", "gated": False},
+            "layout must be a text, and says what gated",
+        ),
+        (
+            {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "experts": 4, "layout": "q"},
+            "experts must be given where the layout has one of experts",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_built_in_another_way_is_refused(model, message):
     with pytest.raises(ModelError, match=message):
         architecture(model)
@@ -156,8 +192,6 @@ def test_what_is_built_in_another_way_is_refused(model, message):
 
 def test_a_layout_describes_what_no_family_is():
     numbers = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 100, "positions": 32}
-    given = {**numbers, "layout": "norm qkv o norm up down", "norm_params": 2, "bias": True,
-             "tied": True}  # fmt: skip
-    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100,
-            "n_positions": 32}  # fmt: skip
+    given = {**numbers, "layout": "norm qkv o norm up down", "norm_params": 2, "bias": True, "tied": True}
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
     assert architecture(given).blocks() == architecture(gpt2).blocks()

@@ -63,8 +63,7 @@ def enlarged(work, on, rng):
     issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
     factor = rng.choice([1, 2**24])
     if factor > 1:
-        layers = [layer.model_copy(update={"params": factor * layer.params})
-                  for layer in work.layers]  # fmt: skip
+        layers = [layer.model_copy(update={"params": factor * layer.params}) for layer in work.layers]
         sizes = [factor * n for n in work.subgroups]
         issued |= {"layers": tuple(layers), "subgroups": tuple(sizes)}
         rates = [n for n in Machine.model_fields if n.endswith(("bytes_per_s", "params_per_s"))]
@@ -82,20 +81,22 @@ def random_plan(work, rng):
     if work.zero_stage == 3:
         homes = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(homes))
     return Plan(
-        subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
+        subgroup_size=max(work.subgroups),
+        placement=Plan.runs(placements),
+        staging_slots=slots,
         parameter_home=Plan.home_runs(homes),
         growing_slots=rng.choices(range(len(placements)), k=grown),
-        prefetch=rng.randint(0, slots + grown), threads=rng.choice([0, 1, 2]),
+        prefetch=rng.randint(0, slots + grown),
+        threads=rng.choice([0, 1, 2]),
         host_slots=host_slots,
         speculate_stored=rng.randint(0, host_slots) if work.zero_stage == 3 else 0,
         speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
         speculate_among=rng.randint(0, len(placements)),
-        speculate_visits=rng.choice([0, rng.randint(0, len(placements))])
-        if work.zero_stage == 3 else 0,
+        speculate_visits=rng.choice([0, rng.randint(0, len(placements))]) if work.zero_stage == 3 else 0,
         device_sums=rng.choice([0, rng.randint(0, len(placements))]),
         overlap_forward=work.zero_stage == 3 and rng.random() < 0.7,
         order=random_order(placements, rng),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -104,25 +105,38 @@ def test_random_ops_on_every_lane(seed):
     rng = random.Random(seed)
     out = ScheduleBuilder()
     rates = {
-        Lane.COMPUTE: "wall_s", Lane.DEVICE_UPDATE: "device_adam_params_per_s",
-        Lane.H2D: "h2d_bytes_per_s", Lane.H2D_PARAMETERS: "h2d_bytes_per_s",
-        Lane.D2H: "d2h_bytes_per_s", Lane.HOST: "host_adam_params_per_s",
-        Lane.STORAGE: "storage_write_bytes_per_s", Lane.NETWORK: "network_bytes_per_s",
-        Lane.STORAGE_READ: "storage_read_bytes_per_s", Lane.H2D_FETCH: "h2d_bytes_per_s",
-        Lane.D2H_GRADIENTS: "d2h_bytes_per_s", Lane.H2D_GRADIENTS: "h2d_bytes_per_s",
+        Lane.COMPUTE: "wall_s",
+        Lane.DEVICE_UPDATE: "device_adam_params_per_s",
+        Lane.H2D: "h2d_bytes_per_s",
+        Lane.H2D_PARAMETERS: "h2d_bytes_per_s",
+        Lane.D2H: "d2h_bytes_per_s",
+        Lane.HOST: "host_adam_params_per_s",
+        Lane.STORAGE: "storage_write_bytes_per_s",
+        Lane.NETWORK: "network_bytes_per_s",
+        Lane.STORAGE_READ: "storage_read_bytes_per_s",
+        Lane.H2D_FETCH: "h2d_bytes_per_s",
+        Lane.D2H_GRADIENTS: "d2h_bytes_per_s",
+        Lane.H2D_GRADIENTS: "h2d_bytes_per_s",
         Lane.ISSUE: "wall_s",
-    }  # fmt: skip
+    }
     for number in range(rng.randint(1, 60)):
         lane = rng.choice(list(Lane))
         out.iteration = number // 20
         out.add(
-            rng.choice(list(OpKind)), lane, rng.choice([0.0, rng.uniform(0, 50)]), rates[lane],
+            rng.choice(list(OpKind)),
+            lane,
+            rng.choice([0.0, rng.uniform(0, 50)]),
+            rates[lane],
             rng.sample(range(number), min(number, rng.randint(0, 4))),
-            dram_bytes=rng.choice([0.0, rng.uniform(0, 300)]), cores=rng.choice([0, 1, 4, np.inf]),
-            device_share=rng.choice([0.0, 0.5, 1.0]), latency_s=rng.choice([0.0, 0.1]),
-            device_alloc_bytes=rng.randint(0, 9), device_free_bytes=rng.randint(0, 9),
-            host_alloc_bytes=rng.randint(0, 9), host_free_bytes=rng.randint(0, 9),
-        )  # fmt: skip
+            dram_bytes=rng.choice([0.0, rng.uniform(0, 300)]),
+            cores=rng.choice([0, 1, 4, np.inf]),
+            device_share=rng.choice([0.0, 0.5, 1.0]),
+            latency_s=rng.choice([0.0, 0.1]),
+            device_alloc_bytes=rng.randint(0, 9),
+            device_free_bytes=rng.randint(0, 9),
+            host_alloc_bytes=rng.randint(0, 9),
+            host_free_bytes=rng.randint(0, 9),
+        )
     schedule = Schedule(ops=tuple(out.ops), iterations=3, ranks_per_node=rng.choice([1, 2, 4]))
     # Which phase a forward on the storage lane belongs to is nobody's question.
     assert_same(schedule, random_machine(rng), phases=False)
@@ -140,9 +154,7 @@ def test_every_strategy(seed, name):
 @given(seed=st.integers(0, 10**9))
 def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
     rng = random.Random(seed)
-    work, on = enlarged(
-        random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng), rng
-    )
+    work, on = enlarged(random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng), rng)
     sweep = PlanSweep(work, on)
     for _ in range(3):  # buffers are used again
         plan = random_plan(work, rng)
@@ -159,12 +171,9 @@ def test_more_kinds_of_ops_than_are_remembered():
     """Every op of another demand: the cache of speeds must not mistake one for another."""
     out = ScheduleBuilder()
     for number in range(40):
-        out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s",
-                dram_bytes=10.0 + 7 * number)  # fmt: skip
-        out.add(OpKind.STATE_H2D, Lane.H2D, 2.0 + number, "h2d_bytes_per_s",
-                dram_bytes=5.0 + 3 * number)  # fmt: skip
-        out.add(OpKind.STATE_D2H, Lane.D2H, 1.0 + number, "d2h_bytes_per_s",
-                dram_bytes=2.0 + number)  # fmt: skip
+        out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s", dram_bytes=10.0 + 7 * number)
+        out.add(OpKind.STATE_H2D, Lane.H2D, 2.0 + number, "h2d_bytes_per_s", dram_bytes=5.0 + 3 * number)
+        out.add(OpKind.STATE_D2H, Lane.D2H, 1.0 + number, "d2h_bytes_per_s", dram_bytes=2.0 + number)
     on = machine(dram_bytes_per_s=8.0, duplex_factor=0.7)
     assert_same(Schedule(ops=tuple(out.ops)), on)
 

@@ -20,13 +20,9 @@ def test_equal_speeds_not_equal_amounts():
 
 
 def test_who_is_held_up_elsewhere_leaves_the_rest_to_the_others():
-    speeds = max_min_speeds(
-        [{"h2d": 4.0, "link": 4.0}, {"d2h": 4.0, "link": 4.0}], {"h2d": 1.0, "d2h": 9.0, "link": 6}
-    )
+    speeds = max_min_speeds([{"h2d": 4.0, "link": 4.0}, {"d2h": 4.0, "link": 4.0}], {"h2d": 1.0, "d2h": 9.0, "link": 6})
     assert speeds == [pytest.approx(0.25), 1.0]
-    speeds = max_min_speeds(
-        [{"h2d": 4.0, "link": 4.0}, {"d2h": 4.0, "link": 4.0}], {"h2d": 1.0, "d2h": 9.0, "link": 4}
-    )
+    speeds = max_min_speeds([{"h2d": 4.0, "link": 4.0}, {"d2h": 4.0, "link": 4.0}], {"h2d": 1.0, "d2h": 9.0, "link": 4})
     assert speeds == [pytest.approx(0.25), pytest.approx(0.75)]
 
 
@@ -44,17 +40,13 @@ demand = st.dictionaries(st.sampled_from("abc"), st.floats(0.01, 10), max_size=3
 )
 def test_no_capacity_is_exceeded_and_nobody_could_go_faster_for_free(demands, capacities):
     speeds = max_min_speeds(demands, capacities)
-    used = {
-        name: sum(s * d.get(name, 0.0) for s, d in zip(speeds, demands, strict=True))
-        for name in capacities
-    }
+    used = {name: sum(s * d.get(name, 0.0) for s, d in zip(speeds, demands, strict=True)) for name in capacities}
     assert all(0 <= s <= 1 + 1e-9 for s in speeds)
     assert all(used[name] <= capacities[name] * (1 + 1e-9) for name in capacities)
     for speed, wants in zip(speeds, demands, strict=True):
         if speed < 1 - 1e-9:  # max-min: slowed by a full capacity where nobody is faster
             full = [n for n in wants if used[n] >= capacities[n] * (1 - 1e-6)]
             assert any(
-                all(speed >= other - 1e-6 for other, d in zip(speeds, demands, strict=True)
-                    if name in d)
+                all(speed >= other - 1e-6 for other, d in zip(speeds, demands, strict=True) if name in d)
                 for name in full
-            )  # fmt: skip
+            )

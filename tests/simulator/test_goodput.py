@@ -91,9 +91,7 @@ def test_the_textbook_intervals_approach_the_exact_one_when_checkpoints_are_chea
     assert availability_interval(1.0, Failures(1e6)) - 1.0 == pytest.approx(exact, rel=1e-3)
     assert young_interval(10.0, 500.0) == pytest.approx(100.0)
     assert daly_interval(10.0, 500.0) == pytest.approx(90.0)
-    assert availability_interval(10.0, Failures(300.0, 100.0)) == pytest.approx(
-        10 + math.sqrt(8100.0)
-    )
+    assert availability_interval(10.0, Failures(300.0, 100.0)) == pytest.approx(10 + math.sqrt(8100.0))
 
 
 def test_daly_is_nearer_than_young_when_checkpoints_are_dear():
@@ -120,9 +118,7 @@ def test_regular_failures_differ_from_exponential_ones():
 
     After the first, each period of 1,000 s restarts for 50 s and commits 9 intervals.
     """
-    simulated = simulated_goodput(
-        *asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0
-    )
+    simulated = simulated_goodput(*asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0)
     assert simulated == pytest.approx(0.9, rel=2e-3)
 
 
@@ -140,9 +136,6 @@ def test_regular_failures_differ_from_exponential_ones():
     ],
 )
 def test_bad_input_says_the_rule_and_the_value(change, message):
-    good = {
-        "iteration_s": 1.0, "stall_s": 1.0, "interference_s": 0.0, "steps": 10,
-        "mtbf_s": 1e4, "restart_s": 60.0,
-    }  # fmt: skip
+    good = {"iteration_s": 1.0, "stall_s": 1.0, "interference_s": 0.0, "steps": 10, "mtbf_s": 1e4, "restart_s": 60.0}
     with pytest.raises(ValueError, match=message):
         expected_goodput(*asked(**{**good, **change}))

@@ -26,14 +26,17 @@ def work(layers=4, **fields):
 
 def planned(*growing, slots=0, **fields):
     return Plan(
-        subgroup_size=SIZE, placement=Plan.runs(["device"] * 4), staging_slots=slots,
-        growing_slots=growing, prefetch=slots + len(growing), **fields,
-    )  # fmt: skip
+        subgroup_size=SIZE,
+        placement=Plan.runs(["device"] * 4),
+        staging_slots=slots,
+        growing_slots=growing,
+        prefetch=slots + len(growing),
+        **fields,
+    )
 
 
 def ops(schedule, kind, iteration=1):
-    return {op.subgroup if op.subgroup >= 0 else op.layer: op
-            for op in schedule.of_kind(kind, iteration)}  # fmt: skip
+    return {op.subgroup if op.subgroup >= 0 else op.layer: op for op in schedule.of_kind(kind, iteration)}
 
 
 def test_a_slot_grows_behind_its_subgroups_backward_and_goes_a_layer_before_its_forward():
@@ -43,8 +46,7 @@ def test_a_slot_grows_behind_its_subgroups_backward_and_goes_a_layer_before_its_
     assert backward[1].id in fetch[1].after
     forward = ops(schedule, OpKind.FORWARD, 2)
     left = ops(schedule, OpKind.STATE_D2H)
-    waits = {layer: {s for s, op in left.items() if op.id in forward[layer].after}
-             for layer in range(4)}  # fmt: skip
+    waits = {layer: {s for s, op in left.items() if op.id in forward[layer].after} for layer in range(4)}
     # Visits leave in the order 0 to 3, and the two slots are free when the last two have left.
     assert waits == {0: {2}, 1: {3}, 2: set(), 3: set()}
 
@@ -52,9 +54,7 @@ def test_a_slot_grows_behind_its_subgroups_backward_and_goes_a_layer_before_its_
 def test_the_peak_has_slots_or_activations_but_not_both():
     peaks = {}
     for plan in (planned(slots=2), planned(3, slots=1), planned(2, 1), planned(0, 0)):
-        result = simulate_fast(
-            compiled := compile_schedule(build_schedule(work(), plan)), machine()
-        )
+        result = simulate_fast(compiled := compile_schedule(build_schedule(work(), plan)), machine())
         held, beside = footprint(work(), plan)["device"], Activations.of(work())
         assert result.device_peak_bytes == held + beside.most_bytes(plan.grown, EACH)
         peaks[plan.staging_slots, plan.growing_slots] = result.device_peak_bytes
@@ -88,8 +88,7 @@ def test_what_a_plan_may_say():
     with pytest.raises(ValueError, match=r"growing_slots must name subgroups, 0 to 3, but got 4"):
         planned(4)
     with pytest.raises(ValueError, match=r"prefetch=2, staging_slots=0 and 1 growing_slots"):
-        Plan(subgroup_size=1, placement=Plan.runs(["device"]), staging_slots=0,
-             growing_slots=(0,), prefetch=2)  # fmt: skip
+        Plan(subgroup_size=1, placement=Plan.runs(["device"]), staging_slots=0, growing_slots=(0,), prefetch=2)
     with pytest.raises(PlanError, match="growing_slots must be absent under ZeRO-2"):
         build_schedule(work(zero_stage=2), planned(3, overlap_forward=False))
     assert "growing_slots" not in planned(slots=2).model_dump(mode="json")
@@ -146,9 +145,8 @@ def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
     for _ in range(2):
         work, on = random_workload(rng, most), random_machine(rng)
         layers = tuple(
-            n.model_copy(update={"activation_bytes": int(12 * n.params * rng.uniform(0, 2))})
-            for n in work.layers
-        )  # fmt: skip
+            n.model_copy(update={"activation_bytes": int(12 * n.params * rng.uniform(0, 2))}) for n in work.layers
+        )
         work = work.model_copy(update={"layers": layers})
         able = [s for s, held in enumerate(work.layers_of_subgroups()) if held]
         sweep = PlanSweep(work, on)
@@ -171,7 +169,12 @@ def test_a_forward_before_which_no_slot_goes_waits_for_no_visit():
     layers[-1] = layers[-1].model_copy(update={"activation_bytes": 3 * ACTIVATIONS})
     late = work(16).model_copy(update={"layers": tuple(layers)})
     slow = machine(d2h_bytes_per_s=12e9, h2d_bytes_per_s=12e9, host_adam_params_per_s=1e6)
-    plan = Plan(subgroup_size=SIZE, placement=Plan.runs(["device"] * 16), staging_slots=1,
-                growing_slots=(15, 15, 15), prefetch=4)  # fmt: skip
+    plan = Plan(
+        subgroup_size=SIZE,
+        placement=Plan.runs(["device"] * 16),
+        staging_slots=1,
+        growing_slots=(15, 15, 15),
+        prefetch=4,
+    )
     result = simulate_fast(compile_schedule(build_schedule(late, plan, 8)), slow)
     assert bound(late, slow, result.device_peak_bytes).iteration_s <= result.iteration_s

@@ -13,9 +13,7 @@ from tests.machines import machine, workload
 
 
 def planned(speculate, placement="host", **fields):
-    return Plan(
-        subgroup_size=10, placement=Plan.runs([placement] * 4), speculate=speculate, **fields
-    )
+    return Plan(subgroup_size=10, placement=Plan.runs([placement] * 4), speculate=speculate, **fields)
 
 
 def guesses(outcomes):
@@ -79,8 +77,7 @@ def test_state_and_parameters_are_there_twice():
 
 def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters():
     """One slot, and a second each way: of the last one the norm is known while it comes in."""
-    work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140,
-                                   device_adam_params_per_s=1e9)  # fmt: skip
+    work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140, device_adam_params_per_s=1e9)
     plan = planned(0, "device", staging_slots=1, prefetch=1, speculate_visits=4)
     schedule = build_schedule(work, plan)
     timeline = simulate(schedule, on)
@@ -121,8 +118,7 @@ def test_what_a_guessed_visit_takes_of_each_memory():
 
 def test_guesses_of_stored_state_wait_for_the_norm_in_their_slots():
     """Of four of which two are in slots: read ahead, updated as gradients come, written first."""
-    on = machine(storage_write_bytes_per_s=480, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4,
-                 host_adam_params_per_s=5)  # fmt: skip
+    on = machine(storage_write_bytes_per_s=480, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4, host_adam_params_per_s=5)
     plan = planned(0, "stored", staging_slots=0, host_slots=2, speculate_stored=2)
     assert plan.guessed == (False, True, False, True)
     schedule = build_schedule(workload(), plan)
@@ -153,9 +149,7 @@ def test_guesses_of_stored_state_wait_for_the_norm_in_their_slots():
 
 def test_stored_state_that_is_guessed_takes_memory_for_its_new_parameters_alone():
     work = workload((64, 64, 64, 64))
-    held = [
-        footprint(work, planned(0, "stored", staging_slots=0, speculate_stored=n)) for n in range(4)
-    ]
+    held = [footprint(work, planned(0, "stored", staging_slots=0, speculate_stored=n)) for n in range(4)]
     slots = [2, 2, 2, 1]  # for parameters that come home from a slot that they take in turn
     for number, (now, count) in enumerate(zip(held, slots, strict=True)):
         assert now["host"] - held[0]["host"] == 64 * 2 * (number + count - slots[0])

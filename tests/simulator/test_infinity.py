@@ -5,10 +5,15 @@ from ebbtide.simulator import Lane, OpKind, build_strategy, simulate
 
 from tests.machines import machine, workload
 
-QUICK = {"stock_host_adam_params_per_s": 1e9, "pageable_d2h_bytes_per_s": 1e9,
-         "pageable_h2d_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9,
-         "d2h_bytes_per_s": 1e9, "storage_write_bytes_per_s": 1e9,
-         "device_adam_params_per_s": 1e9}  # fmt: skip
+QUICK = {
+    "stock_host_adam_params_per_s": 1e9,
+    "pageable_d2h_bytes_per_s": 1e9,
+    "pageable_h2d_bytes_per_s": 1e9,
+    "h2d_bytes_per_s": 1e9,
+    "d2h_bytes_per_s": 1e9,
+    "storage_write_bytes_per_s": 1e9,
+    "device_adam_params_per_s": 1e9,
+}
 
 
 def run(work=None, on=None, **homes):
@@ -17,16 +22,14 @@ def run(work=None, on=None, **homes):
 
 
 def spans(timeline, kind, iteration=2):
-    return sorted((s for s in timeline.spans if s.kind == kind and s.iteration == iteration),
-                  key=lambda s: s.start_s)  # fmt: skip
+    return sorted((s for s in timeline.spans if s.kind == kind and s.iteration == iteration), key=lambda s: s.start_s)
 
 
 def test_with_nothing_more_offloaded_it_is_stock_offload():
     mine = run(optimizer="cpu", parameters="device")
     stock = simulate(build_strategy("zero3_offload", workload()), machine())
     assert mine.iteration_s == stock.iteration_s
-    assert (mine.device_peak_bytes, mine.host_peak_bytes) == (
-        stock.device_peak_bytes, stock.host_peak_bytes)  # fmt: skip
+    assert (mine.device_peak_bytes, mine.host_peak_bytes) == (stock.device_peak_bytes, stock.host_peak_bytes)
 
 
 def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
@@ -60,8 +63,7 @@ def test_activations_wait_in_host_memory():
 
 def test_state_is_read_updated_and_written_one_subgroup_after_the_other():
     """Per subgroup of 10: 160 bytes read at 2/s, updated, 120 written at 1/s, parameters home."""
-    on = machine(**{**QUICK, "storage_write_bytes_per_s": 1.0,
-                    "storage_read_bytes_per_s": quantity(2.0)})  # fmt: skip
+    on = machine(**{**QUICK, "storage_write_bytes_per_s": 1.0, "storage_read_bytes_per_s": quantity(2.0)})
     timeline = run(on=on, parameters="device")
     reads, writes = spans(timeline, OpKind.STATE_READ), spans(timeline, OpKind.STATE_WRITE)
     state = [s for s in writes if s.subgroup >= 0]
@@ -81,9 +83,7 @@ def quantity(value):
 
 def test_pipelined_reads_and_writes_overlap():
     slow = {**QUICK, "storage_write_bytes_per_s": 1.0}
-    plain, pipelined = (
-        run(on=machine(**slow), parameters="device", pipelined=p) for p in (False, True)
-    )
+    plain, pipelined = (run(on=machine(**slow), parameters="device", pipelined=p) for p in (False, True))
     assert plain.phases()["step_s"] == pytest.approx(4 * (160 + 120), rel=1e-6)
     # A read of 160 beside each write of 120, the last write alone.
     assert pipelined.phases()["step_s"] == pytest.approx(4 * 160 + 120, rel=1e-6)
@@ -105,10 +105,12 @@ def test_ranks_share_the_drive():
 
 @pytest.mark.parametrize(
     ("homes", "said"),
-    [({"optimizer": "disk"}, "optimizer must be one of .*'disk'"),
-     ({"parameters": "nvme"}, "parameters must be one of .*'nvme'"),
-     ({"optimizer": "cpu", "pipelined": True}, "pipelined must be False .* got True")],
-)  # fmt: skip
+    [
+        ({"optimizer": "disk"}, "optimizer must be one of .*'disk'"),
+        ({"parameters": "nvme"}, "parameters must be one of .*'nvme'"),
+        ({"optimizer": "cpu", "pipelined": True}, "pipelined must be False .* got True"),
+    ],
+)
 def test_homes_that_are_none_are_refused(homes, said):
     with pytest.raises(ValueError, match=said):
         run(**homes)

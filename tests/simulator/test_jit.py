@@ -20,14 +20,10 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
     """Only the other file changes; numba would look at the caller's alone."""
     given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
     head = "from ebbtide.simulator.engines.jit import compiled\n"
-    caller.write_text(
-        f"{head}from jit_given import COUNT, twice\n"
-        "@compiled\ndef f(x):\n    return twice(x) + COUNT\n"
-    )
+    caller.write_text(f"{head}from jit_given import COUNT, twice\n@compiled\ndef f(x):\n    return twice(x) + COUNT\n")
     by_module = tmp_path / "jit_by_module.py"
     by_module.write_text(
-        f"{head}import jit_given\n"
-        "@compiled\ndef f(x):\n    return jit_given.twice(x) + jit_given.COUNT\n"
+        f"{head}import jit_given\n@compiled\ndef f(x):\n    return jit_given.twice(x) + jit_given.COUNT\n"
     )
     # Python takes what it compiled for new where a file has its second and its size again.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -35,9 +31,7 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
         monkeypatch.setitem(sys.modules, name, None)
     found, named = [], []
     for count, factor in ((3, 2), (4, 2), (4, 5), (4, 5)):
-        given.write_text(
-            f"{head}COUNT = {count}\n@compiled\ndef twice(x):\n    return x * {factor}\n"
-        )
+        given.write_text(f"{head}COUNT = {count}\n@compiled\ndef twice(x):\n    return x * {factor}\n")
         loaded(given)
         module = loaded(caller)
         found.append(module.f(10))

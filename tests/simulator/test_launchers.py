@@ -41,9 +41,12 @@ def test_a_profiled_workload_is_started_otherwise():
 
 def test_threads_slow_stock_and_its_peers_and_nothing_else():
     """One thread at a quarter of all cores' rate: by hand."""
-    on = node(stock_host_adam_params_per_s=Quantity.exact(1e9), cpu_cores=8,
-              stock_host_adam_thread_params_per_s=Quantity.exact(0.25e9),
-              dram_bytes_per_s=Quantity.exact(1e13))  # fmt: skip
+    on = node(
+        stock_host_adam_params_per_s=Quantity.exact(1e9),
+        cpu_cores=8,
+        stock_host_adam_thread_params_per_s=Quantity.exact(0.25e9),
+        dram_bytes_per_s=Quantity.exact(1e13),
+    )
     usual = workload((10**9,), 0.1, 0.2)
     slow = usual.model_copy(update={"stock_threads": 1})
     half = usual.model_copy(update={"stock_threads": 2})
@@ -63,9 +66,12 @@ def test_threads_slow_stock_and_its_peers_and_nothing_else():
 
 
 def test_without_a_rate_of_one_thread_stock_loses_what_the_fused_kernel_does():
-    on = node(stock_host_adam_params_per_s=Quantity.exact(1e9), cpu_cores=8,
-              host_adam_params_per_s=Quantity.exact(2e9),
-              host_adam_by_threads={1: Quantity.exact(0.5e9), 8: Quantity.exact(2e9)})  # fmt: skip
+    on = node(
+        stock_host_adam_params_per_s=Quantity.exact(1e9),
+        cpu_cores=8,
+        host_adam_params_per_s=Quantity.exact(2e9),
+        host_adam_by_threads={1: Quantity.exact(0.5e9), 8: Quantity.exact(2e9)},
+    )
     assert on.stock_host_adam_rate(1) == pytest.approx(0.25e9)
     assert on.op_rate("stock_host_adam_params_per_s", 8) == 1e9
 

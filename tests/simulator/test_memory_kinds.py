@@ -49,24 +49,31 @@ def test_kinds_are_the_peaks_of_every_strategy_and_of_plans_with_homes_and_store
 def test_kinds_of_a_plan_worked_out_by_hand():
     work = workload((10, 20, 30, 40), device_base_bytes=500)
     plan = Plan(
-        subgroup_size=40, placement=Plan.runs(["host", "device", "resident", "stored"]),
-        parameter_home=Plan.home_runs(["host", "device", "device", "device"]), staging_slots=1,
-    )  # fmt: skip
+        subgroup_size=40,
+        placement=Plan.runs(["host", "device", "resident", "stored"]),
+        parameter_home=Plan.home_runs(["host", "device", "device", "device"]),
+        staging_slots=1,
+    )
     peaks = by_kind(build_schedule(work, plan), machine())
     assert peaks == {
         "device": {
             # What lives on the host is here for two layers, of which one is all there is.
-            "parameters": 200, "buckets": 300, "state": 30 * 12, "activations": 4 * 7,
+            "parameters": 200,
+            "buckets": 300,
+            "state": 30 * 12,
+            "activations": 4 * 7,
             "gradients": 2 * (20 + 30) + 2 * (10 + 40),  # theirs, and those on their way home
             "staging": 64 * 12,
         },
         "host": {
-            "parameters": 2 * 10, "state": 12 * (10 + 20), "gradients": 2 * (10 + 40),
+            "parameters": 2 * 10,
+            "state": 12 * (10 + 20),
+            "gradients": 2 * (10 + 40),
             # A stored subgroup's state, and the parameters that the host's kernel wrote of it.
             "staging": 64 * 12 + 2 * 40,
         },
         "storage": {"state": 2 * 12 * 40},
-    }  # fmt: skip
+    }
 
 
 def test_kinds_of_stock_and_of_not_offloading_worked_out_by_hand():
@@ -76,9 +83,7 @@ def test_kinds_of_stock_and_of_not_offloading_worked_out_by_hand():
     assert stock["host"] == {"state": 12 * 30, "gradients": 8 * 30}
     plain = by_kind(build_strategy("no_offload", work), machine())
     # The larger subgroup's are there in both precisions, the other one's are given back.
-    assert plain["device"] == {
-        "parameters": 60, "buckets": 40, "state": 360, "gradients": (2 + 4) * 20,
-    }  # fmt: skip
+    assert plain["device"] == {"parameters": 60, "buckets": 40, "state": 360, "gradients": (2 + 4) * 20}
     assert plain["host"] == {}
 
 

@@ -9,47 +9,91 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
 
 
 def config(family, hidden, layers, heads, vocabulary, **more):
-    return {"model_type": family, "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "vocab_size": vocabulary, **more}  # fmt: skip
+    return {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
 
 
 # Totals as their authors and the hub publish them.
 PUBLISHED = {
     "Llama 2 7B": (LLAMA, 6_738_415_616),
-    "Llama 3 8B": (config("llama", 4096, 32, 32, 128256, num_key_value_heads=8,
-                          intermediate_size=14336), 8_030_261_248),
-    "Mistral 7B": (config("mistral", 4096, 32, 32, 32000, num_key_value_heads=8,
-                          intermediate_size=14336, head_dim=None), 7_241_732_096),
-    "Qwen2 7B": (config("qwen2", 3584, 28, 28, 152064, num_key_value_heads=4,
-                        intermediate_size=18944), 7_615_616_512),
-    "Qwen2.5 0.5B": (config("qwen2", 896, 24, 14, 151936, num_key_value_heads=2,
-                            intermediate_size=4864, tie_word_embeddings=True), 494_032_768),
-    "Qwen3 0.6B": (config("qwen3", 1024, 28, 16, 151936, num_key_value_heads=8, head_dim=128,
-                          intermediate_size=3072, tie_word_embeddings=True), 596_049_920),
-    "GPT-2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,
-               "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
-    "GPT-2 XL": ({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25,
-                  "n_positions": 1024, "vocab_size": 50257}, 1_557_611_200),
-    "Pythia 6.9B": (config("gpt_neox", 4096, 32, 32, 50432, intermediate_size=16384),
-                    6_857_302_016),
-    "OPT 1.3B": (config("opt", 2048, 24, 32, 50272, ffn_dim=8192, max_position_embeddings=2048),
-                 1_315_758_080),
-    "Gemma 2B": (config("gemma", 2048, 18, 8, 256000, num_key_value_heads=1, head_dim=256,
-                        intermediate_size=16384), 2_506_172_416),
-    "Gemma 2 2B": (config("gemma2", 2304, 26, 8, 256000, num_key_value_heads=4, head_dim=256,
-                          intermediate_size=9216), 2_614_341_888),
+    "Llama 3 8B": (
+        config("llama", 4096, 32, 32, 128256, num_key_value_heads=8, intermediate_size=14336),
+        8_030_261_248,
+    ),
+    "Mistral 7B": (
+        config("mistral", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=14336, head_dim=None),
+        7_241_732_096,
+    ),
+    "Qwen2 7B": (config("qwen2", 3584, 28, 28, 152064, num_key_value_heads=4, intermediate_size=18944), 7_615_616_512),
+    "Qwen2.5 0.5B": (
+        config("qwen2", 896, 24, 14, 151936, num_key_value_heads=2, intermediate_size=4864, tie_word_embeddings=True),
+        494_032_768,
+    ),
+    "Qwen3 0.6B": (
+        config(
+            "qwen3",
+            1024,
+            28,
+            16,
+            151936,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=3072,
+            tie_word_embeddings=True,
+        ),
+        596_049_920,
+    ),
+    "GPT-2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+        124_439_808,
+    ),
+    "GPT-2 XL": (
+        {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "vocab_size": 50257},
+        1_557_611_200,
+    ),
+    "Pythia 6.9B": (config("gpt_neox", 4096, 32, 32, 50432, intermediate_size=16384), 6_857_302_016),
+    "OPT 1.3B": (config("opt", 2048, 24, 32, 50272, ffn_dim=8192, max_position_embeddings=2048), 1_315_758_080),
+    "Gemma 2B": (
+        config("gemma", 2048, 18, 8, 256000, num_key_value_heads=1, head_dim=256, intermediate_size=16384),
+        2_506_172_416,
+    ),
+    "Gemma 2 2B": (
+        config("gemma2", 2304, 26, 8, 256000, num_key_value_heads=4, head_dim=256, intermediate_size=9216),
+        2_614_341_888,
+    ),
     "Phi-2": (config("phi", 2560, 32, 32, 51200, intermediate_size=10240), 2_779_683_840),
     "Phi-3 mini": (config("phi3", 3072, 32, 32, 32064, intermediate_size=8192), 3_821_079_552),
-    "Mixtral 8x7B": (config("mixtral", 4096, 32, 32, 32000, num_key_value_heads=8,
-                            intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2),
-                     46_702_792_704),
-}  # fmt: skip
+    "Mixtral 8x7B": (
+        config(
+            "mixtral",
+            4096,
+            32,
+            32,
+            32000,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        46_702_792_704,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -75,10 +119,18 @@ def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
     model = ByteGPT(shape)
     held = sum(p.numel() for p in model.parameters())
     found = architecture(
-        {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocabulary": 256,
-         "gated": False, "bias": True, "norm_params": 2, "positions": shape.sequence,
-         "tied": False}
-    )  # fmt: skip
+        {
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "vocabulary": 256,
+            "gated": False,
+            "bias": True,
+            "norm_params": 2,
+            "positions": shape.sequence,
+            "tied": False,
+        }
+    )
     assert found.elements == held
     blocks = found.blocks()
     own = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
@@ -102,9 +154,7 @@ def test_products_and_attention_take_their_flops():
     assert work.forward_s == pytest.approx(flops / rate, rel=1e-3)
     head = 2 * tokens * 32000 * 4096 / rate
     assert work.backward_s == pytest.approx(3 * (work.forward_s - head) + 2 * head, rel=1e-3)
-    kept = workload_from_model(
-        LLAMA, machine, sequence=2048, micro_batch=2, activation_checkpointing="none"
-    )
+    kept = workload_from_model(LLAMA, machine, sequence=2048, micro_batch=2, activation_checkpointing="none")
     assert kept.backward_s == pytest.approx(2 * kept.forward_s, rel=1e-3)
     # Korthikanti et al., equation 2 without scores: 34 s b h bytes per layer.
     assert kept.layers[1].activation_bytes == 34 * tokens * 4096
@@ -145,10 +195,7 @@ def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_re
         workload_from_model(
             LLAMA,
             machine,
-            {
-                "data_types": {"grad_accum_dtype": dtype},
-                "zero_optimization": {"overlap_comm": False},
-            },
+            {"data_types": {"grad_accum_dtype": dtype}, "zero_optimization": {"overlap_comm": False}},
             data_parallel=ranks,
         ).backward_s
         for dtype in ("bf16", "fp32")
@@ -162,20 +209,19 @@ def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_re
 
 def test_the_heads_loss_and_attention_scores_cost_memory_traffic():
     machine = preset("h100-node")
-    small, large = (workload_from_model({**LLAMA, "vocab_size": v}, machine).layers[-1].forward_s
-                    for v in (32000, 128000))  # fmt: skip
+    small, large = (
+        workload_from_model({**LLAMA, "vocab_size": v}, machine).layers[-1].forward_s for v in (32000, 128000)
+    )
     assert large == pytest.approx(4 * small, rel=0.1)
-    flash, plain = (workload_from_model(LLAMA, machine, sequence=4096, flash_attention=on)
-                    for on in (True, False))  # fmt: skip
+    flash, plain = (workload_from_model(LLAMA, machine, sequence=4096, flash_attention=on) for on in (True, False))
     assert plain.forward_s > 1.2 * flash.forward_s
 
 
 def test_scores_are_stored_without_flash_attention():
     machine = preset("h200")
     work = workload_from_model(
-        LLAMA, machine, sequence=1024, micro_batch=1, activation_checkpointing="none",
-        flash_attention=False,
-    )  # fmt: skip
+        LLAMA, machine, sequence=1024, micro_batch=1, activation_checkpointing="none", flash_attention=False
+    )
     assert work.layers[1].activation_bytes == 1024 * 4096 * 34 + 5 * 32 * 1024**2
 
 
@@ -190,10 +236,16 @@ def test_tensor_and_pipeline_parallelism_divide_the_model():
     exchange = 2 * 2 * (2e-5 + 0.5 * 2048 * 4096 * 2 / wires)
     assert halves.forward_s == pytest.approx(whole.forward_s / 2 + 32 * exchange, rel=1e-3)
     stages = [
-        workload_from_model(LLAMA, machine, {"gradient_accumulation_steps": 8,
-                            "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-                            sequence=2048, pipeline_parallel=4, stage=i) for i in range(4)
-    ]  # fmt: skip
+        workload_from_model(
+            LLAMA,
+            machine,
+            {"gradient_accumulation_steps": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            sequence=2048,
+            pipeline_parallel=4,
+            stage=i,
+        )
+        for i in range(4)
+    ]
     assert sum(stage.params for stage in stages) == whole.params
     busy = stages[1].forward_s + stages[1].backward_s
     assert stages[1].pipeline_idle_s == pytest.approx(3 / 8 * busy)
@@ -206,19 +258,20 @@ def test_data_parallel_ranks_over_several_nodes_exchange_over_the_network():
     assert inside.layers[1].network_gather_bytes == 0
     block = sum(architecture(LLAMA).blocks()[1].params)
     # A ring over 16 ranks brings 15 of 16 parts into each node; its four ranks share that.
-    assert outside.layers[1].network_gather_bytes == pytest.approx(
-        2 * 15 / 16 * block / 4, rel=1e-3
-    )
+    assert outside.layers[1].network_gather_bytes == pytest.approx(2 * 15 / 16 * block / 4, rel=1e-3)
     assert outside.nodes == 4
     assert outside.tokens_per_iteration == 16 * 2048
 
 
 def test_auto_is_resolved_and_told():
     config = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e8},
-    }  # fmt: skip
+    }
     work = workload_from_model(
         LLAMA, preset("h200"), config, micro_batch=4, gradient_accumulation_steps=2, sequence=512
     )
@@ -238,9 +291,7 @@ def test_the_batch_rule_is_deepspeeds():
     )
     assert work.gradient_accumulation_steps == 4
     with pytest.raises(ModelError, match=r"32 != 3 x 4 x 4|must divide the batch of a rank, 8"):
-        workload_from_model(
-            LLAMA, machine, {**base, "train_micro_batch_size_per_gpu": 3}, data_parallel=4
-        )
+        workload_from_model(LLAMA, machine, {**base, "train_micro_batch_size_per_gpu": 3}, data_parallel=4)
 
 
 BAD = [
@@ -257,15 +308,18 @@ BAD = [
     (LLAMA, {"pipeline_parallel": 64}, "pipeline_parallel must be at most the 32 layers"),
     (LLAMA, {"data_parallel": 0}, "data_parallel must be a whole number >= 1"),
     (LLAMA, {"ds_config": {"zero_optimization": {"stage": 0}}}, "stage .* must be 1, 2 or 3, .* 0"),
-    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
-     "stage is 2 in the DeepSpeed config, but 1 was given"),
+    (
+        LLAMA,
+        {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
+        "stage is 2 in the DeepSpeed config, but 1 was given",
+    ),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
     (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and 3, .* but got 2 under ZeRO-3"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
     (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
     (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),
     ("/nonexistent", {}, "--model"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "options", "message"), BAD)
@@ -319,8 +373,12 @@ def test_recut_needs_the_parameters():
 
 def test_of_a_model_that_also_sees_the_language_model_is_taken_and_said():
     text = config("llama", 64, 2, 4, 1000, intermediate_size=128)
-    seeing = {"model_type": "llava", "_name_or_path": "Llava", "text_config": text,
-              "vision_config": {"hidden_size": 999, "num_hidden_layers": 24}}  # fmt: skip
+    seeing = {
+        "model_type": "llava",
+        "_name_or_path": "Llava",
+        "text_config": text,
+        "vision_config": {"hidden_size": 999, "num_hidden_layers": 24},
+    }
     taken, alone = architecture(seeing), architecture(text)
     assert taken.name == "Llava (its language model)"
     assert [b.params for b in taken.blocks()] == [b.params for b in alone.blocks()]

@@ -96,9 +96,7 @@ def test_layers_and_subgroups_whose_borders_differ():
     assert work.shares() == (((0, 5),), ((0, 5), (1, 10), (2, 5)), ((2, 5),))
 
 
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), cuts=st.lists(st.integers(1, 40))
-)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), cuts=st.lists(st.integers(1, 40)))
 def test_shares_hold_every_element_once(sizes, cuts):
     total, layers, left = sum(sizes), [], sum(sizes)
     for params in [*cuts, total]:
@@ -156,13 +154,15 @@ def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
 
 def test_a_plan_survives_its_file_and_is_a_readable_page(tmp_path):
     prediction = Prediction(
-        iteration_s=1, iteration_low_s=1, iteration_high_s=2, forward_s=0, backward_s=1, step_s=0,
-        update_s=0,
-    )  # fmt: skip
+        iteration_s=1, iteration_low_s=1, iteration_high_s=2, forward_s=0, backward_s=1, step_s=0, update_s=0
+    )
     plan = Plan(
-        subgroup_size=10, placement=Plan.runs(["host"] * 50 + ["resident"] * 30),
-        prediction=prediction, alternatives=(prediction,), reasons=("because",),
-    )  # fmt: skip
+        subgroup_size=10,
+        placement=Plan.runs(["host"] * 50 + ["resident"] * 30),
+        prediction=prediction,
+        alternatives=(prediction,),
+        reasons=("because",),
+    )
     path = tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan
@@ -250,10 +250,15 @@ def test_nothing_is_left_of_a_page_that_a_full_disk_does_not_take(tmp_path, monk
 
 @pytest.mark.parametrize(
     "bad",
-    [{"gradient_accumulation_steps": "few"}, {"gradient_accumulation_steps": 0},
-     {"layers": [{"params": 40, "forward_s": "soon", "backward_s": 1.0}]}, {"layers": "none"},
-     {"layers": [40]}, {"layers": None}],
-)  # fmt: skip
+    [
+        {"gradient_accumulation_steps": "few"},
+        {"gradient_accumulation_steps": 0},
+        {"layers": [{"params": 40, "forward_s": "soon", "backward_s": 1.0}]},
+        {"layers": "none"},
+        {"layers": [40]},
+        {"layers": None},
+    ],
+)
 def test_what_is_wrong_in_a_file_of_the_first_schema_is_told_as_ever(bad):
     fields = workload(gradient_accumulation_steps=4).model_dump(mode="json")
     with pytest.raises(ValidationError, match=next(iter(bad))):

@@ -10,11 +10,19 @@ from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOC
 from tests.simulator.hardware_limits import offences, sheet_offences
 
 RATES = (
-    "h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s",
-    "dram_bytes_per_s", "host_adam_params_per_s", "stock_host_adam_params_per_s",
-    "device_adam_params_per_s", "device_flops_per_s", "device_memory_bytes_per_s",
-    "storage_write_bytes_per_s", "layer_issue_s",
-)  # fmt: skip
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "pageable_h2d_bytes_per_s",
+    "pageable_d2h_bytes_per_s",
+    "dram_bytes_per_s",
+    "host_adam_params_per_s",
+    "stock_host_adam_params_per_s",
+    "device_adam_params_per_s",
+    "device_flops_per_s",
+    "device_memory_bytes_per_s",
+    "storage_write_bytes_per_s",
+    "layer_issue_s",
+)
 
 
 @pytest.fixture(params=preset_names())
@@ -73,8 +81,10 @@ def test_a_slip_in_a_sheet_is_seen(monkeypatch, name, slip, message):
 def test_no_update_draws_more_than_one_numa_node_or_a_ranks_share(named):
     machine, sheet = named
     one_node = machine.rate("dram_bytes_per_s") / sheet.numa_nodes
-    for name, moved in (("stock_host_adam_params_per_s", STOCK_UPDATE_BYTES),
-                        ("host_adam_params_per_s", FUSED_UPDATE_BYTES)):  # fmt: skip
+    for name, moved in (
+        ("stock_host_adam_params_per_s", STOCK_UPDATE_BYTES),
+        ("host_adam_params_per_s", FUSED_UPDATE_BYTES),
+    ):
         assert machine.rate(name) * moved <= one_node * (1 + 1e-9)
     for ranks, parts in machine.rank_shares.items():
         assert parts["dram"].q3 * ranks <= 1 + 1e-9
@@ -128,7 +138,5 @@ def test_without_nvlink_collectives_go_over_pcie():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"a100-node, a100-80gb, h100-node, h200, rtx4090, .*gh200, but got"
-    ):
+    with pytest.raises(ValueError, match=r"a100-node, a100-80gb, h100-node, h200, rtx4090, .*gh200, but got"):
         preset("cray")

@@ -15,10 +15,14 @@ from tests.machines import node
 
 def machine(**changes):
     rates = {
-        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 20e9, "dram_bytes_per_s": 80e9,
-        "storage_write_bytes_per_s": 8e9, "host_adam_params_per_s": 2e9,
-        "stock_host_adam_params_per_s": 2e9, "device_adam_params_per_s": 2e9,
-    }  # fmt: skip
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 20e9,
+        "dram_bytes_per_s": 80e9,
+        "storage_write_bytes_per_s": 8e9,
+        "host_adam_params_per_s": 2e9,
+        "stock_host_adam_params_per_s": 2e9,
+        "device_adam_params_per_s": 2e9,
+    }
     return node(device_memory_bytes=2**34, **rates, **changes)
 
 
@@ -50,9 +54,7 @@ def test_between_known_numbers_of_ranks_their_total_changes_evenly():
     totals = [n * node.rank_share("dram", n) for n in (1, 2, 3, 4, 8)]
     assert totals == pytest.approx([1.0, 0.6, 0.7, 0.8, 0.8])
     links = machine(rank_shares=SHARES)  # four draw 2.4 links together, each of three adds 0.467
-    assert [n * links.rank_share("h2d", n) for n in (1, 2, 4, 7)] == pytest.approx(
-        [1.0, 1 + 1.4 / 3, 2.4, 3.8]
-    )
+    assert [n * links.rank_share("h2d", n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1 + 1.4 / 3, 2.4, 3.8])
     assert links.rank_share("d2h", 7) == 1.0
 
 

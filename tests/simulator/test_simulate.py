@@ -13,9 +13,7 @@ from tests.machines import machine, workload
 
 
 def spans(timeline, kind, iteration=0):
-    return [
-        (s.start_s, s.end_s) for s in timeline.spans if s.kind == kind and s.iteration == iteration
-    ]
+    return [(s.start_s, s.end_s) for s in timeline.spans if s.kind == kind and s.iteration == iteration]
 
 
 def plan_of(placements, slots=1, **fields):
@@ -30,9 +28,11 @@ def test_a_chain_and_a_branch():
     out.add(OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", [copy])
     timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
     assert {s.kind: (s.start_s, s.end_s) for s in timeline.spans} == {
-        OpKind.FORWARD: (0, 2), OpKind.BACKWARD: (2, 5), OpKind.STATE_H2D: (2, 7),
+        OpKind.FORWARD: (0, 2),
+        OpKind.BACKWARD: (2, 5),
+        OpKind.STATE_H2D: (2, 7),
         OpKind.UPDATE_DEVICE: (7, 8),
-    }  # fmt: skip
+    }
     assert timeline.makespan_s == 8
 
 
@@ -80,9 +80,7 @@ def test_ranks_divide_the_nodes_dram_but_not_their_own_links():
 def test_a_device_update_slows_the_forward_beside_it():
     out = ScheduleBuilder()
     out.add(OpKind.FORWARD, Lane.COMPUTE, 4.0, device_share=1.0)
-    out.add(
-        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", device_share=1.0
-    )
+    out.add(OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", device_share=1.0)
     timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
     assert spans(timeline, OpKind.UPDATE_DEVICE) == [(0, 2)]
     assert spans(timeline, OpKind.FORWARD) == [(0, 5)]
@@ -105,8 +103,11 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
     schedule = Schedule(ops=tuple(out.ops), held=held)
     timeline = simulate(schedule, machine())
     assert [(m.t_s, m.device_bytes, m.host_bytes) for m in timeline.memory] == [
-        (0, 100, 10), (0, 105, 11), (1, 112, 11), (3, 100, 10),
-    ]  # fmt: skip
+        (0, 100, 10),
+        (0, 105, 11),
+        (1, 112, 11),
+        (3, 100, 10),
+    ]
     assert (timeline.device_peak_bytes, timeline.host_peak_bytes) == (112, 11)
 
 
@@ -163,9 +164,7 @@ def test_all_on_the_host_with_overlap():
 
 
 def test_without_overlap_the_step_holds_the_whole_update():
-    found = simulate(
-        build_schedule(workload((10, 10)), plan_of(["host"] * 2, overlap_forward=False)), machine()
-    )
+    found = simulate(build_schedule(workload((10, 10)), plan_of(["host"] * 2, overlap_forward=False)), machine())
     assert spans(found, OpKind.STEP_END) == [(94, 94)]
     assert spans(found, OpKind.FORWARD, 1) == [(94, 95), (95, 96)]
     assert found.phases(0)["step_s"] == pytest.approx(94 - 6)
@@ -238,8 +237,13 @@ def test_backward_is_held_up_by_gradients_under_way():
 def test_residents_copy_nothing():
     found = simulate(build_schedule(workload((10, 10)), plan_of(["resident"] * 2)), machine())
     kinds = {s.kind for s in found.spans}
-    assert not kinds & {OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRADIENT_D2H,
-                        OpKind.PARAMETER_H2D, OpKind.UPDATE_HOST}  # fmt: skip
+    assert not kinds & {
+        OpKind.STATE_H2D,
+        OpKind.STATE_D2H,
+        OpKind.GRADIENT_D2H,
+        OpKind.PARAMETER_H2D,
+        OpKind.UPDATE_HOST,
+    }
     # Both updates run beside the next forward, at half speed where they meet.
     assert found.phases(1)["step_s"] == 0
 
@@ -302,10 +306,9 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
     """10 s a gather, 30 s a reduction: layer 0's gather goes first, beside layer 1's backward."""
     layers = tuple(
-        Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10,
-              network_reduce_bytes=30)
+        Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10, network_reduce_bytes=30)
         for _ in range(2)
-    )  # fmt: skip
+    )
     work = workload((10, 10)).model_copy(update={"layers": layers})
     found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
     assert spans(found, OpKind.PARAMETER_GATHER) == [(0, 10), (10, 20), (20, 30), (30, 40)]
@@ -315,9 +318,7 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
     """30 s a reduction, 20 s a layer: layer 0 begins when layer 1's first 20 s are through."""
-    layers = tuple(
-        Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2)
-    )
+    layers = tuple(Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2))
     work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})
     found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
     assert spans(found, OpKind.BACKWARD) == [(2, 22), (42, 62)]
@@ -328,8 +329,7 @@ def test_a_schedule_may_only_wait_for_earlier_ops():
     from ebbtide.simulator import Op
 
     with pytest.raises(ValueError, match="waits for \\[1\\]"):
-        Schedule(ops=(Op(0, OpKind.NORM, Lane.COMPUTE, 0.0, after=(1,)),
-                      Op(1, OpKind.NORM, Lane.COMPUTE, 0.0)))  # fmt: skip
+        Schedule(ops=(Op(0, OpKind.NORM, Lane.COMPUTE, 0.0, after=(1,)), Op(1, OpKind.NORM, Lane.COMPUTE, 0.0)))
     with pytest.raises(ValueError, match="op 0 has id 5"):
         Schedule(ops=(Op(5, OpKind.NORM, Lane.COMPUTE, 0.0),))
 
@@ -375,9 +375,12 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
     for number in range(count):
         waits = rng.sample(range(number), min(number, rng.randint(0, 3)))
         # In seconds, without demands: nothing is shared.
-        out.add(rng.choice(list(OpKind)), rng.choice([Lane.COMPUTE, Lane.HOST, Lane.STORAGE,
-                                                      Lane.NETWORK]),
-                rng.choice([0.0, rng.uniform(0, 5)]), after=waits)  # fmt: skip
+        out.add(
+            rng.choice(list(OpKind)),
+            rng.choice([Lane.COMPUTE, Lane.HOST, Lane.STORAGE, Lane.NETWORK]),
+            rng.choice([0.0, rng.uniform(0, 5)]),
+            after=waits,
+        )
     schedule = Schedule(ops=tuple(out.ops))
     roomy = machine(storage_write_bytes_per_s=1e6, network_bytes_per_s=1e6)
     # Spans come in the order of their ends; durations and starts tell ops of a lane apart.
@@ -395,9 +398,10 @@ def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free()
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
     found = simulate(build_schedule(workload((1, 1)), plan), machine(**rates))
     spans = [
-        (span.kind, span.subgroup, span.start_s, span.end_s) for span in found.spans
+        (span.kind, span.subgroup, span.start_s, span.end_s)
+        for span in found.spans
         if span.lane in (Lane.STORAGE, Lane.STORAGE_READ, Lane.HOST)
-    ]  # fmt: skip
+    ]
     expected = [
         (OpKind.STATE_READ, 0, 0, 1),  # nobody else needs the slot
         (OpKind.UPDATE_HOST, 0, 6, 7),  # behind the norm
@@ -418,8 +422,9 @@ def test_reads_and_writes_of_storage_get_into_each_others_way(factor, end_s):
     builder.add(OpKind.STATE_READ, Lane.STORAGE_READ, 3.0, "storage_read_bytes_per_s")
     builder.add(OpKind.STATE_WRITE, Lane.STORAGE, 5.0, "storage_write_bytes_per_s")
     on = machine(
-        storage_read_bytes_per_s=Quantity.exact(3.0), storage_write_bytes_per_s=5.0,
+        storage_read_bytes_per_s=Quantity.exact(3.0),
+        storage_write_bytes_per_s=5.0,
         storage_duplex_factor=Quantity.exact(factor),
-    )  # fmt: skip
+    )
     found = simulate(Schedule(tuple(builder.ops)), on)
     assert [s.end_s for s in found.spans] == pytest.approx([end_s, end_s])

@@ -19,8 +19,10 @@ def its_own_memory(work, codes, slots):
 
 def storing(rng, on):
     """With drives that are slow enough to bind, and share their two directions."""
-    rates = {name: Quantity.exact(float(10 ** rng.uniform(8.5, 10.5)))
-             for name in ("storage_write_bytes_per_s", "storage_read_bytes_per_s")}  # fmt: skip
+    rates = {
+        name: Quantity.exact(float(10 ** rng.uniform(8.5, 10.5)))
+        for name in ("storage_write_bytes_per_s", "storage_read_bytes_per_s")
+    }
     both = Quantity.exact(float(rng.uniform(0.3, 1.0)))
     return on.model_copy(update={**rates, "storage_duplex_factor": both})
 

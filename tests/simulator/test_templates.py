@@ -25,20 +25,31 @@ def workload(seed=0, zero_stage=3, **changes):
     rng = np.random.default_rng(seed)
     layers = tuple(
         Layer(
-            name=f"layer {i} of {seed}", params=params, forward_s=rng.uniform(1e-3, 2e-3),
-            backward_s=rng.uniform(2e-3, 3e-3), activation_bytes=int(rng.integers(10**6)),
-            network_gather_bytes=1000 * i * (zero_stage == 3), network_reduce_bytes=2000 * i,
+            name=f"layer {i} of {seed}",
+            params=params,
+            forward_s=rng.uniform(1e-3, 2e-3),
+            backward_s=rng.uniform(2e-3, 3e-3),
+            activation_bytes=int(rng.integers(10**6)),
+            network_gather_bytes=1000 * i * (zero_stage == 3),
+            network_reduce_bytes=2000 * i,
         )
         for i, params in enumerate((400, 350, 0, 650))
-    )  # fmt: skip
+    )
     fields = {
-        "name": f"of {seed}", "zero_stage": zero_stage, "layers": layers,
+        "name": f"of {seed}",
+        "zero_stage": zero_stage,
+        "layers": layers,
         "subgroups": (300, 300, 300, 300, 200),
-        "gradient_accumulation_steps": 2, "pipeline_idle_s": rng.uniform(1e-3, 2e-3),
-        "device_base_bytes": int(rng.integers(10**9)), "tokens_per_iteration": 100 + seed,
-        "samples_per_iteration": 1 + seed, "nodes": 1 + seed, "subgroup_size": 100 + seed,
-        "model_checkpoint_bytes": seed, "provenance": str(seed),
-    }  # fmt: skip
+        "gradient_accumulation_steps": 2,
+        "pipeline_idle_s": rng.uniform(1e-3, 2e-3),
+        "device_base_bytes": int(rng.integers(10**9)),
+        "tokens_per_iteration": 100 + seed,
+        "samples_per_iteration": 1 + seed,
+        "nodes": 1 + seed,
+        "subgroup_size": 100 + seed,
+        "model_checkpoint_bytes": seed,
+        "provenance": str(seed),
+    }
     return Workload(**{**fields, **changes})
 
 
@@ -76,8 +87,15 @@ def test_other_times_are_those_that_would_be_built(name):
         assert_as_built(templates, name, options_of(name), workload(seed, stage_of(name)))
 
 
-RETIMED = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
-           "superoffload", "no_offload", "ebbtide")  # fmt: skip
+RETIMED = (
+    "zero3_offload",
+    "zero3_offload_async",
+    "twin_flow",
+    "deep_optimizer_states",
+    "superoffload",
+    "no_offload",
+    "ebbtide",
+)
 
 
 @pytest.mark.parametrize("name", RETIMED)
@@ -95,8 +113,10 @@ def test_times_where_no_template_looks_are_always_built():
     def build(name, of, **options):
         built.append(of.name)
         made = build_strategy(name, of, **options)
-        ops = [op._replace(work=op.work + of.layers[0].forward_s)
-               if op.kind == OpKind.UPDATE_HOST else op for op in made.ops]  # fmt: skip
+        ops = [
+            op._replace(work=op.work + of.layers[0].forward_s) if op.kind == OpKind.UPDATE_HOST else op
+            for op in made.ops
+        ]
         return replace(made, ops=tuple(ops))
 
     templates = Templates(build)
@@ -111,22 +131,29 @@ def test_times_where_no_template_looks_are_always_built():
 
 
 CHANGES = {
-    "wire_dtype": "fp32", "grad_bytes_per_param": 4, "optimizer": "lion", "clip": False,
-    "gradient_accumulation_steps": 3, "ranks_per_node": 2, "pipeline_idle_s": 0.0,
-    "stock_backward_extra_s": 0.5, "stock_threads": 2, "live_params": 600,
-    "module_issue_s": 1.0, "state_stays": True,
-    "subgroups": (500, 300, 200, 200, 200), "reduced_beside": 0.3,
-    "layers": (*workload().layers[:3], workload().layers[3].model_copy(
-        update={"network_gather_bytes": 7})),
-}  # fmt: skip
+    "wire_dtype": "fp32",
+    "grad_bytes_per_param": 4,
+    "optimizer": "lion",
+    "clip": False,
+    "gradient_accumulation_steps": 3,
+    "ranks_per_node": 2,
+    "pipeline_idle_s": 0.0,
+    "stock_backward_extra_s": 0.5,
+    "stock_threads": 2,
+    "live_params": 600,
+    "module_issue_s": 1.0,
+    "state_stays": True,
+    "subgroups": (500, 300, 200, 200, 200),
+    "reduced_beside": 0.3,
+    "layers": (*workload().layers[:3], workload().layers[3].model_copy(update={"network_gather_bytes": 7})),
+}
 BELOW = {"zero_stage": 1, "step_gather_s": 0.25, "network_step_gather_bytes": 3000}
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [*((name, change) for name in RETIMED for change in CHANGES),
-     *(("zero_offload", change) for change in BELOW)],
-)  # fmt: skip
+    [*((name, change) for name in RETIMED for change in CHANGES), *(("zero_offload", change) for change in BELOW)],
+)
 def test_another_structure_is_another_template(name, change):
     templates, built = counting()
     stage = stage_of(name)
@@ -138,8 +165,7 @@ def test_another_structure_is_another_template(name, change):
 
 def test_every_field_is_either_written_anew_or_told_apart():
     assert {*CHANGES, *BELOW, *RETIMED_WORKLOAD} == set(Workload.model_fields)
-    told_apart = {"params", "network_gather_bytes", "network_reduce_bytes", "persistent_params",
-                  "regathered_params"}  # fmt: skip
+    told_apart = {"params", "network_gather_bytes", "network_reduce_bytes", "persistent_params", "regathered_params"}
     assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
 
 

@@ -41,18 +41,20 @@ def runs(placements):
 
 
 def random_plan(work, rng, **fields):
-    known = [
-        p for p, recipe in RECIPES.items() if work.zero_stage == 3 or recipe.state != "storage"
-    ]
+    known = [p for p, recipe in RECIPES.items() if work.zero_stage == 3 or recipe.state != "storage"]
     placements = rng.choices(known, k=len(work.subgroups))
     homes = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
     slots = rng.randint(1, 4)
     return Plan(
-        subgroup_size=10, placement=runs(placements), staging_slots=slots,
-        prefetch=rng.randint(0, slots), overlap_forward=work.zero_stage == 3,
+        subgroup_size=10,
+        placement=runs(placements),
+        staging_slots=slots,
+        prefetch=rng.randint(0, slots),
+        overlap_forward=work.zero_stage == 3,
         order=order_of(rng.sample(range(len(placements)), len(placements)), placements),
-        parameter_home=Plan.home_runs(homes if work.zero_stage == 3 else ()), **fields,
-    )  # fmt: skip
+        parameter_home=Plan.home_runs(homes if work.zero_stage == 3 else ()),
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -89,9 +91,7 @@ def test_what_is_held_is_counted_by_placement():
 
 def test_a_stored_subgroup_takes_host_slots_and_extents():
     work = workload((10, 20, 30))
-    plan = Plan(
-        subgroup_size=30, placement=Plan.runs(["stored"] * 3), staging_slots=0, host_slots=2
-    )
+    plan = Plan(subgroup_size=30, placement=Plan.runs(["stored"] * 3), staging_slots=0, host_slots=2)
     held = footprint(work, plan)
     assert held["storage"] == 2 * 60 * 12
     assert held["host"] == 60 * 2 + 2 * 64 * 12 + 2 * 30 * 2  # gradients; slots of 64; parameters

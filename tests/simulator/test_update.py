@@ -37,14 +37,7 @@ def test_orders_are_short_where_they_can_be():
     assert compact([]) == "forward"
     # Subgroups 3 and 4 are of the other queue: a span walks over them.
     assert compact([2, 5, 6, 7, 1, 0]) == ((2, 7), (1, 0))
-    assert UpdateOrder(host=((2, 7), (1, 0))).of(Queue.HOST, [0, 1, 2, 5, 6, 7]) == [
-        2,
-        5,
-        6,
-        7,
-        1,
-        0,
-    ]
+    assert UpdateOrder(host=((2, 7), (1, 0))).of(Queue.HOST, [0, 1, 2, 5, 6, 7]) == [2, 5, 6, 7, 1, 0]
 
 
 def test_an_order_that_misses_a_subgroup_is_refused_by_the_plan():
@@ -57,8 +50,12 @@ def test_an_order_that_misses_a_subgroup_is_refused_by_the_plan():
 
 def test_a_queue_is_updated_in_its_order_and_the_other_one_is_not_touched():
     placements = ["host", "device", "host", "resident", "host"]
-    plan = Plan(subgroup_size=10, placement=Plan.runs(placements), staging_slots=1,
-                order=UpdateOrder(host="arrival", device=((3, 1),)))  # fmt: skip
+    plan = Plan(
+        subgroup_size=10,
+        placement=Plan.runs(placements),
+        staging_slots=1,
+        order=UpdateOrder(host="arrival", device=((3, 1),)),
+    )
     assert plan.issue_order == (4, 3, 2, 1, 0)
     timeline = simulate(build_schedule(workload((10,) * 5), plan), machine())
     last = [s for s in timeline.spans if s.iteration == 2]
@@ -69,16 +66,22 @@ def test_a_queue_is_updated_in_its_order_and_the_other_one_is_not_touched():
 
 
 def test_subgroups_that_change_their_placement_keep_their_turn():
-    plan = Plan(subgroup_size=10, placement=Plan.runs(["host", "device", "host", "device"]),
-                order=UpdateOrder(host="arrival"))  # fmt: skip
+    plan = Plan(
+        subgroup_size=10, placement=Plan.runs(["host", "device", "host", "device"]), order=UpdateOrder(host="arrival")
+    )
     moved = plan.placed(["host"] * 4, staging_slots=0)
     assert plan.issue_order == (2, 1, 0, 3)
     assert moved.issue_order == (2, 1, 0, 3)
 
 
 def test_a_plan_of_the_first_schema_is_read_without_what_nobody_executed():
-    fields = {"schema_version": 1, "subgroup_size": 1, "prefetch_after_layer": 3,
-              "split_master": False, "placement": [{"placement": "host", "count": 3}]}  # fmt: skip
+    fields = {
+        "schema_version": 1,
+        "subgroup_size": 1,
+        "prefetch_after_layer": 3,
+        "split_master": False,
+        "placement": [{"placement": "host", "count": 3}],
+    }
     plan = Plan.from_fields(fields)
     assert plan.schema_version == 2
     assert plan.issue_order == (0, 1, 2)
@@ -128,9 +131,7 @@ def test_an_update_lasts_as_long_as_its_traffic(placement, name):
 def test_no_plan_of_lions_beats_the_bound(seed):
     """Whose updates are faster than the machine's rate, which is Adam's."""
     rng = random.Random(seed)
-    on = machine(
-        host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9)
-    )
+    on = machine(host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9))
     made = workload((10,) * 4, forward_s=0.1, backward_s=0.2, optimizer="lion")
     sweep, floor_s = PlanSweep(made, on, iterations=40), bound(made, on).iteration_s
     for placements in product(("host", "device", "resident"), repeat=4):

@@ -37,9 +37,12 @@ def test_a_row_is_what_the_simulator_says():
 
 def test_the_grid_is_the_product_of_what_is_given():
     table = what_if(
-        workload(), machine(), ["zero3_offload", "ebbtide"], gpu_memory_bytes=[16e9, 24e9, 80e9],
+        workload(),
+        machine(),
+        ["zero3_offload", "ebbtide"],
+        gpu_memory_bytes=[16e9, 24e9, 80e9],
         h2d_bytes_per_s=[25e9, 50e9],
-    )  # fmt: skip
+    )
     assert len(table) == 12
     assert set(table.h2d_bytes_per_s) == {25e9, 50e9}
     assert len(table.drop_duplicates(["strategy", "gpu_memory_bytes", "h2d_bytes_per_s"])) == 12
@@ -47,9 +50,8 @@ def test_the_grid_is_the_product_of_what_is_given():
 
 def test_a_faster_link_is_never_slower_and_more_memory_neither():
     table = what_if(
-        workload(), machine(), ["ebbtide"], gpu_memory_bytes=[8e9, 12e9, 30e9],
-        h2d_bytes_per_s=[10e9, 100e9],
-    )  # fmt: skip
+        workload(), machine(), ["ebbtide"], gpu_memory_bytes=[8e9, 12e9, 30e9], h2d_bytes_per_s=[10e9, 100e9]
+    )
     for _, rows in table.groupby("h2d_bytes_per_s"):
         times = rows.sort_values("gpu_memory_bytes").iteration_s.tolist()
         assert times == sorted(times, reverse=True)
@@ -164,9 +166,7 @@ def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
     monkeypatch.setattr(code, "evaluate", interrupted)
     rates = [1e10 + i * 1e8 for i in range(3 * code.POINTS_PER_TASK)]
     with pytest.warns(UserWarning, match="32 of 48 points are finished"):
-        table = what_if(
-            workload(), machine(), ["zero3_offload"], h2d_bytes_per_s=rates, progress=False
-        )
+        table = what_if(workload(), machine(), ["zero3_offload"], h2d_bytes_per_s=rates, progress=False)
     assert len(table) == 2 * code.POINTS_PER_TASK
     assert table.attrs["interrupted"] is True
     assert not table.iteration_s.isna().any()
@@ -192,10 +192,7 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     made = plan(work, on.with_rates(device_memory_bytes=10 * GIB), memory_margin=0)
     assert made.growing_slots
     never = work.model_copy(update={"clip_rate": 0.0})
-    [row], [guessed] = (
-        what_if(one, on, ["ebbtide"], gpu_memory_bytes=10 * GIB).itertuples()
-        for one in (work, never)
-    )
+    [row], [guessed] = (what_if(one, on, ["ebbtide"], gpu_memory_bytes=10 * GIB).itertuples() for one in (work, never))
     assert row.fits
     assert guessed.fits
     over = row.iteration_s / made.prediction.iteration_s

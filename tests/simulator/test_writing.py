@@ -24,10 +24,13 @@ def test_copies_take_the_budget_and_are_written_when_nobody_waits():
     found = order_writing([10, 10, 10], AT_15, PACE, budget_bytes=5, rest_bytes=3)
     parts = [(s.subgroup, s.part, pytest.approx(s.size_bytes)) for s in found.segments]
     assert parts == [
-        (0, "live", 10), (1, "live", 5),
+        (0, "live", 10),
+        (1, "live", 5),
         (2, "live", 0.5),  # while 5 bytes of subgroup 1 are copied
-        (2, "urgent", 9.5), (1, "copied", 5), (REST, "live", 3),
-    ]  # fmt: skip
+        (2, "urgent", 9.5),
+        (1, "copied", 5),
+        (REST, "live", 3),
+    ]
     assert found.copied == {1: 5}
 
 
@@ -47,22 +50,20 @@ def test_one_queue_does_not_hold_the_other_up():
 @settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.floats(1, 1e9), min_size=1, max_size=12),
-    waits=st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["host", "device"])),
-                   min_size=12, max_size=12),
-    rate=st.floats(1e6, 1e10), hurry=st.floats(1, 4), copy=st.floats(1e7, 1e11),
-    budget=st.floats(0, 2e9), rest=st.floats(0, 1e9),
-)  # fmt: skip
-def test_every_byte_is_written_once_and_the_budget_holds(
-    sizes, waits, rate, hurry, copy, budget, rest
-):
+    waits=st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["host", "device"])), min_size=12, max_size=12),
+    rate=st.floats(1e6, 1e10),
+    hurry=st.floats(1, 4),
+    copy=st.floats(1e7, 1e11),
+    budget=st.floats(0, 2e9),
+    rest=st.floats(0, 1e9),
+)
+def test_every_byte_is_written_once_and_the_budget_holds(sizes, waits, rate, hurry, copy, budget, rest):
     due = [Due(i, at, queue) for i, (at, queue) in enumerate(waits[: len(sizes)])]
     found = order_writing(sizes, due, Pace(rate, rate * hurry, copy), budget, rest)
     for subgroup, size in [*enumerate(sizes), (REST, rest)]:
         written = sum(s.size_bytes for s in found.segments if s.subgroup == subgroup)
         assert written == pytest.approx(size, rel=1e-6, abs=1e-3)
-        copied = sum(
-            s.size_bytes for s in found.segments if s.subgroup == subgroup and s.part == "copied"
-        )
+        copied = sum(s.size_bytes for s in found.segments if s.subgroup == subgroup and s.part == "copied")
         assert copied == pytest.approx(found.copied.get(subgroup, 0.0), rel=1e-6, abs=1e-3)
     ends = [s.end_s for s in found.segments]
     assert ends == sorted(ends)

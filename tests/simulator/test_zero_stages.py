@@ -29,14 +29,17 @@ TINY = {"layers": 3, "hidden": 65, "heads": 5, "vocabulary": 101, "norm_params":
 
 def host_plan(work, **fields):
     count = len(work.subgroups)
-    return Plan(subgroup_size=max(work.subgroups), placement=Plan.runs(["host"] * count),
-                staging_slots=0, overlap_forward=False, **fields)  # fmt: skip
+    return Plan(
+        subgroup_size=max(work.subgroups),
+        placement=Plan.runs(["host"] * count),
+        staging_slots=0,
+        overlap_forward=False,
+        **fields,
+    )
 
 
 def estimated(stage, model=LLAMA, on="h100-node", **fields):
-    return workload_from_model(
-        model, preset(on), **{"sequence": 1024, "zero_stage": stage, **fields}
-    )
+    return workload_from_model(model, preset(on), **{"sequence": 1024, "zero_stage": stage, **fields})
 
 
 def test_a_step_waits_for_its_updates_and_then_gathers():
@@ -67,8 +70,7 @@ def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
 @pytest.mark.parametrize("strategy", ["ebbtide", "zero_offload"])
 @pytest.mark.parametrize(("stage", "gradient_bytes"), [(1, 2), (1, 4), (2, 2), (2, 4)])
 def test_what_deepspeed_adds_up_on_the_device_goes_home_once(stage, gradient_bytes, strategy):
-    work = workload((10, 10), zero_stage=stage, grad_bytes_per_param=gradient_bytes,
-                    gradient_accumulation_steps=3)  # fmt: skip
+    work = workload((10, 10), zero_stage=stage, grad_bytes_per_param=gradient_bytes, gradient_accumulation_steps=3)
     crosses = (stage, gradient_bytes) == (2, 2)
     if strategy == "ebbtide":
         made, sent = build_schedule(work, host_plan(work), iterations=1), 3 if crosses else 1
@@ -76,15 +78,16 @@ def test_what_deepspeed_adds_up_on_the_device_goes_home_once(stage, gradient_byt
         made, sent = build_strategy(strategy, work, iterations=1), 4 if crosses else 1
     assert len(made.of_kind(OpKind.GRADIENT_D2H)) == 2 * sent
     assert len(made.of_kind(OpKind.GRADIENT_H2D)) == 2 * (2 if crosses else 0)
-    held = {g: footprint(work.model_copy(update={"gradient_accumulation_steps": g}),
-                         host_plan(work))["host"] for g in (1, 3)}  # fmt: skip
+    held = {
+        g: footprint(work.model_copy(update={"gradient_accumulation_steps": g}), host_plan(work))["host"]
+        for g in (1, 3)
+    }
     assert held[3] - held[1] == (20 * gradient_bytes if crosses else 0)
 
 
 def test_resident_state_takes_its_room_on_the_host_too():
     work = workload((10, 10), zero_stage=2)
-    plan = Plan(subgroup_size=10, placement=Plan.runs(["resident"] * 2), staging_slots=0,
-                overlap_forward=False)  # fmt: skip
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["resident"] * 2), staging_slots=0, overlap_forward=False)
     assert footprint(work, plan)["host"] == 20 * 12
     assert footprint(workload((10, 10)), plan)["host"] == 0
 
@@ -105,8 +108,7 @@ def test_strategies_of_zero_3_say_what_there_is_instead(name):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"step_gather_s": 1.0}, "must be 0 under ZeRO-3"), ({"zero_stage": 4}, "zero_stage")],
+    ("fields", "said"), [({"step_gather_s": 1.0}, "must be 0 under ZeRO-3"), ({"zero_stage": 4}, "zero_stage")]
 )
 def test_what_a_stage_does_not_have_is_refused(fields, said):
     with pytest.raises(ValueError, match=said):
@@ -191,9 +193,7 @@ def test_how_much_of_a_reduction_backward_goes_on_beside():
 
 def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
     def reducing_s(stage, micro):
-        alone, four = (
-            estimated(stage, data_parallel=n, gradient_accumulation_steps=micro) for n in (1, 4)
-        )
+        alone, four = (estimated(stage, data_parallel=n, gradient_accumulation_steps=micro) for n in (1, 4))
         return four.backward_s - alone.backward_s
 
     assert reducing_s(1, 8) == pytest.approx(reducing_s(1, 1), rel=1e-6)
@@ -212,9 +212,7 @@ def test_round_robin_deals_whole_parameters_out_to_the_ranks():
     """DeepSpeed's first rank then has a share of every layer, not the first layers alone."""
 
     def layers(**zero):
-        made = workload_from_model(
-            LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4
-        )
+        made = workload_from_model(LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4)
         return [layer.params for layer in made.layers], made
 
     plain, before = layers()
@@ -225,10 +223,12 @@ def test_round_robin_deals_whole_parameters_out_to_the_ranks():
 
 def test_aligned_parameters_are_padded_in_the_flat_buffer():
     sizes = [
-        sum(workload_from_model(
-            TINY, preset("h200"), {"zero_optimization": {"stage": 2, "parameter_alignment": on}}
-        ).subgroups)
+        sum(
+            workload_from_model(
+                TINY, preset("h200"), {"zero_optimization": {"stage": 2, "parameter_alignment": on}}
+            ).subgroups
+        )
         for on in (False, True)
-    ]  # fmt: skip
+    ]
     parameters = sum(len(block.params) for block in architecture(TINY).blocks())
     assert sizes[0] < sizes[1] < sizes[0] + 8 * parameters

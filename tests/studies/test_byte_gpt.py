@@ -95,9 +95,7 @@ def test_a_step_has_its_own_data_whenever_it_is_asked_for():
     assert not torch.equal(Batches(2, 16, seed=1).at(3)[0], third)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"), [((2, 65, 2, 32), "hidden=65, heads=2"), ((0, 64, 2, 32), "layers=0")]
-)
+@pytest.mark.parametrize(("sizes", "message"), [((2, 65, 2, 32), "hidden=65, heads=2"), ((0, 64, 2, 32), "layers=0")])
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         ByteGPTConfig(*sizes)
@@ -120,9 +118,7 @@ def test_a_cpu_without_16_bit_products_computes_the_same_model(monkeypatch):
     """In fp32 between 16-bit tensors: the losses agree, the gradients are as wide as before."""
     losses, taken = [], []
     linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        products.F, "linear", lambda x, *rest: taken.append(x.dtype) or linear(x, *rest)
-    )
+    monkeypatch.setattr(products.F, "linear", lambda x, *rest: taken.append(x.dtype) or linear(x, *rest))
     for native in (True, False):
         monkeypatch.setattr(products, "computes_16_bit", lambda native=native: native)
         model = ByteGPT(TINY).bfloat16()

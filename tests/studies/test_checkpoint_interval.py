@@ -47,10 +47,23 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     path = tmp_path / "interval.json"
     # In a process of its own: it forks, which one that has used OpenMP threads must not.
     done = subprocess.run(
-        [sys.executable, "-m", "studies.checkpoint_interval", "--json", str(path), "--quick",
-         "--mtbf", "4", "--folder", str(tmp_path)],
-        env=child_environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "studies.checkpoint_interval",
+            "--json",
+            str(path),
+            "--quick",
+            "--mtbf",
+            "4",
+            "--folder",
+            str(tmp_path),
+        ],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())
     assert path.with_suffix(".png").stat().st_size > 10_000
@@ -58,9 +71,7 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     assert left == {"interval.json", "interval.png"}  # the checkpoints are gone
     assert found["kills"] == 1 == len(found["measured"])
     row = found["measured"][0]
-    assert row["failures"][0]["reached_step"] is None or (
-        row["useful_steps"] <= row["failures"][0]["reached_step"]
-    )
+    assert row["failures"][0]["reached_step"] is None or (row["useful_steps"] <= row["failures"][0]["reached_step"])
     rules = found["predicted"]["rules"]
     assert set(rules) == {"ebbtide", "Young", "Daly", "CheckFreq"}
     assert all(r["goodput"] <= rules["ebbtide"]["goodput"] + 1e-9 for r in rules.values())

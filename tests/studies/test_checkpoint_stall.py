@@ -33,9 +33,8 @@ def compared(tmp_path_factory, deepspeed_ops):
     folder = tmp_path_factory.mktemp("compared")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(
-        [sys.executable, "-c", BOTH, str(folder)], env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", BOTH, str(folder)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 
@@ -46,8 +45,7 @@ def test_quick(compared):
     assert found["stall_below_synchronous"] > 0
     assert (compared / "stall.png").stat().st_size > 1000
     left = {path.name for path in compared.iterdir()}
-    assert left == {f"{study}.{kind}" for study in ("stall", "checkpointing")
-                    for kind in ("json", "png")}  # fmt: skip
+    assert left == {f"{study}.{kind}" for study in ("stall", "checkpointing") for kind in ("json", "png")}
 
 
 def test_a_writer_that_cannot_run_is_shown_not_hidden(tmp_path):

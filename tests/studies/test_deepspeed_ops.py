@@ -21,9 +21,7 @@ with _own_lock(folder):
 
 
 def test_lock_of_a_killed_build_is_cleared(tmp_path):
-    child = subprocess.Popen(
-        [sys.executable, "-c", _BUILDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen([sys.executable, "-c", _BUILDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "building\n"
     child.send_signal(signal.SIGKILL)
     child.wait()

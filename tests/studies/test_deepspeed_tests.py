@@ -35,9 +35,7 @@ def test_every_engine_that_can_take_a_plan_has_one_or_fails(only_rank, tmp_path,
         model, config = ByteGPT(SIZES["tiny"]), config_of(stage)
         config["zero_optimization"]["stage"] = stage
         config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": stage == 0}}
-        engine = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )[0]
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         train_step(engine, Batches(2, SIZES["tiny"].sequence).at(0, engine.device))
         engine.destroy()
         noted = [note for note in lines(notes) if note["case"] == f"zero-{stage}"]
@@ -51,8 +49,15 @@ def test_every_engine_that_can_take_a_plan_has_one_or_fails(only_rank, tmp_path,
 
 
 def ended(arm, name, outcome, at_s=5.0):
-    return {"arm": arm, "case": f"{FILE}::{name}", "outcome": outcome, "why": "broken",
-            "begun_s": at_s, "at_s": at_s + 1, "commit": "abc"}  # fmt: skip
+    return {
+        "arm": arm,
+        "case": f"{FILE}::{name}",
+        "outcome": outcome,
+        "why": "broken",
+        "begun_s": at_s,
+        "at_s": at_s + 1,
+        "commit": "abc",
+    }
 
 
 def noted(name, event, at_s=5.5, **what):
@@ -70,9 +75,16 @@ def test_only_a_plan_that_was_live_in_the_run_that_passed_counts():
     figures = summary(results, notes)
     (row,) = (row for row in figures["files"] if row["arm"] == "mix")
     assert row == {
-        "arm": "mix", "file": FILE, "stock_passes": 6, "passed": 4, "attached": 1, "stepped": 1,
-        "without_a_plan": {"no engine with ZeRO": 2, "ZeRO stage 0": 1}, "failed": 1, "not_run": 1,
-    }  # fmt: skip
+        "arm": "mix",
+        "file": FILE,
+        "stock_passes": 6,
+        "passed": 4,
+        "attached": 1,
+        "stepped": 1,
+        "without_a_plan": {"no engine with ZeRO": 2, "ZeRO stage 0": 1},
+        "failed": 1,
+        "not_run": 1,
+    }
     assert [failure["case"] for failure in figures["failures"]] == [f"{FILE}::bad"]
 
 
@@ -105,8 +117,7 @@ def test_what_hangs_is_left_and_what_has_run_is_not_run_again(tmp_path):
     assert main(command) == 0, "what stock fails says nothing of a plan"
     results = lines(folder / "results.jsonl")
     outcomes = {r["case"].split("::")[1]: r["outcome"] for r in results if "outcome" in r}
-    assert outcomes == {"test_good": "passed", "test_skipped": "skipped", "test_bad": "failed",
-                        "test_behind": "passed"}  # fmt: skip
+    assert outcomes == {"test_good": "passed", "test_skipped": "skipped", "test_bad": "failed", "test_behind": "passed"}
     begun = [r["case"].split("::")[1] for r in results if "outcome" not in r]
     assert sorted(begun) == sorted([*outcomes, "test_hangs", "test_hangs"])
     assert json.loads((tmp_path / "figures.json").read_text())["commits"]["plain"]

@@ -22,41 +22,61 @@ from tests.studies.checkpoint_saver import save
 
 def _machine(**changes):
     rates = {
-        "h2d_bytes_per_s": 5e9, "d2h_bytes_per_s": 4e9, "dram_bytes_per_s": 30e9,
-        "host_adam_params_per_s": 1.9e9, "stock_host_adam_params_per_s": 1.2e9,
-        "device_adam_params_per_s": 1.5e9, "storage_write_bytes_per_s": 0.8e9,
-    }  # fmt: skip
-    facts = {"device_kind": "emulated", "cpu_cores": 2, "host_memory_bytes": 2**34,
-             "device_memory_bytes": 2**34, "name": "desk"}  # fmt: skip
+        "h2d_bytes_per_s": 5e9,
+        "d2h_bytes_per_s": 4e9,
+        "dram_bytes_per_s": 30e9,
+        "host_adam_params_per_s": 1.9e9,
+        "stock_host_adam_params_per_s": 1.2e9,
+        "device_adam_params_per_s": 1.5e9,
+        "storage_write_bytes_per_s": 0.8e9,
+    }
+    facts = {
+        "device_kind": "emulated",
+        "cpu_cores": 2,
+        "host_memory_bytes": 2**34,
+        "device_memory_bytes": 2**34,
+        "name": "desk",
+    }
     return node(**{**rates, **facts, **changes})
 
 
 def _prediction(strategy, iteration_s):
     return Prediction(
-        strategy=strategy, iteration_s=iteration_s, iteration_low_s=iteration_s * 0.9,
-        iteration_high_s=iteration_s * 1.1, forward_s=iteration_s * 0.3,
-        backward_s=iteration_s * 0.5, step_s=iteration_s * 0.2, update_s=0.1,
-    )  # fmt: skip
+        strategy=strategy,
+        iteration_s=iteration_s,
+        iteration_low_s=iteration_s * 0.9,
+        iteration_high_s=iteration_s * 1.1,
+        forward_s=iteration_s * 0.3,
+        backward_s=iteration_s * 0.5,
+        step_s=iteration_s * 0.2,
+        update_s=0.1,
+    )
 
 
 def _plan():
     return Plan(
-        subgroup_size=10, placement=Plan.runs(["host", "host", "device"]),
+        subgroup_size=10,
+        placement=Plan.runs(["host", "host", "device"]),
         prediction=_prediction("ebbtide", 0.4),
         alternatives=(_prediction("twin-flow 0.5", 0.7), _prediction("zero3_offload", 0.6)),
-    )  # fmt: skip
+    )
 
 
 def _workload():
-    curve = [(0.0, "forward", 100), (0.1, "forward", 300), (0.2, "backward", 320),
-             (0.4, "backward", 150), (0.4, "step", 150), (0.5, "step", 140)]  # fmt: skip
+    curve = [
+        (0.0, "forward", 100),
+        (0.1, "forward", 300),
+        (0.2, "backward", 320),
+        (0.4, "backward", 150),
+        (0.4, "step", 150),
+        (0.5, "step", 140),
+    ]
     return Workload(
-        name="w", layers=(Layer(params=30, forward_s=0.1, backward_s=0.2),), subgroups=(10, 20),
-        memory_curve=tuple(
-            MemoryPoint(t_s=t, phase=p, device_bytes=b * 2**20, host_bytes=2**28)
-            for t, p, b in curve
-        ),
-    )  # fmt: skip
+        name="w",
+        layers=(Layer(params=30, forward_s=0.1, backward_s=0.2),),
+        subgroups=(10, 20),
+        memory_curve=tuple(MemoryPoint(t_s=t, phase=p, device_bytes=b * 2**20, host_bytes=2**28) for t, p, b in curve),
+    )
 
 
 def _text(renderable):

@@ -17,9 +17,11 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
     command = [sys.executable, "-m", "studies.front_door_kills", "--kills", "4"]
     done = subprocess.run(
         [*command, "--scripts", "trainer", "--json", str(record)],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**child_environment, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(record.read_text())
     assert found["resumed"] > 0

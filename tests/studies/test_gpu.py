@@ -79,10 +79,7 @@ def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
     with Synchronisations() as counted:
         torch.cuda.synchronize()
         torch.cuda.Event.synchronize(None)
-    assert [place.split(" at ")[0] for place in counted.places] == [
-        "synchronize",
-        "Event.synchronize",
-    ]
+    assert [place.split(" at ")[0] for place in counted.places] == ["synchronize", "Event.synchronize"]
     assert all("test_gpu.py:" in place for place in counted.places)
     assert stock == (torch.cuda.synchronize, torch.cuda.Event.synchronize)
 
@@ -108,9 +105,17 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
     monkeypatch.setattr("deepspeed.initialize", initialize)
     args = argparse.Namespace(
-        variant=variant, size="tiny", micro_batch=1, accumulation=1, subgroup=1000, clipping=1.0,
-        offload_param=False, plan=None, keep=0, device=None,
-    )  # fmt: skip
+        variant=variant,
+        size="tiny",
+        micro_batch=1,
+        accumulation=1,
+        subgroup=1000,
+        clipping=1.0,
+        offload_param=False,
+        plan=None,
+        keep=0,
+        device=None,
+    )
     with pytest.raises(InterruptedError):
         make_engine(args)
     assert configs[0]["zero_optimization"]["offload_optimizer"]["pin_memory"] is pinned
@@ -135,9 +140,7 @@ def test_trials_run_side_by_side_where_nobody_times_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Suite, "trial", trial)
     suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, at_once=2)
     rows = suite.trials({"a": ["x"], "b": []})
-    assert list(rows.items()) == [
-        ("a", {"name": "a", "arguments": ("x",)}), ("b", {"name": "b", "arguments": ()}),
-    ]  # fmt: skip
+    assert list(rows.items()) == [("a", {"name": "a", "arguments": ("x",)}), ("b", {"name": "b", "arguments": ()})]
 
 
 def test_what_a_process_prints_is_kept_and_its_failure_is_a_line(suite):

@@ -18,11 +18,7 @@ PASSAGES = [
     Passage("step", 3.0, 7.0, 8.0, 200),
 ]
 MEMORY = [Sample(0.5, 10, 300), Sample(2.0, 20, 800), Sample(4.0, 30, 100), Sample(8.0, 99, 1)]
-LINKS = [
-    LinkSample(2.0, 1e9, 4e9, 0.9),
-    LinkSample(4.0, 2e9, 1e9, 0.1),
-    LinkSample(6.0, 4e9, 3e9, 0.3),
-]
+LINKS = [LinkSample(2.0, 1e9, 4e9, 0.9), LinkSample(4.0, 2e9, 1e9, 0.1), LinkSample(6.0, 4e9, 3e9, 0.3)]
 
 
 def rows(links=LINKS):
@@ -32,10 +28,15 @@ def rows(links=LINKS):
 def test_samples_belong_to_the_phase_they_were_taken_in():
     step = rows()["step"]
     assert step == {
-        "seconds": 4.0, "cpu_cores_busy": 2.0, "host_peak_bytes": 30, "device_peak_bytes": 200,
-        "device_trough_bytes": 100, "gpu_utilisation": pytest.approx(0.2),
-        "to_device_bytes_per_s": 3e9, "from_device_bytes_per_s": 2e9,
-    }  # fmt: skip
+        "seconds": 4.0,
+        "cpu_cores_busy": 2.0,
+        "host_peak_bytes": 30,
+        "device_peak_bytes": 200,
+        "device_trough_bytes": 100,
+        "gpu_utilisation": pytest.approx(0.2),
+        "to_device_bytes_per_s": 3e9,
+        "from_device_bytes_per_s": 2e9,
+    }
     assert rows()["forward"]["to_device_bytes_per_s"] is None, "no sample fell into it"
     with pytest.raises(ValueError, match="passage through 'step' is needed"):
         phase_row("step", PASSAGES[:2], MEMORY, LINKS)
@@ -115,9 +116,11 @@ def test_a_picture_of_a_gpu_run_has_both_panels(tmp_path):
     from dataclasses import asdict
 
     figures = {
-        "params": 10**6, "passages": [asdict(p) for p in PASSAGES],
-        "memory": [asdict(s) for s in MEMORY], "links": [asdict(s) for s in LINKS],
-    }  # fmt: skip
+        "params": 10**6,
+        "passages": [asdict(p) for p in PASSAGES],
+        "memory": [asdict(s) for s in MEMORY],
+        "links": [asdict(s) for s in LINKS],
+    }
     memory_wall.draw(figures, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 0
 
@@ -126,15 +129,13 @@ def test_a_picture_of_a_gpu_run_has_both_panels(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what a machine without a GPU says")
 def test_a_real_run_marks_what_is_no_device(tmp_path, only_rank):
     path = tmp_path / "memory_wall.json"
-    memory_wall.main(["--json", str(path), "--quick", "--steps", "2", "--sequence", "32",
-                      "--subgroup", "20000"])  # fmt: skip
+    memory_wall.main(["--json", str(path), "--quick", "--steps", "2", "--sequence", "32", "--subgroup", "20000"])
     record = json.loads(path.read_text())
     assert record["device_kind"] == "cpu"
     assert "no GPU" in record["memory_source"]
     assert record["links"] == []
     assert [p["phase"] for p in record["passages"]] == ["forward", "backward", "step"] * 2
-    assert all(row["host_peak_bytes"] is None or row["host_peak_bytes"] > 0
-               for row in record["phases"].values())  # fmt: skip
+    assert all(row["host_peak_bytes"] is None or row["host_peak_bytes"] > 0 for row in record["phases"].values())
     assert all(row["device_peak_bytes"] is None for row in record["phases"].values())
     assert path.with_suffix(".png").stat().st_size > 0
 

@@ -15,20 +15,24 @@ from studies.trials.torchao_offload import TorchaoEngine
 
 
 def row(name, seconds, digest="a", **more):
-    variant = {"stock_no_clipping": "stock", "superoffload_no_clipping": "superoffload",
-               "stock_again": "stock"}.get(name)  # fmt: skip
+    variant = {"stock_no_clipping": "stock", "superoffload_no_clipping": "superoffload", "stock_again": "stock"}.get(
+        name
+    )
     variant = variant or (f"twin_flow:{name[-3:]}" if name.startswith("twin") else name)
     return {"name": name, "variant": variant, "iteration_s": seconds, "hash": digest, **more}
 
 
 RAN = {
-    "stock": row("stock", 6.0), "stock_again": row("stock_again", 6.3),
+    "stock": row("stock", 6.0),
+    "stock_again": row("stock_again", 6.3),
     "deepcompile": {"variant": "deepcompile", "failed": "needs a GPU"},
     "ebbtide": row("ebbtide", 1.5),
     "stock_no_clipping": row("stock_no_clipping", 6.0, "b"),
-    "superoffload": row("superoffload", 5.0), "zenflow": row("zenflow", 1.0, "z"),
+    "superoffload": row("superoffload", 5.0),
+    "zenflow": row("zenflow", 1.0, "z"),
     "superoffload_no_clipping": row("superoffload_no_clipping", 2.0, "b"),
-    "twin_flow_0.6": row("twin_flow_0.6", 4.0), "twin_flow_0.8": row("twin_flow_0.8", 3.0),
+    "twin_flow_0.6": row("twin_flow_0.6", 4.0),
+    "twin_flow_0.8": row("twin_flow_0.8", 3.0),
     "torchao": {"variant": "torchao", "failed": "No module named 'torchao'"},
     **{f"twin_flow_{r}": row(f"twin_flow_{r}", 4.5) for r in (0.9, 0.7, 0.5)},
     "no_offload": row("no_offload", 0.5),
@@ -37,7 +41,7 @@ RAN = {
     "without_speculation": {**row("without_speculation", 4.5, "c"), "variant": "ebbtide"},
     "without_growing_slots": {**row("without_growing_slots", 3.6, "c"), "variant": "ebbtide"},
     "without_device_sums": {**row("without_device_sums", 6.0, "c"), "variant": "ebbtide"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -45,9 +49,13 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(Suite, "trial", lambda self, name, *a: dict(RAN[name]))
     monkeypatch.setattr(Suite, "plan", lambda self: None)
     plan = Plan(
-        subgroup_size=1, placement=Plan.runs(["host"] * 4), speculate=4, speculate_visits=4,
-        growing_slots=(3, 2), device_sums=4,
-    )  # fmt: skip
+        subgroup_size=1,
+        placement=Plan.runs(["host"] * 4),
+        speculate=4,
+        speculate_visits=4,
+        growing_slots=(3, 2),
+        device_sums=4,
+    )
     monkeypatch.setattr(Suite, "plan_all_on", lambda self, micro_batches: plan)
     return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=False)
 

@@ -70,10 +70,7 @@ def test_subgroups_are_those_of_fused_matrices(runs):
     and ten at stride 2.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
-    waiting = {
-        stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride))
-        for stride in (2, 8, 10)
-    }
+    waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
     assert waiting[8] == waiting[10]
     subgroups = workload_of(stock, machine_of("a100")).subgroups
     assert len(subgroups) == 21
@@ -83,8 +80,7 @@ def test_subgroups_are_those_of_fused_matrices(runs):
 
 
 def _only(runs, **wanted):
-    (run,) = [r for r in runs if r.testbed == "a100"
-              and all(getattr(r, key) == value for key, value in wanted.items())]  # fmt: skip
+    (run,) = [r for r in runs if r.testbed == "a100" and all(getattr(r, key) == value for key, value in wanted.items())]
     return run
 
 
@@ -129,8 +125,19 @@ def test_accumulation_is_what_the_global_batch_says(tmp_path):
 
 def test_every_published_row_is_readable_with_blanks_and_without(tmp_path):
     rows = rows_of(CSV)
-    blank = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch",
-             "async_grads", "stride", "global_batch", "heads")  # fmt: skip
+    blank = (
+        "layers",
+        "hidden",
+        "seq",
+        "micro_batch",
+        "offload_ratio",
+        "subgroup",
+        "prefetch",
+        "async_grads",
+        "stride",
+        "global_batch",
+        "heads",
+    )
     for name in blank:
         emptied = written(tmp_path / "blank.csv", [{**row, name: ""} for row in rows])
         assert len(read_runs(emptied, blanks=True)) == len(rows)
@@ -138,22 +145,25 @@ def test_every_published_row_is_readable_with_blanks_and_without(tmp_path):
     assert len(read_runs(written(tmp_path / "bare.csv", bare))) == len(rows)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"prefetch": "1", "stride": "0"}, "stride must be a whole number >= 1 .* with prefetch 1"),
-    ({"prefetch": "1", "stride": "-3"}, "stride must be a whole number >= 1"),
-    ({"prefetch": "1", "stride": "2.7"}, "stride must be a whole number >= 1"),
-    ({"prefetch": "0", "stride": "-3"}, "stride must be a whole number >= 0"),
-    ({"prefetch": "-1"}, "prefetch must be 0, 1 or blank, but got '-1'"),
-    ({"prefetch": "0.5"}, "prefetch must be 0, 1 or blank"),
-    ({"async_grads": "7"}, "async_grads must be 0, 1 or blank, but got '7'"),
-    ({"heads": "7"}, "heads must divide hidden .4096., but got 7"),
-    ({"hidden": "32"}, "params_b must be what layers, hidden and seq make .* but got 7, and 32"),
-    ({"params_b": "0.1"}, "params_b must be what layers, hidden and seq make"),
-    ({"params_b": "700"}, "params_b must be what layers, hidden and seq make"),
-    ({"layers": "1000000", "hidden": ""}, "params_b must be what layers, hidden and seq make"),
-    ({"offload_ratio": "-0.1"}, r"offload_ratio must lie in \[0, 1\], but got '-0.1'"),
-    ({"offload_ratio": "1.1"}, r"offload_ratio must lie in \[0, 1\], but got '1.1'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefetch": "1", "stride": "0"}, "stride must be a whole number >= 1 .* with prefetch 1"),
+        ({"prefetch": "1", "stride": "-3"}, "stride must be a whole number >= 1"),
+        ({"prefetch": "1", "stride": "2.7"}, "stride must be a whole number >= 1"),
+        ({"prefetch": "0", "stride": "-3"}, "stride must be a whole number >= 0"),
+        ({"prefetch": "-1"}, "prefetch must be 0, 1 or blank, but got '-1'"),
+        ({"prefetch": "0.5"}, "prefetch must be 0, 1 or blank"),
+        ({"async_grads": "7"}, "async_grads must be 0, 1 or blank, but got '7'"),
+        ({"heads": "7"}, "heads must divide hidden .4096., but got 7"),
+        ({"hidden": "32"}, "params_b must be what layers, hidden and seq make .* but got 7, and 32"),
+        ({"params_b": "0.1"}, "params_b must be what layers, hidden and seq make"),
+        ({"params_b": "700"}, "params_b must be what layers, hidden and seq make"),
+        ({"layers": "1000000", "hidden": ""}, "params_b must be what layers, hidden and seq make"),
+        ({"offload_ratio": "-0.1"}, r"offload_ratio must lie in \[0, 1\], but got '-0.1'"),
+        ({"offload_ratio": "1.1"}, r"offload_ratio must lie in \[0, 1\], but got '1.1'"),
+    ],
+)
 def test_nonsense_in_a_row_is_refused(tmp_path, changes, message):
     row = next(r for r in rows_of(CSV) if r["testbed"] == "a100" and r["params_b"] == "7")
     with pytest.raises(RunError, match=f"one.csv, line 2: {message}"):
@@ -170,9 +180,9 @@ def test_cells_beyond_the_header_are_refused_unless_blank(tmp_path):
         read_runs(path)
 
 
-@pytest.mark.parametrize("changes", [
-    {"hidden": "4100", "heads": "41"}, {"tp": "3"}, {"dp": "100000000", "micro_batch": "1"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes", [{"hidden": "4100", "heads": "41"}, {"tp": "3"}, {"dp": "100000000", "micro_batch": "1"}]
+)
 def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, changes):
     row = next(r for r in rows_of(CSV) if r["testbed"] == "a100" and r["params_b"] == "7")
     row = {**row, "global_batch": "", **changes}
@@ -187,10 +197,7 @@ def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, change
 
 def test_each_stride_is_simulated(runs):
     """1: every subgroup visits; the more visit, the less the cores have to do."""
-    run, machine = (
-        next(r for r in runs if r.testbed == "a100" and r.stride == 2),
-        machine_of("a100"),
-    )
+    run, machine = (next(r for r in runs if r.testbed == "a100" and r.stride == 2), machine_of("a100"))
     gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
     assert gradients == sorted(gradients, reverse=True)
     assert gradients[0] > gradients[1] + 1
@@ -223,8 +230,7 @@ def test_pairs_compare_strategies_of_one_configuration(runs):
         (replace(a, dp=2, measured={"iter_ms": 1.0}), {"iter_ms": 1.0}),
     ]
     figures = judging.pairs_by_testbed(group)["a100"]
-    assert figures == {"pairs": 1, "ranked_rightly_pct": 100.0,
-                       "median_ratio_error_pct": pytest.approx(10.0)}  # fmt: skip
+    assert figures == {"pairs": 1, "ranked_rightly_pct": 100.0, "median_ratio_error_pct": pytest.approx(10.0)}
     wrong = [group[0], (group[1][0], {"iter_ms": 300.0})]
     assert judging.pairs_by_testbed(wrong)["a100"]["ranked_rightly_pct"] == 0.0
 
@@ -395,8 +401,7 @@ def blanked(tmp_path, **values):
 
 
 @pytest.mark.parametrize(
-    "column",
-    ["layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "stride", "prefetch"],
+    "column", ["layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "stride", "prefetch"]
 )
 def test_a_blank_is_the_usual_setting_and_is_named(tmp_path, column):
     run = blanked(tmp_path, **{column: "", "global_batch": ""})
@@ -423,9 +428,8 @@ def test_before_and_after_stand_side_by_side():
         return {"model": {"all": {"a100": {"rows": 3, "iteration": found}}}}
 
     assert published_runs.before_and_after(crossed(4.0), crossed(3.0)) == [
-        {"left_out": "model", "testbed": "a100", "quantity": "iteration",
-         "before": [4.0, 8.0], "after": [3.0, 6.0]}
-    ]  # fmt: skip
+        {"left_out": "model", "testbed": "a100", "quantity": "iteration", "before": [4.0, 8.0], "after": [3.0, 6.0]}
+    ]
 
 
 def test_figures_that_are_none_are_refused_as_before(tmp_path, capsys):

@@ -63,7 +63,10 @@ def test_a_launcher_s_rank_is_kept(child_environment):
         "print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**child_environment, "RANK": "1", "WORLD_SIZE": "2"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        env={**child_environment, "RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["1", "2"]

@@ -47,8 +47,17 @@ def test_only_records_of_studies_are_rows(tmp_path):
 
 
 def test_a_gain_says_what_does_not_fit():
-    case = {"model": "M", "device": "D", "gpus": 4, "sequence": 8, "stock_s": 3.0, "speedup": 2.0,
-            "plan_s": 1.5, "stock_lacks": "", "accumulation": 1}  # fmt: skip
+    case = {
+        "model": "M",
+        "device": "D",
+        "gpus": 4,
+        "sequence": 8,
+        "stock_s": 3.0,
+        "speedup": 2.0,
+        "plan_s": 1.5,
+        "stock_lacks": "",
+        "accumulation": 1,
+    }
     none = case | {"accumulation": 16, "stock_lacks": "needs more", "plan_s": None, "speedup": None}
     row = gains([{"study": "gains", "cases": [case, none]}]).splitlines()[2]
     assert row == "| M | 4 x D | 8 | 3.00 s | 1.50 s | 2.0x | 3.00 s (does not fit) | none |  |"

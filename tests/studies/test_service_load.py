@@ -22,8 +22,15 @@ def test_questions_differ_and_are_valid():
 
 @pytest.mark.slow
 def test_the_study_runs(monkeypatch, tmp_path):
-    for name, value in (("JOBS", 3), ("KILL_EVERY", 3), ("CELLS", 4), ("WARM_S", 0.0),
-                        ("IN_PROCESS_CALLS", 5), ("PAGE_MOVES", 3), ("WORKERS", 1)):  # fmt: skip
+    for name, value in (
+        ("JOBS", 3),
+        ("KILL_EVERY", 3),
+        ("CELLS", 4),
+        ("WARM_S", 0.0),
+        ("IN_PROCESS_CALLS", 5),
+        ("PAGE_MOVES", 3),
+        ("WORKERS", 1),
+    ):
         monkeypatch.setattr(service_load, name, value)
     service_load.main(["--clients", "2", "--seconds", "1", "--json", str(tmp_path / "r.json")])
     figures = json.loads((tmp_path / "r.json").read_text())

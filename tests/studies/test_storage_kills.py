@@ -25,9 +25,14 @@ sys.exit(command.main(["--kills", "5", "--json", sys.argv[1]]))
 def run(command, folder, child_environment):
     record = folder / "kills.json"
     done = subprocess.run(
-        [sys.executable, *command, str(record)], cwd=folder, capture_output=True, text=True,
-        env={**child_environment, "OMP_NUM_THREADS": "1"}, check=False, timeout=200,
-    )  # fmt: skip
+        [sys.executable, *command, str(record)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**child_environment, "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=200,
+    )
     assert record.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return done.returncode, json.loads(record.read_text())
 
@@ -39,9 +44,13 @@ def test_kills(tmp_path, child_environment):
     assert (found["lost"], found["torn"], found["not_bit_identical"]) == (0, 0, 0), found
     assert found["steps_lost_max"] <= 1
     assert set(found["kills_by_point"]) == {
-        "extents_synced", "steps_written", "steps_renamed", "steps_committed", "write",
+        "extents_synced",
+        "steps_written",
+        "steps_renamed",
+        "steps_committed",
+        "write",
         "random moment",
-    }  # fmt: skip
+    }
     assert found["resumed_from_a_step"] > 0
     assert code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["kills.json"]

@@ -46,9 +46,12 @@ def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
 def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
     share = run("ebbtide, half in memory", "tiny", 1, tmp_path / "a")
     made = Plan(
-        subgroup_size=20_000, placement=Plan.runs(["stored"] + ["host"] * 4),
-        staging_slots=0, host_slots=1, storage_dir="elsewhere",
-    )  # fmt: skip
+        subgroup_size=20_000,
+        placement=Plan.runs(["stored"] + ["host"] * 4),
+        staging_slots=0,
+        host_slots=1,
+        storage_dir="elsewhere",
+    )
     few = run("ebbtide, within stock's memory", "tiny", 1, tmp_path / "b", made.model_dump())
     assert few["state"] == share["state"]
     assert 0 < few["write_bytes"] < share["write_bytes"]
@@ -63,10 +66,7 @@ def test_the_floor_is_what_was_measured_of_both_at_once():
 
 
 def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bits():
-    first = {
-        "iteration_s": 3.0, "losses": [1.0], "state": "a", "host_peak_bytes": 5,
-        "resume_identical": True,
-    }  # fmt: skip
+    first = {"iteration_s": 3.0, "losses": [1.0], "state": "a", "host_peak_bytes": 5, "resume_identical": True}
     second = {**first, "iteration_s": 1.0, "host_peak_bytes": 7, "resume_identical": False}
     row = _together([first, second])
     assert (row["iteration_s"], row["iterations_s"]) == (2.0, [3.0, 1.0])
@@ -79,17 +79,18 @@ def test_each_run_is_judged_by_the_disk_that_it_had():
     """A disk that gets three times slower: 1.1 of its floor each time, 0.73 and 2.2 by medians."""
 
     def disk(rate):
-        rates = {
-            "read_bytes_per_s": Quantity.exact(rate),
-            "write_bytes_per_s": Quantity.exact(rate),
-        }
+        rates = {"read_bytes_per_s": Quantity.exact(rate), "write_bytes_per_s": Quantity.exact(rate)}
         return StorageRates(**rates, duplex_factor=Quantity.exact(1.0))
 
     ours = {
-        "params": 1e9, "updates_s": 0.1, "update_s": 26.4, "iteration_s": 27.6,
-        "updates_of_runs_s": [13.2, 26.4, 39.6], "iterations_s": [14.4, 27.6, 40.8],
+        "params": 1e9,
+        "updates_s": 0.1,
+        "update_s": 26.4,
+        "iteration_s": 27.6,
+        "updates_of_runs_s": [13.2, 26.4, 39.6],
+        "iterations_s": [14.4, 27.6, 40.8],
         "write_bytes": 12e9,
-    }  # fmt: skip
+    }
     told = _of_the_disk([disk(1e9), disk(0.5e9), disk(1e9 / 3)], ours, passes_s=1.0)
     assert told["disk_floors_s"] == pytest.approx([12, 24, 36])
     assert told["update_over_floor"] == pytest.approx(1.1)

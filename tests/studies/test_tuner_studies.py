@@ -45,8 +45,18 @@ def test_simulator_speed(tmp_path, run):
 
 @pytest.mark.slow
 def test_update_phase(tmp_path, only_rank, run):
-    found = run("update_phase", tmp_path / "u.json", "--size", "4m", "--steps", "2",
-                "--subgroup", "500000", "--kernel-elements", "100000")  # fmt: skip
+    found = run(
+        "update_phase",
+        tmp_path / "u.json",
+        "--size",
+        "4m",
+        "--steps",
+        "2",
+        "--subgroup",
+        "500000",
+        "--kernel-elements",
+        "100000",
+    )
     assert found["bit_identical"] is True
     assert found["ebbtide_host_bytes_per_param"] == 14.0
     assert found["stock_host_bytes_per_param"] == 18.0
@@ -83,16 +93,21 @@ def test_a_record_is_shown_with_units_rows_by_name_and_without_plans():
     from studies.bench.console import tables
 
     figures = {
-        "stall_s": 0.25, "taken_bytes": 2 * 10**9, "same": True, "told": {"share": 0.5},
+        "stall_s": 0.25,
+        "taken_bytes": 2 * 10**9,
+        "same": True,
+        "told": {"share": 0.5},
         "writers": {"torch": {"failed": "no"}, "ours": {"cost_pct": 3.0}},
-        "rows": [{"a": 1, "b": 2}, {"a": 3, "c": None}], "many": [{"a": 7777}] * 41,
-        "plan": {"schema_version": 2, "prefetch": 4321}, "none": {}, "numbers": [1, 2],
-    }  # fmt: skip
+        "rows": [{"a": 1, "b": 2}, {"a": 3, "c": None}],
+        "many": [{"a": 7777}] * 41,
+        "plan": {"schema_version": 2, "prefetch": 4321},
+        "none": {},
+        "numbers": [1, 2],
+    }
     console = Console(width=100)
     with console.capture() as shown:
         console.print(*tables("study", figures))
-    lines = [" ".join(line.replace("\u2502", " ").replace("\u2503", " ").split())
-             for line in shown.get().splitlines()]  # fmt: skip
+    lines = [" ".join(line.replace("\u2502", " ").replace("\u2503", " ").split()) for line in shown.get().splitlines()]
     assert {"stall s 0.25", "taken GB 2", "same yes", "told.share 0.5", "torch ours"} <= {*lines}
     assert {"failed no", "cost % 3", "a 1 3", "b 2", "c"} <= {*lines}
     assert not any("7777" in line or "4,321" in line for line in lines)

@@ -47,11 +47,13 @@ class Row:
                 runs += [names[sign]] * int(count)
                 count = ""
         return Plan(
-            subgroup_size=max(workload.subgroups), placement=Plan.runs(runs),
-            staging_slots=self.staging_slots, prefetch=self.prefetch,
+            subgroup_size=max(workload.subgroups),
+            placement=Plan.runs(runs),
+            staging_slots=self.staging_slots,
+            prefetch=self.prefetch,
             threads=self.threads,
             overlap_forward=self.overlap_forward,
-        )  # fmt: skip
+        )
 
 
 def case(number):
@@ -75,21 +77,26 @@ def _workload(rng, number):
         left -= params
         made.append(
             Layer(
-                params=params, forward_s=forward_s / layers,
+                params=params,
+                forward_s=forward_s / layers,
                 backward_s=rng.uniform(1.8, 2.2) * forward_s / layers,
                 activation_bytes=rng.randint(0, 200) * 2**20,
                 network_gather_bytes=share if number % 11 == 5 else 0,
                 network_reduce_bytes=share if number % 11 == 5 else 0,
             )
-        )  # fmt: skip
+        )
     return Workload(
-        name=f"golden {number}", layers=tuple(made), subgroups=tuple(sizes),
+        name=f"golden {number}",
+        layers=tuple(made),
+        subgroups=tuple(sizes),
         wire_dtype="fp32" if number % 10 == 4 else "bf16",
-        grad_bytes_per_param=4 if number % 5 == 4 else 2, clip=number % 4 != 1,
+        grad_bytes_per_param=4 if number % 5 == 4 else 2,
+        clip=number % 4 != 1,
         gradient_accumulation_steps=micro_batches,
-        ranks_per_node=(1, 1, 4, 1, 8)[number % 5], device_base_bytes=2 * total,
+        ranks_per_node=(1, 1, 4, 1, 8)[number % 5],
+        device_base_bytes=2 * total,
         pipeline_idle_s=0.2 * micro_batches * forward_s if number % 9 == 7 else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _machine(rng, number, workload):
@@ -105,19 +112,24 @@ def _machine(rng, number, workload):
     state = 12 + workload.grad_bytes_per_param
     tight = number % 7 == 3
     return Machine(
-        name=f"golden {number}", device_kind="cuda", cpu_cores=32,
-        host_memory_bytes=int((1.2 if tight else 40) * state * workload.params)
-        * workload.ranks_per_node + GIB,
+        name=f"golden {number}",
+        device_kind="cuda",
+        cpu_cores=32,
+        host_memory_bytes=int((1.2 if tight else 40) * state * workload.params) * workload.ranks_per_node + GIB,
         device_memory_bytes=int(max(needed, gradients / 2) * loose) + GIB,
-        h2d_bytes_per_s=rate(8e9, 100e9), d2h_bytes_per_s=rate(8e9, 100e9),
-        dram_bytes_per_s=rate(100e9, 500e9), host_adam_params_per_s=adam,
+        h2d_bytes_per_s=rate(8e9, 100e9),
+        d2h_bytes_per_s=rate(8e9, 100e9),
+        dram_bytes_per_s=rate(100e9, 500e9),
+        host_adam_params_per_s=adam,
         stock_host_adam_params_per_s=rate(0.3e9, 0.5e9),
-        device_adam_params_per_s=rate(20e9, 150e9), storage_write_bytes_per_s=rate(1e9, 5e9),
+        device_adam_params_per_s=rate(20e9, 150e9),
+        storage_write_bytes_per_s=rate(1e9, 5e9),
         network_bytes_per_s=rate(10e9, 50e9),
         host_adam_by_threads=threads if number % 6 == 2 else {},
         duplex_factor=Quantity.exact(rng.uniform(0.6, 1.0)),
-        device_shares_host_cores=number % 13 == 8, unified_memory=number % 17 == 9,
-    )  # fmt: skip
+        device_shares_host_cores=number % 13 == 8,
+        unified_memory=number % 17 == 9,
+    )
 
 
 def encode(plan):
@@ -130,10 +142,16 @@ def planned(number):
     made = search(workload, machine)
     limit = Limits.of(workload, machine).device_bytes
     return Row(
-        encode(made), made.staging_slots, made.prefetch, made.threads, made.overlap_forward,
-        made.prediction.iteration_s, bound(workload, machine, limit).iteration_s,
-        made.prediction.device_peak_bytes, made.prediction.host_peak_bytes,
-    )  # fmt: skip
+        encode(made),
+        made.staging_slots,
+        made.prefetch,
+        made.threads,
+        made.overlap_forward,
+        made.prediction.iteration_s,
+        bound(workload, machine, limit).iteration_s,
+        made.prediction.device_peak_bytes,
+        made.prediction.host_peak_bytes,
+    )
 
 
 def recorded():
@@ -156,9 +174,11 @@ def main():
         floor = after.bound_s / before.bound_s - 1
         host = after.host_bytes - before.host_bytes
         if before != after:
-            print(f"{number}: time {slower:+.4%}, bound {floor:+.4%}, host {host:+d} bytes, "
-                  f"gap {after.iteration_s / after.bound_s - 1:.2%} (was "
-                  f"{before.iteration_s / before.bound_s - 1:.2%})")  # fmt: skip
+            print(
+                f"{number}: time {slower:+.4%}, bound {floor:+.4%}, host {host:+d} bytes, "
+                f"gap {after.iteration_s / after.bound_s - 1:.2%} (was "
+                f"{before.iteration_s / before.bound_s - 1:.2%})"
+            )
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
 def build(micro_batch, machine, strategy="zero3_offload", ranks=4):
     work = workload_from_model(
-        GPT, machine, {"bf16": {"enabled": True},
-                       "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
-        micro_batch=micro_batch, data_parallel=ranks,
-    )  # fmt: skip
+        GPT,
+        machine,
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
+        micro_batch=micro_batch,
+        data_parallel=ranks,
+    )
     return build_strategy(strategy, work, iterations=1)
 
 
@@ -81,18 +83,26 @@ def test_a_share_that_varies_between_campaigns_keeps_its_spread():
 
 def test_runs_that_contradict_each_other_are_named():
     machine = preset("h100-node")
-    runs = [observed(machine, 1, factors={"step": 1.6}), observed(machine, 1),
-            observed(machine, 1, factors={"step": 0.6})]  # fmt: skip
+    runs = [
+        observed(machine, 1, factors={"step": 1.6}),
+        observed(machine, 1),
+        observed(machine, 1, factors={"step": 0.6}),
+    ]
     told = calibrate(machine, runs).contradictions
     assert len(told) == 1
     assert "runs contradict each other: step took" in told[0]
     assert calibrate(machine, runs[1:2]).contradictions == ()
 
 
-@pytest.mark.parametrize(("name", "factors"), [
-    ("a100-node", {"step": 2.0}), ("h100-node", {"step": 2.0}), ("h100-node", {"step": 3.0}),
-    ("h100-node", {"forward": 2.0, "backward": 2.0, "step": 2.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("a100-node", {"step": 2.0}),
+        ("h100-node", {"step": 2.0}),
+        ("h100-node", {"step": 3.0}),
+        ("h100-node", {"forward": 2.0, "backward": 2.0, "step": 2.0}),
+    ],
+)
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
     """Three runs that agree; whichever of the rates that could explain them does."""
     machine = preset(name)
@@ -116,8 +126,7 @@ def test_what_no_rate_explains_is_said_and_widens_the_interval():
     assert "--strategy" in said
     plain = calibrate(machine, [observed(machine, n) for n in (1, 2, 4)])
     assert result.machine.unexplained_spread > 3 * plain.machine.unexplained_spread
-    widths = [math.log(high / low) for low, high in
-              (interval_s(runs[0].build, one.machine) for one in (result, plain))]  # fmt: skip
+    widths = [math.log(high / low) for low, high in (interval_s(runs[0].build, one.machine) for one in (result, plain))]
     assert widths[0] > widths[1]
 
 
@@ -175,10 +184,15 @@ def test_the_interval_is_as_wide_as_the_rates_that_bind():
     low, high = interval_s(lambda m: build(1, m), machine)
     centre = predicted_s(build(1, machine), machine)["iteration"]
     assert low < centre < high
-    exact = machine.model_copy(update={
-        name: Quantity.exact(getattr(machine, name).median)
-        for knob in (*knobs_of(machine), *BESIDE) for name in knob.fields if name != "rank_shares"
-    } | {"rank_shares": {}})  # fmt: skip
+    exact = machine.model_copy(
+        update={
+            name: Quantity.exact(getattr(machine, name).median)
+            for knob in (*knobs_of(machine), *BESIDE)
+            for name in knob.fields
+            if name != "rank_shares"
+        }
+        | {"rank_shares": {}}
+    )
     assert rates_sigma(lambda m: predicted_s(build(1, m), m)["iteration"], exact) == 0.0
     narrow = interval_s(lambda m: build(1, m), exact)
     assert math.log(narrow[1] / narrow[0]) < math.log(high / low)
@@ -188,13 +202,14 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
     model, runs, out = (tmp_path / n for n in ("m.json", "runs.csv", "machine.json"))
     model.write_text(json.dumps(GPT))
     machine = preset("h100-node")
-    slower = machine.model_copy(update={
-        "device_flops_per_s": machine.device_flops_per_s.scaled(0.7),
-        "pageable_h2d_bytes_per_s": machine.pageable_h2d_bytes_per_s.scaled(0.7),
-        "pageable_d2h_bytes_per_s": machine.pageable_d2h_bytes_per_s.scaled(0.7),
-    })  # fmt: skip
-    lines = ["name,micro_batch,data_parallel,sub_group_size,"
-             "forward_ms,backward_ms,step_ms,iteration_ms"]  # fmt: skip
+    slower = machine.model_copy(
+        update={
+            "device_flops_per_s": machine.device_flops_per_s.scaled(0.7),
+            "pageable_h2d_bytes_per_s": machine.pageable_h2d_bytes_per_s.scaled(0.7),
+            "pageable_d2h_bytes_per_s": machine.pageable_d2h_bytes_per_s.scaled(0.7),
+        }
+    )
+    lines = ["name,micro_batch,data_parallel,sub_group_size,forward_ms,backward_ms,step_ms,iteration_ms"]
     for n in (1, 8):
         seconds = observed(slower, n, between_s=0.14).measured_s
         lines.append(f"run {n},{n},4,3e7," + ",".join(str(1e3 * s) for s in seconds.values()))
@@ -220,18 +235,16 @@ def test_a_plan_has_the_interval_that_was_judged(name, ranks):
     """Layers' times known, or made anew for each turn of the rates that they are made from."""
     machine = preset(name)
     work = workload_from_model(
-        GPT, machine, {"bf16": {"enabled": True},
-                       "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
-        micro_batch=4, data_parallel=ranks,
-    )  # fmt: skip
-    judged = interval_s(lambda m: build(4, m, ranks=ranks), machine)
-    shipped = workload_interval_s(
-        lambda w: build_strategy("zero3_offload", w, iterations=1), work, machine
+        GPT,
+        machine,
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
+        micro_batch=4,
+        data_parallel=ranks,
     )
+    judged = interval_s(lambda m: build(4, m, ranks=ranks), machine)
+    shipped = workload_interval_s(lambda w: build_strategy("zero3_offload", w, iterations=1), work, machine)
     widths = [math.log(high / low) for low, high in (judged, shipped)]
     assert widths[1] == pytest.approx(widths[0], rel=0.2)
     known = work.model_copy(update={"provenance": "measured"})
-    low, high = workload_interval_s(
-        lambda w: build_strategy("zero3_offload", w, iterations=1), known, machine
-    )
+    low, high = workload_interval_s(lambda w: build_strategy("zero3_offload", w, iterations=1), known, machine)
     assert math.log(high / low) < widths[1]

@@ -37,8 +37,10 @@ def test_list_shows_the_newest_first_and_which_one_is_latest(folder):
     code, found = rows("list", folder)
     assert code == 0
     assert [(r["tag"], r["step"], r["latest"]) for r in found] == [
-        ("step2", 2, True), ("step1", 1, False), ("step0", 0, False),
-    ]  # fmt: skip
+        ("step2", 2, True),
+        ("step1", 1, False),
+        ("step0", 0, False),
+    ]
     assert all(r["size_bytes"] > 240_000 and r["status"] == "committed" for r in found)
     assert "tag=step2" in tune("list", folder).stdout.splitlines()[0]
 
@@ -86,8 +88,10 @@ def test_several_folders_are_told_apart(folder, tmp_path):
     shutil.rmtree(other / "step2")
     _, found = rows("list", folder, other)
     assert [(r["folder"], r["tag"]) for r in found if r["tag"] != "step0"] == [
-        (str(folder), "step2"), (str(folder), "step1"), (str(other), "step1"),
-    ]  # fmt: skip
+        (str(folder), "step2"),
+        (str(folder), "step1"),
+        (str(other), "step1"),
+    ]
     code, found = rows("verify", folder, other, "--tag", "step2")
     assert (code, [r["folder"] for r in found]) == (0, [str(folder)])
     assert tune("verify", folder, other, "--tag", "step9").exit_code == 2

@@ -32,9 +32,8 @@ from tests.tuner.test_search import GIB, machine, workload
 def simulation(have=None, work=None, placed=("host",) * 6):
     work = work or workload(len(placed), size=10**8)
     made = Plan(
-        subgroup_size=work.subgroup_size, placement=Plan.runs(placed),
-        staging_slots=min(2, placed.count("device")),
-    )  # fmt: skip
+        subgroup_size=work.subgroup_size, placement=Plan.runs(placed), staging_slots=min(2, placed.count("device"))
+    )
     return CheckpointSimulation(work, made, have or machine())
 
 
@@ -42,10 +41,7 @@ TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least
 
 
 @settings(max_examples=6, deadline=None)
-@given(
-    storage=st.floats(2e8, 2e10), dram=st.floats(4e10, 4e11), mtbf_s=st.floats(300, 1e5),
-    spare_gib=st.floats(0, 12),
-)  # fmt: skip
+@given(storage=st.floats(2e8, 2e10), dram=st.floats(4e10, 4e11), mtbf_s=st.floats(300, 1e5), spare_gib=st.floats(0, 12))
 def test_the_joint_search_is_as_good_as_the_whole_grid(storage, dram, mtbf_s, spare_gib):
     have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram)
     simulated, failures = simulation(have), Failures(mtbf_s, 60.0)

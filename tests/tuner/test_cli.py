@@ -44,9 +44,7 @@ def test_plan_show_and_simulate(files):
     assert json.loads(shown.output)["subgroups"] == [3 * 10**7] * 6
     assert "per iteration" in run("show", out).output
     trace, plot = files / "t.json", files / "t.png"
-    simulated = run(
-        "simulate", *inputs(files), "--plan", out, "--json", "--trace", trace, "--plot", plot
-    )
+    simulated = run("simulate", *inputs(files), "--plan", out, "--json", "--trace", trace, "--plot", plot)
     assert json.loads(simulated.output)["iteration_s"] > 0
     assert json.loads(trace.read_text())["traceEvents"]
     assert plot.read_bytes()[:4] == b"\x89PNG"
@@ -92,8 +90,7 @@ def test_bad_input(files, arguments, message):
     plan.save(files / "other.json")
     newer = {**json.loads(plan.model_dump_json()), "schema_version": 99}
     (files / "newer.json").write_text(json.dumps(newer))
-    known = {name: str(files / f"{name}.json")
-             for name in ("machine", "workload", "junk", "binary", "other", "newer")}  # fmt: skip
+    known = {name: str(files / f"{name}.json") for name in ("machine", "workload", "junk", "binary", "other", "newer")}
     known["folder"] = str(files)
     filled = []
     for argument in arguments:
@@ -107,14 +104,7 @@ def test_bad_input(files, arguments, message):
 
 
 def test_every_command_shows_an_example():
-    for command in (
-        ["plan"],
-        ["show"],
-        ["simulate"],
-        ["profile"],
-        ["checkpoint"],
-        ["checkpoint", "verify"],
-    ):
+    for command in (["plan"], ["show"], ["simulate"], ["profile"], ["checkpoint"], ["checkpoint", "verify"]):
         assert "Example: tune" in run(*command, "--help").output
 
 

@@ -17,9 +17,13 @@ from ebbtide.tuner.configurations.study import explore
 from ebbtide.tuner.configurations.verify import Verified, _config, other_machine
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "intermediate_size": 5504, "vocab_size": 32000,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "intermediate_size": 5504,
+    "vocab_size": 32000,
+}
 
 
 def question(**changes):
@@ -88,8 +92,7 @@ def test_it_says_that_not_offloading_is_best():
 
 def test_it_says_when_nothing_fits_without_offload():
     told = answer(
-        outcome(2.0, 9, why="needs 3.0 GiB more GPU memory", offload="none"),
-        outcome(1.0, offload="optimizer"),
+        outcome(2.0, 9, why="needs 3.0 GiB more GPU memory", offload="none"), outcome(1.0, offload="optimizer")
     ).remarks()
     assert any("otherwise nothing fits (needs 3.0 GiB more GPU memory" in t for t in told)
 
@@ -103,9 +106,11 @@ def test_it_says_that_fewer_gpus_do():
 
 def test_a_knobs_cost_is_the_best_that_its_value_allows():
     found = answer(
-        outcome(10.0, recompute=False), outcome(8.0, recompute=True),
-        outcome(9.0, recompute=True, micro_batch=2), free=("recompute",),
-    )  # fmt: skip
+        outcome(10.0, recompute=False),
+        outcome(8.0, recompute=True),
+        outcome(9.0, recompute=True, micro_batch=2),
+        free=("recompute",),
+    )
     assert found.costs() == {"recompute": {False: 1.0, True: 0.9}}
 
 
@@ -150,9 +155,7 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
             and o.device_peak_bytes <= 1.031 * other.device_peak_bytes
             for o in found.front
         ), other
-    assert [r.split(":")[0] for r in found.remarks()] == [
-        r.split(":")[0] for r in reference.remarks()
-    ]
+    assert [r.split(":")[0] for r in found.remarks()] == [r.split(":")[0] for r in reference.remarks()]
 
 
 def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
@@ -190,13 +193,15 @@ PIPELINED = {"device": "nvme", "pipeline_read": True}
 @pytest.mark.parametrize(
     ("given", "free"),
     [
-        ({}, "offload"), ({"bf16": {"enabled": True}, **MOVED}, "offload"),
-        (offloads(PIPELINED, offload_param=CPU), "nvme"), ({**offloads(CPU), **MOVED}, "optimizer"),
+        ({}, "offload"),
+        ({"bf16": {"enabled": True}, **MOVED}, "offload"),
+        (offloads(PIPELINED, offload_param=CPU), "nvme"),
+        ({**offloads(CPU), **MOVED}, "optimizer"),
         (offloads({**CPU, "ratio": 0.5}), "optimizer"),
         (offloads({**CPU, "super_offload": True}), "optimizer"),
     ],
     ids=["plans", "activations", "pipelined", "stock", "twin_flow", "superoffload"],
-)  # fmt: skip
+)
 def test_no_simulation_beats_its_bounds(given, free):
     asked = question(ds_config=given, device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
     promises = Promises(asked)
@@ -221,18 +226,18 @@ def test_no_simulation_beats_its_bounds(given, free):
 def test_verdicts_do_not_depend_on_the_seed():
     space, machine = Space.of(Configuration(gpus=4), KNOBS, 8), preset("h100-node")
     few = LLAMA | {"num_hidden_layers": 4}
-    one, other = (
-        explore(Question(few, machine, sequence=1024, seed=seed), space) for seed in (0, 1)
-    )
+    one, other = (explore(Question(few, machine, sequence=1024, seed=seed), space) for seed in (0, 1))
     best = one.fitting[0].tokens_per_s
     assert other.fitting[0].tokens_per_s == pytest.approx(best, rel=0.01)
     assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in one.remarks()[1:]]
 
 
 CONFIGS = {
-    "none": {}, "precision": {"fp16": {"enabled": True}}, "fp32": {"gradient_clipping": 0.5},
+    "none": {},
+    "precision": {"fp16": {"enabled": True}},
+    "fp32": {"gradient_clipping": 0.5},
     "automatic": {"bf16": {"enabled": "auto"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("given", CONFIGS.values(), ids=CONFIGS)
@@ -243,8 +248,9 @@ def test_a_configuration_is_the_same_in_search_simulate_plan_and_verify(given, o
     found = asked.answer(c)
     shape = {"sequence": 1024, "data_parallel": 2}
     # `tune plan` and `tune simulate`: flags, and the config as it was given.
-    usual = workload_from_model(LLAMA, preset("h100-node"), given or None, micro_batch=2,
-                                gradient_accumulation_steps=2, **shape)  # fmt: skip
+    usual = workload_from_model(
+        LLAMA, preset("h100-node"), given or None, micro_batch=2, gradient_accumulation_steps=2, **shape
+    )
     run = _config(asked, found)
     for work in (usual, workload_from_model(LLAMA, preset("h100-node"), run, **shape)):
         name, options = offloading(run).strategy(3)
@@ -252,8 +258,10 @@ def test_a_configuration_is_the_same_in_search_simulate_plan_and_verify(given, o
             name, options = "ebbtide", {"plan": found.plan}
         simulated = simulate_fast(build_strategy(name, work, **options), preset("h100-node"))
         assert (simulated.iteration_s, simulated.device_peak_bytes, simulated.host_peak_bytes) == (
-            found.iteration_s, found.device_peak_bytes, found.host_peak_bytes,
-        ), (work.wire_dtype, name)  # fmt: skip
+            found.iteration_s,
+            found.device_peak_bytes,
+            found.host_peak_bytes,
+        ), (work.wire_dtype, name)
 
 
 def test_little_memory_makes_it_offload_and_says_what_is_missing():
@@ -301,10 +309,12 @@ def test_another_question_is_another_study(tmp_path):
     free = ("gpus", "offload")
     wide = {**LLAMA, "hidden_size": 1024}
     questions = [
-        question(), Question(wide, preset("h100-node"), sequence=1024),
-        Question(LLAMA, preset("h100-node"), sequence=512), question(host_memory_bytes=2**33),
+        question(),
+        Question(wide, preset("h100-node"), sequence=1024),
+        Question(LLAMA, preset("h100-node"), sequence=512),
+        question(host_memory_bytes=2**33),
         question(ds_config={"fp16": {"enabled": True}}),
-    ]  # fmt: skip
+    ]
     for asked in questions:
         explore(asked, Space.of(Configuration(gpus=1), free), storage=storage)
     explore(questions[0], Space.of(Configuration(gpus=2), free), storage=storage)
@@ -314,10 +324,22 @@ def test_another_question_is_another_study(tmp_path):
 def test_the_command_writes_what_it_prints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = [
-        "search", "--machine", "h100-node", "--model", str(tmp_path / "config.json"),
-        "--global-batch", "16", "--gpus", "2", "--sequence", "1024",
-        "--free", "micro_batch,accumulation,recompute,offload", "-o", str(tmp_path / "s.json"),
-    ]  # fmt: skip
+        "search",
+        "--machine",
+        "h100-node",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--global-batch",
+        "16",
+        "--gpus",
+        "2",
+        "--sequence",
+        "1024",
+        "--free",
+        "micro_batch,accumulation,recompute,offload",
+        "-o",
+        str(tmp_path / "s.json"),
+    ]
     printed = CliRunner().invoke(main, words)
     assert printed.exit_code == 0, printed.output
     record = json.loads((tmp_path / "s.json").read_text())
@@ -394,32 +416,47 @@ def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"bf16": {"enabled": True}},
-        offloads({"device": "nvme"}, offload_param=CPU), {**offloads(CPU), **MOVED},
-    ],
+    [{"bf16": {"enabled": True}}, offloads({"device": "nvme"}, offload_param=CPU), {**offloads(CPU), **MOVED}],
     ids=["none", "nvme", "activations"],
-)  # fmt: skip
+)
 def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
     ended = searched(tmp_path, config, "--free", "micro_batch")
     rows = json.loads(ended.stdout)["outcomes"]
-    words = ["simulate", "--machine", "h100-node", "--model", str(tmp_path / "config.json"),
-             "--sequence", "512", "--ds-config", str(tmp_path / "ds.json"), "--json"]  # fmt: skip
+    words = [
+        "simulate",
+        "--machine",
+        "h100-node",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--sequence",
+        "512",
+        "--ds-config",
+        str(tmp_path / "ds.json"),
+        "--json",
+    ]
     simulated = json.loads(CliRunner().invoke(main, words).stdout)
     (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
     assert row["iteration_s"] == pytest.approx(simulated["iteration_s"], rel=1e-9)
     assert row["device_peak_bytes"] == simulated["device_peak_bytes"]
 
 
-@pytest.mark.parametrize(
-    "config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})]
-)
+@pytest.mark.parametrize("config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})])
 def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, config):
     """Parameters in host memory, and Twin-Flow's share, in whose place the plan's residents are."""
     ended = searched(tmp_path, config, "--free", "micro_batch")
     rows = json.loads(ended.stdout)["outcomes"]
-    words = ["simulate", "--machine", "h100-node", "--model", str(tmp_path / "config.json"),
-             "--sequence", "512", "--ds-config", str(tmp_path / "ds.json"), "--json"]  # fmt: skip
+    words = [
+        "simulate",
+        "--machine",
+        "h100-node",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--sequence",
+        "512",
+        "--ds-config",
+        str(tmp_path / "ds.json"),
+        "--json",
+    ]
     stock = json.loads(CliRunner().invoke(main, words).stdout)
     (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
     assert row["iteration_s"] < stock["iteration_s"]
@@ -429,8 +466,7 @@ def test_activation_offload_is_searched_with_what_it_goes_with(tmp_path):
     ended = searched(tmp_path, MOVED, "--free", "offload")
     record = json.loads(ended.stdout)
     assert record["best"]["configuration"]["offload"] != "none"
-    assert any("left out: 1 configurations: activation_checkpointing" in r
-               for r in record["remarks"])  # fmt: skip
+    assert any("left out: 1 configurations: activation_checkpointing" in r for r in record["remarks"])
 
 
 def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
@@ -441,12 +477,17 @@ def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
     from rich.console import Console
 
     here = look(False)
-    this = preset("h100-node").model_copy(update={
-        "device_kind": "emulated", "device_name": here.cpu_name, "unified_memory": True,
-        "gpus_per_node": here.gpus, "cpu_cores": here.cores,
-        "host_memory_bytes": here.host_memory_bytes,
-        "device_memory_bytes": here.device_memory_bytes,
-    })  # fmt: skip
+    this = preset("h100-node").model_copy(
+        update={
+            "device_kind": "emulated",
+            "device_name": here.cpu_name,
+            "unified_memory": True,
+            "gpus_per_node": here.gpus,
+            "cpu_cores": here.cores,
+            "host_memory_bytes": here.host_memory_bytes,
+            "device_memory_bytes": here.device_memory_bytes,
+        }
+    )
     assert not other_machine(this) or here.gpu_name
     elsewhere = other_machine(preset("h100-node"))
     assert "predictions are for h100-node" in elsewhere
@@ -461,11 +502,13 @@ def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
 
 def test_what_runs_has_no_value_that_only_a_trainer_can_fill_in():
     given = {
-        "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         "zero_optimization": {"reduce_bucket_size": "auto", "sub_group_size": "auto"},
-    }  # fmt: skip
+    }
     asked = question(ds_config=given)
     run = _config(asked, asked.answer(Configuration()))
     assert "auto" not in json.dumps(run)
@@ -474,5 +517,4 @@ def test_what_runs_has_no_value_that_only_a_trainer_can_fill_in():
     assert run["zero_optimization"]["reduce_bucket_size"] == 2048**2
     assert workload_from_model(LLAMA, preset("h100-node"), run, sequence=1024) == asked.workload(
         Configuration()
-    ).model_copy(update={"provenance": workload_from_model(
-        LLAMA, preset("h100-node"), run, sequence=1024).provenance})  # fmt: skip
+    ).model_copy(update={"provenance": workload_from_model(LLAMA, preset("h100-node"), run, sequence=1024).provenance})

@@ -10,9 +10,7 @@ GIB = 2**30
 
 
 def machine(link=4e9, device_gib=4.0):
-    return node(
-        h2d_bytes_per_s=link, d2h_bytes_per_s=link, device_memory_bytes=int(device_gib * GIB)
-    )
+    return node(h2d_bytes_per_s=link, d2h_bytes_per_s=link, device_memory_bytes=int(device_gib * GIB))
 
 
 def accumulating(micro_batches=4):
@@ -55,9 +53,7 @@ def test_evenly_spread_plans_have_sums_on_the_device_too():
     """As many as fit: what the page's sliders say of a plan that nobody has searched for."""
     hosted = {"device_share": 0.0, "resident_share": 0.0}
     crossing = build_strategy("ebbtide", accumulating(), **hosted)
-    table = what_if(
-        accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[2.9 * GIB, 4.0 * GIB]
-    )
+    table = what_if(accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[2.9 * GIB, 4.0 * GIB])
     few_s, many_s = table.iteration_s
     assert few_s == simulate(crossing, machine()).iteration_s
     assert many_s < 0.9 * few_s

@@ -21,15 +21,7 @@ def test_this_machine_is_ready_or_is_told_what_to_do(tmp_path):
     result = doctor("--json", "--checkpoint-dir", tmp_path)
     findings = json.loads(result.stdout)
     names = {finding["name"] for finding in findings}
-    assert {
-        "torch",
-        "deepspeed",
-        "compiler",
-        "update kernel",
-        "memlock",
-        "cgroup",
-        "fsync",
-    } <= names
+    assert {"torch", "deepspeed", "compiler", "update kernel", "memlock", "cgroup", "fsync"} <= names
     assert all(bool(finding["fix"]) == (finding["state"] != "ok") for finding in findings)
     assert result.exit_code == any(finding["state"] == "bad" for finding in findings)
     assert not list(tmp_path.iterdir())
@@ -78,9 +70,7 @@ def test_a_build_lock_that_was_left_over(tmp_path, monkeypatch):
 
 def test_versions_out_of_range(monkeypatch):
     monkeypatch.setattr(
-        software,
-        "requires",
-        lambda _: ["torch>=99", "numpy", "nowhere>=1", 'optuna>=4; extra == "tune"'],
+        software, "requires", lambda _: ["torch>=99", "numpy", "nowhere>=1", 'optuna>=4; extra == "tune"']
     )
     told = {finding.name: finding for finding in software.versions()}
     assert told["torch"].fix == "pip install 'torch>=99'"
@@ -229,15 +219,26 @@ UNDER_A_PLAN = {
     "stage 0": ({"stage": 0}, {}, "ok", "left to DeepSpeed, .*zero_optimization.stage is 0"),
     "script's": ({"stage": 2, **CPU}, {}, "ok", "trains .* the script hands over"),
     "kernels": ({"stage": 3, **CPU}, {"optimizer": {"type": "Lion"}}, "ok", "DeepSpeedCPULion's"),
-    "own step": ({"stage": 1, **CPU}, {"optimizer": {"type": "Adam", "params": {
-        "torch_adam": True}}}, "ok", "bits of torch's Adam, .*all of it on the host"),
-    "nvme": ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, "bad",
-             r"refused: .*offload_optimizer\.device must be 'cpu', or 'nvme' with an nvme_path"),
-    "16-bit states": ({"stage": 2, **CPU}, {"bf16": {"enabled": True, "bf16_optimizer_states": True,
-                                                     "bf16_master_weights_and_grads": True}},
-                      "ok", "bits of stock's own step, .* bf16.bf16_master_weights_and_grads asks"),
+    "own step": (
+        {"stage": 1, **CPU},
+        {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
+        "ok",
+        "bits of torch's Adam, .*all of it on the host",
+    ),
+    "nvme": (
+        {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        {},
+        "bad",
+        r"refused: .*offload_optimizer\.device must be 'cpu', or 'nvme' with an nvme_path",
+    ),
+    "16-bit states": (
+        {"stage": 2, **CPU},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+        "ok",
+        "bits of stock's own step, .* bf16.bf16_master_weights_and_grads asks",
+    ),
     "misspelt": ({"stage": 2, "ovelap_comm": True}, {}, "bad", "DeepSpeed itself .*ovelap_comm"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNDER_A_PLAN)
@@ -259,8 +260,11 @@ def test_what_a_plan_takes_the_place_of_is_told_apart_from_hints():
 
 def test_one_stream_and_one_queue_are_slow(monkeypatch):
     def told(**zero):
-        config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {
-            "stage": 3, "offload_optimizer": {"device": "cpu"}, **zero}}  # fmt: skip
+        config = {
+            "train_batch_size": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **zero},
+        }
         return [f.detail for f in under_a_plan(config) if f.state == "slow"]
 
     assert told() == told(overlap_comm=True) == []

@@ -39,10 +39,14 @@ def test_a_config_for_the_trainer(inputs, tmp_path):
 
 def test_what_is_given_stays(inputs, tmp_path):
     given = {
-        "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
-                              "offload_optimizer": {"device": "none", "pin_memory": True}},
-    }  # fmt: skip
+        "gradient_clipping": 0.5,
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+        },
+    }
     (tmp_path / "given.json").write_text(json.dumps(given))
     _, config = emit(*inputs, "--ds-config", "given.json")
     assert config["gradient_clipping"] == 0.5

@@ -43,9 +43,8 @@ MIX = ("host", "device", "resident", "host")
 
 
 PREDICTION = Prediction(
-    iteration_s=3, iteration_low_s=1, iteration_high_s=4, forward_s=1, backward_s=1, step_s=1,
-    update_s=1,
-)  # fmt: skip
+    iteration_s=3, iteration_low_s=1, iteration_high_s=4, forward_s=1, backward_s=1, step_s=1, update_s=1
+)
 
 
 def q(value, **fields):
@@ -53,9 +52,14 @@ def q(value, **fields):
 
 
 def base_machine(**changes):
-    fields = {"network_bytes_per_s": q(10e9), "device_flops_per_s": q(1e14), "gpus_per_node": 4,
-              "storage_read_bytes_per_s": q(3e9),
-              "host_adam_by_threads": {3: q(2e9)}, "cpu_cores": 4}  # fmt: skip
+    fields = {
+        "network_bytes_per_s": q(10e9),
+        "device_flops_per_s": q(1e14),
+        "gpus_per_node": 4,
+        "storage_read_bytes_per_s": q(3e9),
+        "host_adam_by_threads": {3: q(2e9)},
+        "cpu_cores": 4,
+    }
     return node(**{**fields, **changes})
 
 
@@ -65,8 +69,13 @@ def base_workload(**changes):
 
 
 def base_plan(**changes):
-    fields = {"subgroup_size": 4_000_000, "placement": Plan.runs(MIX), "staging_slots": 1,
-              "threads": 3, "prediction": PREDICTION}  # fmt: skip
+    fields = {
+        "subgroup_size": 4_000_000,
+        "placement": Plan.runs(MIX),
+        "staging_slots": 1,
+        "threads": 3,
+        "prediction": PREDICTION,
+    }
     return Plan(**{**fields, **changes})
 
 
@@ -107,13 +116,21 @@ def outcomes(work, on, plan=None):
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
     if work.zero_stage == 3:
-        strategies += [("zero3_offload", {}), ("zero3_offload_unpinned", {}),
-                       ("twin_flow", {"ratio": 0.5}),
-                       ("superoffload", {}), ("zero_infinity", {})]  # fmt: skip
+        strategies += [
+            ("zero3_offload", {}),
+            ("zero3_offload_unpinned", {}),
+            ("twin_flow", {"ratio": 0.5}),
+            ("superoffload", {}),
+            ("zero_infinity", {}),
+        ]
     sharing = Workload.model_validate(
-        {**work.model_dump(), "zero_stage": 2, "step_gather_s": work.step_gather_s,
-         "layers": [{**layer.model_dump(), "network_gather_bytes": 0} for layer in work.layers]}
-    )  # fmt: skip
+        {
+            **work.model_dump(),
+            "zero_stage": 2,
+            "step_gather_s": work.step_gather_s,
+            "layers": [{**layer.model_dump(), "network_gather_bytes": 0} for layer in work.layers],
+        }
+    )
     away = plan.placed(plan.placements, parameter_home=Plan.home_runs(("host",) * len(MIX)))
     return (
         list(timed(work, on, plan, strategies)),
@@ -122,15 +139,16 @@ def outcomes(work, on, plan=None):
         simulate(build_strategy("zero3_offload", estimated(on)), on).iteration_s,
         simulate(build_strategy("zero3_offload", estimated(on, omp_threads=1)), on).iteration_s,
         workload_interval_s(lambda w: build_strategy("ebbtide", w, plan=plan), work, on),
-        Limits.of(work, on), work.fingerprint, on.fingerprint,
-        shown(show_machine, on), shown(show_workload, work),
-    )  # fmt: skip
+        Limits.of(work, on),
+        work.fingerprint,
+        on.fingerprint,
+        shown(show_machine, on),
+        shown(show_workload, work),
+    )
 
 
 def estimated(on, model=GPT, ds_config=None, **fields):
-    return workload_from_model(
-        model, on, ds_config, **{"sequence": 64, "data_parallel": 8, **fields}
-    )
+    return workload_from_model(model, on, ds_config, **{"sequence": 64, "data_parallel": 8, **fields})
 
 
 MACHINE = {
@@ -182,9 +200,7 @@ MACHINE = {
     "measured_with": "a stopwatch",
     "warnings": ("hot",),
 }
-LAYERS = tuple(
-    {"params": n, "forward_s": 0.002, "backward_s": 0.004, "activation_bytes": 7} for n in SIZES
-)
+LAYERS = tuple({"params": n, "forward_s": 0.002, "backward_s": 0.004, "activation_bytes": 7} for n in SIZES)
 WORKLOAD = {
     "schema_version": 99,
     "name": "other",
@@ -228,14 +244,21 @@ BESIDE = {  # other fields that a field needs beside it to be allowed at all, or
     "persistent_params": {"gradient_accumulation_steps": 2},
     "device_base_parts": {"device_base_bytes": 2**30},
     "live_params": {"device_base_bytes": 2**30},
-    "reduced_beside": {"layers": tuple({**layer, "network_reduce_bytes": 10**8}
-                                       for layer in base_workload().model_dump()["layers"])},
-}  # fmt: skip
+    "reduced_beside": {
+        "layers": tuple({**layer, "network_reduce_bytes": 10**8} for layer in base_workload().model_dump()["layers"])
+    },
+}
 LAYER = {
-    "name": "block", "params": 3_000_000, "forward_s": 0.1, "backward_s": 0.1,
-    "activation_bytes": 2**30, "network_gather_bytes": 10**9, "network_reduce_bytes": 10**9,
-    "persistent_params": 1_000_000, "regathered_params": 0,
-}  # fmt: skip
+    "name": "block",
+    "params": 3_000_000,
+    "forward_s": 0.1,
+    "backward_s": 0.1,
+    "activation_bytes": 2**30,
+    "network_gather_bytes": 10**9,
+    "network_reduce_bytes": 10**9,
+    "persistent_params": 1_000_000,
+    "regathered_params": 0,
+}
 PLAN = {
     "schema_version": 99,
     "subgroup_size": 5_000_000,
@@ -258,18 +281,25 @@ PLAN = {
     "checkpoint": CheckpointPlan(interval_steps=7),
     "subgroups": (1,),
     "prediction": Prediction(
-        iteration_s=1, iteration_low_s=1, iteration_high_s=1, forward_s=1, backward_s=1, step_s=1,
-        update_s=1,
+        iteration_s=1, iteration_low_s=1, iteration_high_s=1, forward_s=1, backward_s=1, step_s=1, update_s=1
     ),
     "alternatives": (
-        Prediction(strategy="stock", iteration_s=2, iteration_low_s=1, iteration_high_s=1,
-                   forward_s=1, backward_s=1, step_s=1, update_s=1),
+        Prediction(
+            strategy="stock",
+            iteration_s=2,
+            iteration_low_s=1,
+            iteration_high_s=1,
+            forward_s=1,
+            backward_s=1,
+            step_s=1,
+            update_s=1,
+        ),
     ),
     "reasons": ("why not",),
     "versions": {"torch": "1"},
     "machine_fingerprint": "m",
     "workload_fingerprint": "w",
-}  # fmt: skip
+}
 # What counts in training only: the test there that fails without it.
 IN_TRAINING = {
     "machine_fingerprint": "tests/runtime/test_fingerprints.py",
@@ -286,14 +316,20 @@ IN_TRAINING = {
     "storage_shares": "tests/runtime/contract/test_stored.py",
 }
 CHECKPOINT = {
-    "interval_steps": "tests/runtime/checkpoint", "mode": "tests/runtime/checkpoint",
-    "busy": "tests/runtime/checkpoint", "copy_budget_bytes": "tests/simulator",
-    "write_bytes_per_s": "tests/simulator", "writers": "tests/simulator",
-    "keep": "tests/runtime/checkpoint", "deadline_s": "tests/runtime/checkpoint",
-    "dir": "tests/runtime/checkpoint", "drain_dir": "tests/runtime/checkpoint",
-    "drain_keep": "tests/runtime/checkpoint", "restore_random": "tests/runtime/checkpoint",
+    "interval_steps": "tests/runtime/checkpoint",
+    "mode": "tests/runtime/checkpoint",
+    "busy": "tests/runtime/checkpoint",
+    "copy_budget_bytes": "tests/simulator",
+    "write_bytes_per_s": "tests/simulator",
+    "writers": "tests/simulator",
+    "keep": "tests/runtime/checkpoint",
+    "deadline_s": "tests/runtime/checkpoint",
+    "dir": "tests/runtime/checkpoint",
+    "drain_dir": "tests/runtime/checkpoint",
+    "drain_keep": "tests/runtime/checkpoint",
+    "restore_random": "tests/runtime/checkpoint",
     "verify_reads": "tests/runtime/storage",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -357,17 +393,11 @@ def test_every_field_of_a_layer(name, plain):
 
 @pytest.mark.parametrize("name", sorted(Plan.model_fields))
 def test_every_field_of_a_plan(name):
-    changed = allowed(
-        lambda: Plan.model_validate({**base_plan().model_dump(), name: PLAN[name]}),
-        name,
-        "placement",
-    )
+    changed = allowed(lambda: Plan.model_validate({**base_plan().model_dump(), name: PLAN[name]}), name, "placement")
     if changed is None:
         return
     work, on = base_workload(), base_machine()
-    before, after = (
-        (outcomes(work, on, plan)[0], shown(show_plan, plan)) for plan in (base_plan(), changed)
-    )
+    before, after = ((outcomes(work, on, plan)[0], shown(show_plan, plan)) for plan in (base_plan(), changed))
     assert before != after or name in read(IN_TRAINING[name])
 
 
@@ -397,11 +427,27 @@ def test_numbers_that_are_none_are_refused(kind):
 
 MODEL = {
     "fused": True,
-    "layers": 3, "hidden": 512, "heads": 8, "kv_heads": 2, "head_size": 32, "ffn": 99,
-    "vocabulary": 501, "experts": 4, "experts_per_token": 2, "gated": False, "bias": True,
-    "norm_params": 2, "positions": 64, "tied": True, "name": "other", "norms": 3,
-    "layout": "q k v o up down norm", "shared_ffn": 40, "embedding": ["tokens"], "head": ["head"],
-}  # fmt: skip
+    "layers": 3,
+    "hidden": 512,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_size": 32,
+    "ffn": 99,
+    "vocabulary": 501,
+    "experts": 4,
+    "experts_per_token": 2,
+    "gated": False,
+    "bias": True,
+    "norm_params": 2,
+    "positions": 64,
+    "tied": True,
+    "name": "other",
+    "norms": 3,
+    "layout": "q k v o up down norm",
+    "shared_ffn": 40,
+    "embedding": ["tokens"],
+    "head": ["head"],
+}
 ONLY_BESIDE = {"experts_per_token": {"experts": 8}, "heads": {"kv_heads": 2}}
 
 
@@ -483,6 +529,5 @@ def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
 def test_what_is_offloaded_reaches_the_strategy():
     from ebbtide.simulator.estimates.offloading import offloading
 
-    for key in ("activation_checkpointing", "zero_optimization.offload_param",
-                "zero_optimization.offload_optimizer"):  # fmt: skip
+    for key in ("activation_checkpointing", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         assert offloading(with_key(key, DS[key])).beyond_state

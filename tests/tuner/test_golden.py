@@ -27,13 +27,18 @@ from tests.tuner.golden import CASES, case, planned, recorded
 
 ROWS = recorded()
 SLOWER = {
-    2: 0.115, 3: 0.043, 7: 0.02, 12: 0.05, 28: 0.004, 30: 0.052, 31: 0.01, 36: 0.06,
-}  # fmt: skip  # row -> by how much at the most
+    2: 0.115,
+    3: 0.043,
+    7: 0.02,
+    12: 0.05,
+    28: 0.004,
+    30: 0.052,
+    31: 0.01,
+    36: 0.06,
+}  # row -> by how much at the most
 # Those over several nodes.
 FASTER = {5, 16, 27, 38, 49}
-CROWDED = {
-    1, 3, 5, 7, 10, 11, 12, 15, 17, 21, 22, 23, 27, 28, 30, 32, 35, 36, 37, 40, 42, 45, 46, 47, 48,
-}  # fmt: skip
+CROWDED = {1, 3, 5, 7, 10, 11, 12, 15, 17, 21, 22, 23, 27, 28, 30, 32, 35, 36, 37, 40, 42, 45, 46, 47, 48}
 PLANNED_AGAIN = (0, 14, 26)
 
 
@@ -51,8 +56,7 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     assert found.iteration_s <= row.iteration_s * (1 + SLOWER.get(number, 0) + 1e-9)
     sizes = list(zip(workload.subgroups, plan.placements, strict=True))
     slots = slot_limits(
-        plan.staging_slots,
-        [recipe_of(*way) for way in zip(plan.placements, plan.parameter_homes, strict=True)],
+        plan.staging_slots, [recipe_of(*way) for way in zip(plan.placements, plan.parameter_homes, strict=True)]
     )
     hosted = max((n for n, p in sizes if p == "host"), default=0)
     waiting = slots[Slot.PARAMETER] * hosted * workload.wire_bytes

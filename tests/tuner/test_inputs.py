@@ -9,8 +9,14 @@ from ebbtide.simulator import Plan, preset, workload_from_model
 
 from tests.tuner.test_cli import run
 
-SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 12,
-         "num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 32000}  # fmt: skip
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture
@@ -133,8 +139,11 @@ def test_bad_input_names_the_flag(model, tmp_path, arguments, message):
 
 def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
     base = ["simulate", "--machine", "rtx4090", "--model", model]
-    for flag, path in (("--trace", "/nonexistent/t.json"), ("--plot", "/nonexistent/t.png"),
-                       ("--plot", "timeline.tiger")):  # fmt: skip
+    for flag, path in (
+        ("--trace", "/nonexistent/t.json"),
+        ("--plot", "/nonexistent/t.png"),
+        ("--plot", "timeline.tiger"),
+    ):
         result = run(*base, flag, path)
         assert result.exit_code == 2
         assert f"{flag} must be a file that can be written, but got {path}" in result.output
@@ -142,9 +151,13 @@ def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
 
 @pytest.mark.parametrize(
     "command",
-    [["report", "PLAN", "-o", "OUT.html"], ["simulate", "--trace", "OUT.json"],
-     ["simulate", "--plot", "OUT.png"], ["simulate", "--plot", "OUT"]],
-)  # fmt: skip
+    [
+        ["report", "PLAN", "-o", "OUT.html"],
+        ["simulate", "--trace", "OUT.json"],
+        ["simulate", "--plot", "OUT.png"],
+        ["simulate", "--plot", "OUT"],
+    ],
+)
 def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_path, monkeypatch):
     def full(path, content):
         path.open("wb").write(b"a part")
@@ -166,11 +179,13 @@ def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_p
 
 @pytest.mark.parametrize(
     ("command", "measured"),
-    [(["profile", "-o"], "ebbtide.profiler.measure_machine"),
-     (["profile", "--train-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
-     (["profile-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
-     (["verify", "--json"], "ebbtide.tuner.verify.sides.verify")],
-)  # fmt: skip
+    [
+        (["profile", "-o"], "ebbtide.profiler.measure_machine"),
+        (["profile", "--train-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
+        (["profile-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
+        (["verify", "--json"], "ebbtide.tuner.verify.sides.verify"),
+    ],
+)
 def test_no_minutes_are_spent_on_what_no_folder_takes(command, measured, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("measured"))
     path = str(tmp_path / "nowhere" / "x.json")
@@ -191,12 +206,13 @@ BEYOND_A_PLAN = [(CPU, {"zenflow": {"topk_ratio": 0.1}}), (CPU, {"mics_shard_siz
 BESIDE_ZERO = [{"compile": {"deepcompile": True}}]
 
 
-@pytest.mark.parametrize(("key", "beside"), [
-    ("optimizer.params.torch_adam",
-     {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}),
-    ("bf16.bf16_master_weights_and_grads",
-     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "beside"),
+    [
+        ("optimizer.params.torch_adam", {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}),
+        ("bf16.bf16_master_weights_and_grads", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+    ],
+)
 def test_nothing_is_planned_for_an_optimizer_that_runs_its_own_step(model, tmp_path, key, beside):
     path = ds(tmp_path, CPU)
     path.write_text(json.dumps(json.loads(path.read_text()) | beside))
@@ -265,9 +281,7 @@ def test_a_strategy_that_drops_what_the_config_offloads_is_refused(model, tmp_pa
     base = ["simulate", "--machine", "h100-node", "--model", model, "--ds-config", path]
     result = run(*base, "--strategy", "zero3_offload")
     assert result.exit_code == 2
-    assert "--strategy must be zero_infinity or absent beside zero_optimization.offload_param" in (
-        result.output
-    )
+    assert "--strategy must be zero_infinity or absent beside zero_optimization.offload_param" in (result.output)
     assert run(*base, "--strategy", "zero_infinity").stdout == run(*base).stdout
 
 

@@ -83,8 +83,7 @@ MEMORY = {
     "host_memory": changes("--host-memory", "20GiB"),
     "memory_margin": changes("--memory-margin", "20%"),
 }
-SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB",
-          "--subgroup-size", "1e9")  # fmt: skip
+SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB", "--subgroup-size", "1e9")
 TABLE = {
     "profile": {
         "output": changes("-o", "other.json"),
@@ -107,8 +106,9 @@ TABLE = {
         "output": changes("-o", "other.json"),
         "emit_deepspeed": changes("--emit-deepspeed", "out.json"),
         **MEMORY,
-        "offload_param": changes("--offload-param", beside=(
-            "--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")),
+        "offload_param": changes(
+            "--offload-param", beside=("--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")
+        ),
         "subgroup_size": changes("--subgroup-size", "1e6"),
         "clip_rate": changes("--clip-rate", "5%"),
         "robust": changes("--robust"),
@@ -118,8 +118,9 @@ TABLE = {
         "checkpoint_rate": changes("--checkpoint-rate", "2MB/s", beside=("--mtbf", "4h")),
         "storage": changes("--storage", "/nvme:1TB", beside=(*SPILLS, "--storage", "/pfs:1TB")),
         "endurance": changes("--endurance", "600", beside=(*SPILLS, "--storage", "/nvme:1TB")),
-        "seed": changes("--seed", "1", beside=(
-            "--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")),
+        "seed": changes(
+            "--seed", "1", beside=("--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")
+        ),
         "why": changes("--why"),
         "as_json": changes("--json"),
     },
@@ -146,29 +147,45 @@ TABLE = {
         "zero_stage": changes("--zero-stage", "2"),
         "keep_activations": changes("--keep-activations", beside=("--free", "zero_stage")),
         "no_offload": changes("--no-offload"),
-        "launcher": changes("--launcher", "torchrun", beside=(
-            "--gpus", "2", "--ds-config", "infinity.json")),
+        "launcher": changes("--launcher", "torchrun", beside=("--gpus", "2", "--ds-config", "infinity.json")),
         "omp_threads": changes("--omp-threads", "1", beside=("--ds-config", "infinity.json")),
         **MEMORY,
-        "host_memory": changes("--host-memory", "60GiB", beside=(
-            "--model", "large.json", "--gpu-memory", "30GiB")),
+        "host_memory": changes("--host-memory", "60GiB", beside=("--model", "large.json", "--gpu-memory", "30GiB")),
         "memory_margin": changes("--memory-margin", "99.9%"),
-        "storage": changes("--storage", "/nvme:1TB", beside=(
-            "--model", "large.json", "--gpu-memory", "40GiB", "--host-memory", "60GiB",
-            "--storage", "/pfs:1TB")),
+        "storage": changes(
+            "--storage",
+            "/nvme:1TB",
+            beside=(
+                "--model",
+                "large.json",
+                "--gpu-memory",
+                "40GiB",
+                "--host-memory",
+                "60GiB",
+                "--storage",
+                "/pfs:1TB",
+            ),
+        ),
         "trials": changes("--trials", "1"),
         "study_storage": changes("--study-storage", "sqlite:///study.db"),
         "verify": changes("--verify", "1"),
-        "seed": changes("--seed", "1", beside=(  # of the plans' search
-            "--model", "large.json", "--free", "sub_group_size", "--gpu-memory", "70GiB",
-            "--json")),
+        "seed": changes(
+            "--seed",
+            "1",
+            beside=(  # of the plans' search
+                "--model",
+                "large.json",
+                "--free",
+                "sub_group_size",
+                "--gpu-memory",
+                "70GiB",
+                "--json",
+            ),
+        ),
         "output": changes("-o", "found.json"),
         "as_json": changes("--json"),
     },
-    "run": {
-        "no_check": changes("--no-check"),
-        "command": changes("--verbose"),
-    },
+    "run": {"no_check": changes("--no-check"), "command": changes("--verbose")},
     "verify": {
         "steps": changes("--steps", "3"),
         "against": changes("--against", "stock"),
@@ -197,15 +214,9 @@ TABLE = {
         "workers": changes("--workers", "3"),
     },
     "checkpoint list": {"folders": changes(".."), "as_json": changes("--json")},
-    "checkpoint verify": {
-        "folders": changes(".."), "tag": changes("--tag", "other"), "as_json": changes("--json"),
-    },
-    "checkpoint prune": {
-        "folders": changes(".."), "keep": changes("--keep", "2"), "as_json": changes("--json"),
-    },
-    "checkpoint export": {
-        "folder": changes(".."), "tag": changes("--tag", "other"), "to": changes("--to", "there"),
-    },
+    "checkpoint verify": {"folders": changes(".."), "tag": changes("--tag", "other"), "as_json": changes("--json")},
+    "checkpoint prune": {"folders": changes(".."), "keep": changes("--keep", "2"), "as_json": changes("--json")},
+    "checkpoint export": {"folder": changes(".."), "tag": changes("--tag", "other"), "to": changes("--to", "there")},
     "calibrate": {
         **MODEL,
         "workload": Refused(("--workload", "w.json"), "only one of --workload and --model"),
@@ -217,10 +228,11 @@ TABLE = {
         "as_json": changes("--json"),
     },
     "profile-script": {
-        "output": changes("-o", "other.json"), "iterations": changes("--iterations", "9"),
+        "output": changes("-o", "other.json"),
+        "iterations": changes("--iterations", "9"),
         "script": changes("--epochs", "1"),
     },
-}  # fmt: skip
+}
 POSITIONAL = {("show", "plan_file"): 1, ("report", "plan_file"): 1, ("calibrate", "machine"): 1}
 
 
@@ -252,13 +264,13 @@ def ground(tmp_path_factory):
     (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
     large = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 32000}
     (folder / "large.json").write_text(json.dumps(large))
-    ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types":
-          {"grad_accum_dtype": "fp32"}}  # fmt: skip
+    ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}}
     (folder / "ds.json").write_text(json.dumps(ds))
-    offloads = {"infinity": {"offload_optimizer": {"device": "nvme"},
-                             "offload_param": {"device": "cpu"}},
-                "nvme": {"offload_optimizer": {"device": "nvme"}},
-                "param": {"offload_param": {"device": "cpu"}}}  # fmt: skip
+    offloads = {
+        "infinity": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+        "nvme": {"offload_optimizer": {"device": "nvme"}},
+        "param": {"offload_param": {"device": "cpu"}},
+    }
     for name, zero in offloads.items():
         (folder / f"{name}.json").write_text(json.dumps({**ds, "zero_optimization": zero}))
     (folder / "one.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
@@ -343,14 +355,11 @@ def outcome(ground, recorder, arguments):
         for path in ground.iterdir():
             (Path(folder) / path.name).write_bytes(path.read_bytes())
         result = runner.invoke(main, list(arguments))
-        written = {
-            path.name: path.read_bytes()
-            for path in Path(folder).iterdir()
-            if not (ground / path.name).exists()
-        }
+        written = {path.name: path.read_bytes() for path in Path(folder).iterdir() if not (ground / path.name).exists()}
         calls, recorder.calls[:] = tuple(recorder.calls), []
-    assert result.exit_code != 1 or result.exception is None or isinstance(
-        result.exception, SystemExit), result.exc_info  # fmt: skip
+    assert result.exit_code != 1 or result.exception is None or isinstance(result.exception, SystemExit), (
+        result.exc_info
+    )
     return result.exit_code, result.output.replace(folder, ""), written, calls
 
 

@@ -35,8 +35,7 @@ def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
     current = on_the_host(workload)
     found = quick_plan(workload, machine, current)
     before, after = (
-        simulate_fast(build_schedule(workload, plan), machine).device_peak_bytes
-        for plan in (current, found.plan)
+        simulate_fast(build_schedule(workload, plan), machine).device_peak_bytes for plan in (current, found.plan)
     )
     assert after <= before
     assert found.plan is current or found.iteration_s < found.current_s

@@ -16,9 +16,7 @@ def planned(on, **changes):
     work = workload((10**9,) * 4, 0.1, 0.2, device_base_bytes=12 * GIB, **changes)
     limits = Limits.of(work, on)
     plan = even_plan(work, on, limits)
-    return plan.model_copy(
-        update={"alternatives": alternatives(compare(work, on, limits, plan, others=False))}
-    )
+    return plan.model_copy(update={"alternatives": alternatives(compare(work, on, limits, plan, others=False))})
 
 
 def cells(plan):
@@ -35,13 +33,7 @@ def test_memory_is_told_by_kind_beside_its_limit():
     assert by_name["together"] == f"{told.device_peak_bytes / GIB:.2f}"
     assert by_name["limit"] == f"{told.limits['device'] / GIB:.2f}"
     headers = [str(column.header).replace("\n", " ") for column in memory(plan).columns[1:]]
-    assert headers == [
-        "device plan",
-        "device stock",
-        "device no offload",
-        "host plan",
-        "host stock",
-    ]
+    assert headers == ["device plan", "device stock", "device no offload", "host plan", "host stock"]
 
 
 def test_a_plan_of_an_older_ebbtide_has_none():

@@ -12,8 +12,10 @@ from ebbtide.tuner.calibrate.run_logs import Described, read_observations
 from tests.tuner.test_cli import run
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
-OFFLOADED = {"bf16": {"enabled": True}, "zero_optimization": {
-    "stage": 3, "sub_group_size": 3e7, "offload_optimizer": {"device": "cpu"}}}  # fmt: skip
+OFFLOADED = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "sub_group_size": 3e7, "offload_optimizer": {"device": "cpu"}},
+}
 # From a run of DeepSpeed 0.19.8: ZeRO-3, accumulation 2, one sample each, no training_data, and
 # one second of something else after each step. The clock on the wall said 1.135 to 1.151 s.
 REAL = """\
@@ -50,9 +52,7 @@ def test_the_loop_is_what_the_times_of_day_show(tmp_path):
     """Samples per second leave out what the loop does after a step: here, one second."""
     (seen,) = seen_in(tmp_path, REAL)
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
-    assert phases == pytest.approx(
-        {"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3
-    )
+    assert phases == pytest.approx({"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3)
     assert seen.measured_s["iteration"] == pytest.approx(1.135, abs=0.003)
     (note,) = seen.notes  # ten times the phases is worth a word
     assert "1 s of an iteration lie between its phases" in note
@@ -82,8 +82,7 @@ def test_a_row_tells_its_launcher(tmp_path):
     rows = "launcher,omp_threads,step_ms\ntorchrun,,9\n,2,9\n,,9\n"
     described = Described(model=GPT, shape={"data_parallel": 4})
     on = preset("h200")
-    steps = [predicted_s(run.build(on), on)["step"]
-             for run in seen_in(tmp_path, rows, described, "runs.csv")]  # fmt: skip
+    steps = [predicted_s(run.build(on), on)["step"] for run in seen_in(tmp_path, rows, described, "runs.csv")]
     assert steps[0] > steps[1] > steps[2]
     with pytest.raises(CalibrationError, match=r"launcher must be one of .* but got 'bash'"):
         seen_in(tmp_path, "launcher,step_ms\nbash,9\n", described, "runs.csv")
@@ -123,10 +122,18 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     assert "by its times of day an iteration takes 1.14 s, but forward" in seen.notes[0]
 
 
-@pytest.mark.parametrize(("samples", "timed", "fits"), [
-    (1, True, False), (2, True, True), (4, True, True), (20, True, False),  # 1.135 s hold 17
-    (1, False, False), (2, False, True), (5, False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("samples", "timed", "fits"),
+    [
+        (1, True, False),
+        (2, True, True),
+        (4, True, True),
+        (20, True, False),  # 1.135 s hold 17
+        (1, False, False),
+        (2, False, True),
+        (5, False, False),
+    ],
+)
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
     """Two samples ran. A log does not tell whether its samples per second waited for data."""
     described = Described(model="m", shape={"micro_batch": samples})
@@ -138,8 +145,7 @@ def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits
 
 def test_the_batch_may_stand_in_the_deepspeed_config(tmp_path):
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1,
-                                  "gradient_accumulation_steps": 2}))  # fmt: skip
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
     assert Described(ds_config=str(config), shape={"data_parallel": 4}).samples() == 8
     assert Described(shape={"data_parallel": 4}).samples() == 4
     (seen,) = seen_in(tmp_path, without_times(REAL), Described("m", str(config)))
@@ -155,22 +161,23 @@ def test_numbers_that_were_cut_or_mixed_up_do_not_count():
 
 
 def test_two_levels_in_one_log_are_told(tmp_path):
-    slower = "".join(
-        f"[Rank 0] time (ms) | fwd: {500 + i} | bwd: 900.00 | step: 100.00\n" for i in range(6)
-    )
+    slower = "".join(f"[Rank 0] time (ms) | fwd: {500 + i} | bwd: 900.00 | step: 100.00\n" for i in range(6))
     (seen,) = seen_in(tmp_path, slower + REAL)
     assert any("Does it hold two runs?" in note for note in seen.notes)
     (seen,) = seen_in(tmp_path, REAL)
     assert not any("two runs" in note for note in seen.notes)
 
 
-@pytest.mark.parametrize(("seconds", "split"), [
-    ([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], None),  # a drift
-    ([1.0, 1.0, 1.0, 1.0, 1.0, 9.0], None),  # a stray one
-    ([1.0, 2.0, 1.0, 2.0], 2),
-    ([1.0, 1.02, 0.98, 1.3, 1.31], 3),
-    ([], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "split"),
+    [
+        ([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], None),  # a drift
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 9.0], None),  # a stray one
+        ([1.0, 2.0, 1.0, 2.0], 2),
+        ([1.0, 1.02, 0.98, 1.3, 1.31], 3),
+        ([], None),
+    ],
+)
 def test_levels_are_apart_and_not_stray(seconds, split):
     levels = levels_s(seconds)
     assert (levels and len(levels[0])) == split
@@ -185,15 +192,18 @@ def test_files_that_tell_nothing_are_refused(tmp_path):
         seen_in(tmp_path, "{}", name="w.json")
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("colour,step_ms\nred,1\n", r"has \['colour', 'step_ms'\]"),
-    ("step_ms\n-1\n", "line 2: step_ms must be a number > 0, but got '-1'"),
-    ("micro_batch,step_ms\n1,2477,99\n", r"line 2: a row must have the header's 2 cells .* 3"),
-    ("step_ms,step_s\n3,4\n", "line 2: only one of step_ms and step_s may be given, but got"),
-    ("step_ms,ratio\n3,1.5\n", r"line 2: ratio must lie in \[0, 1\], but got '1.5'"),
-    ("forward_ms,step_ms,iteration_ms\n300,2477,1000\n", "line 2: an iteration must take at"),
-    ("step_ms,step_ms\n3,4\n", "the columns of c.csv must differ, but it has"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour,step_ms\nred,1\n", r"has \['colour', 'step_ms'\]"),
+        ("step_ms\n-1\n", "line 2: step_ms must be a number > 0, but got '-1'"),
+        ("micro_batch,step_ms\n1,2477,99\n", r"line 2: a row must have the header's 2 cells .* 3"),
+        ("step_ms,step_s\n3,4\n", "line 2: only one of step_ms and step_s may be given, but got"),
+        ("step_ms,ratio\n3,1.5\n", r"line 2: ratio must lie in \[0, 1\], but got '1.5'"),
+        ("forward_ms,step_ms,iteration_ms\n300,2477,1000\n", "line 2: an iteration must take at"),
+        ("step_ms,step_ms\n3,4\n", "the columns of c.csv must differ, but it has"),
+    ],
+)
 def test_rows_that_make_no_sense_are_refused(tmp_path, text, message):
     with pytest.raises(CalibrationError, match=message):
         seen_in(tmp_path, text, name="c.csv")
@@ -216,8 +226,7 @@ def calibrated(tmp_path, csv, *more):
     model.write_text(json.dumps(GPT))
     config.write_text(json.dumps(OFFLOADED))
     runs.write_text(csv)
-    done = run("calibrate", "h100-node", "--runs", runs, "--model", model, "--ds-config", config,
-               "-o", out, *more)  # fmt: skip
+    done = run("calibrate", "h100-node", "--runs", runs, "--model", model, "--ds-config", config, "-o", out, *more)
     return done, out
 
 

@@ -18,9 +18,7 @@ GIB = 2**30
 
 
 def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):
-    layer = Layer(
-        params=size, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**8
-    )
+    layer = Layer(params=size, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**8)
     fields = {"device_base_bytes": 2 * GIB, "subgroup_size": size} | changes
     return Workload(name="w", layers=(layer,) * subgroups, subgroups=(size,) * subgroups, **fields)
 
@@ -63,13 +61,13 @@ def test_the_same_seed_gives_the_same_plan():
 
 @settings(max_examples=8, deadline=None)
 @given(
-    device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 3e10), link=st.floats(1e10, 1e11),
-    forward_ms=st.floats(1, 30),
-)  # fmt: skip
+    device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 3e10), link=st.floats(1e10, 1e11), forward_ms=st.floats(1, 30)
+)
 def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_ms):
     work = workload(6, 5 * 10**7, forward_s=forward_ms / 6e2)
-    have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link,
-                   device_memory_bytes=40 * GIB)  # fmt: skip
+    have = machine(
+        host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link, device_memory_bytes=40 * GIB
+    )
     limit = int(device_gib * GIB)
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
@@ -80,35 +78,42 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
 
 @settings(max_examples=30, deadline=None)
 @given(
-    visits=st.integers(0, 8), slots=st.integers(1, 4), threads=st.sampled_from([0, 1, 4]),
-    overlap=st.booleans(), shared=st.booleans(),
-)  # fmt: skip
+    visits=st.integers(0, 8),
+    slots=st.integers(1, 4),
+    threads=st.sampled_from([0, 1, 4]),
+    overlap=st.booleans(),
+    shared=st.booleans(),
+)
 def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, shared):
     from ebbtide.simulator import Plan
 
     by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # fewer may be faster
-    have = machine(
-        host_adam_by_threads=by_threads, device_shares_host_cores=shared, unified_memory=shared
-    )
+    have = machine(host_adam_by_threads=by_threads, device_shares_host_cores=shared, unified_memory=shared)
     work = workload(8)
     plan = Plan(
-        subgroup_size=work.subgroup_size, placement=Plan.runs(spread(visits, 8)),
-        staging_slots=slots if visits else 0, prefetch=min(slots, visits),
-        threads=threads, overlap_forward=overlap,
-    )  # fmt: skip
+        subgroup_size=work.subgroup_size,
+        placement=Plan.runs(spread(visits, 8)),
+        staging_slots=slots if visits else 0,
+        prefetch=min(slots, visits),
+        threads=threads,
+        overlap_forward=overlap,
+    )
     seconds = simulate(build_schedule(work, plan), have).iteration_s
     assert bound(work, have, 10**12).iteration_s <= seconds * (1 + 1e-7)
 
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
     little = 8 * GIB  # too little for residents
-    fast = ebbtide.tuner.plan(workload(size=2 * 10**8), machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11,
-                                                        host_adam_params_per_s=1e9,
-                                                        dram_bytes_per_s=1e12),
-                      device_memory_bytes=24 * GIB)  # fmt: skip
-    slow = ebbtide.tuner.plan(workload(), machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9,
-                                          host_adam_params_per_s=2e10),
-                      device_memory_bytes=little)  # fmt: skip
+    fast = ebbtide.tuner.plan(
+        workload(size=2 * 10**8),
+        machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11, host_adam_params_per_s=1e9, dram_bytes_per_s=1e12),
+        device_memory_bytes=24 * GIB,
+    )
+    slow = ebbtide.tuner.plan(
+        workload(),
+        machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=2e10),
+        device_memory_bytes=little,
+    )
     assert fast.count("device") > 0
     assert slow.count("device") <= 1, "one comes and goes while activations leave it room"
 
@@ -169,9 +174,5 @@ def test_it_tells_how_far_it_is():
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
     """Each could hold its part of some plan, but no plan fits into both."""
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
-    with pytest.raises(
-        ImpossibleError, match=r"GiB of device memory.*: 0\.[1-9]\d GiB are missing"
-    ):
-        ebbtide.tuner.plan(
-            work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB)
-        )
+    with pytest.raises(ImpossibleError, match=r"GiB of device memory.*: 0\.[1-9]\d GiB are missing"):
+        ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))

@@ -19,9 +19,8 @@ GIB = 2**30
 def machine(room=2.8):
     """A slow link and little room: nearly all is updated on the host, for longer than forward."""
     return node(
-        h2d_bytes_per_s=16e9, d2h_bytes_per_s=16e9, device_memory_bytes=int(room * GIB),
-        host_adam_params_per_s=2e9,
-    )  # fmt: skip
+        h2d_bytes_per_s=16e9, d2h_bytes_per_s=16e9, device_memory_bytes=int(room * GIB), host_adam_params_per_s=2e9
+    )
 
 
 def small(clip_rate=None):
@@ -54,9 +53,8 @@ def test_what_memory_cannot_hold_is_guessed_in_the_slots_that_it_is_read_to():
     on = on.model_copy(update={"storage_write_bytes_per_s": Quantity.exact(2e10)})
     short = {"host_memory_bytes": int(2.2 * GIB), "storage": {"/nvme": 10**12}, "memory_margin": 0}
     plain, found = (
-        ebbtide.tuner.plan(work.model_copy(update={"clip_rate": rate}), on, **short)
-        for rate in (None, 0.0)
-    )  # fmt: skip
+        ebbtide.tuner.plan(work.model_copy(update={"clip_rate": rate}), on, **short) for rate in (None, 0.0)
+    )
     assert found.speculate_stored > 0
     assert not found.speculate
     assert found.prediction.iteration_s < 0.97 * plain.prediction.iteration_s

@@ -133,9 +133,8 @@ def test_a_machine_without_a_gpu_stores_what_its_memory_cannot_hold():
 def two_drives():
     return {
         "/fast": StorageRates(write_bytes_per_s=q(4e9), read_bytes_per_s=q(6e9)),
-        "/slow": StorageRates(write_bytes_per_s=q(1e9), read_bytes_per_s=q(2e9),
-                              duplex_factor=q(0.5)),
-    }  # fmt: skip
+        "/slow": StorageRates(write_bytes_per_s=q(1e9), read_bytes_per_s=q(2e9), duplex_factor=q(0.5)),
+    }
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
@@ -168,11 +167,11 @@ def test_several_directories_share_the_state_and_the_smallest_share_limits_it():
 
 def test_a_plan_names_its_folders_in_one_way():
     with pytest.raises(ValueError, match=r"storage_dir must be absent where plan\.storage_shares"):
-        Plan(subgroup_size=1, placement=Plan.runs(["stored"]), storage_dir="/a",
-             storage_shares={"/b": 1.0})  # fmt: skip
+        Plan(subgroup_size=1, placement=Plan.runs(["stored"]), storage_dir="/a", storage_shares={"/b": 1.0})
     with pytest.raises(PlanError, match="greater than 0"):
-        Plan.from_fields({"subgroup_size": 1, "placement": [{"placement": "stored", "count": 1}],
-                          "storage_shares": {"/b": 0}})  # fmt: skip
+        Plan.from_fields(
+            {"subgroup_size": 1, "placement": [{"placement": "stored", "count": 1}], "storage_shares": {"/b": 0}}
+        )
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():

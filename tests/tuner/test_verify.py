@@ -23,8 +23,16 @@ from studies.bench.rank import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS, RATE = 6, 1e-3
-ABOUT = {"side": "stock", "key": False, "offload": True, "stage": 2, "dtype": "bf16", "ranks": 1,
-         "versions": {"deepspeed": "0.18.6", "torch": "2"}, "port": None}  # fmt: skip
+ABOUT = {
+    "side": "stock",
+    "key": False,
+    "offload": True,
+    "stage": 2,
+    "dtype": "bf16",
+    "ranks": 1,
+    "versions": {"deepspeed": "0.18.6", "torch": "2"},
+    "port": None,
+}
 SHAPES = {"embed": 3000, "norm": 64, "head": 2000}
 
 
@@ -67,8 +75,7 @@ class Trained:
             wire = {name: values.bfloat16() for name, values in state.items()}
             if step in self.at:
                 self.at[step](state, wire, old, facts)
-                wire = {n: state[n].bfloat16() if wire[n] is not None else old[n].bfloat16()
-                        for n in wire}  # fmt: skip
+                wire = {n: state[n].bfloat16() if wire[n] is not None else old[n].bfloat16() for n in wire}
             for rank, file in enumerate(files):
                 file.step(self.pieces(state, wire, rank), **facts)
         return replace(read_run(self.folder, self.name), name=self.name)
@@ -78,8 +85,7 @@ class Trained:
             size = -(-SHAPES[name] // self.ranks)
             part = slice(rank * size, (rank + 1) * size)
             yield Piece(name, wire[name], 0, SHAPES[name])
-            yield Piece(f"{name}/fp32", state[name][part], rank * size, SHAPES[name],
-                        torch.bfloat16)  # fmt: skip
+            yield Piece(f"{name}/fp32", state[name][part], rank * size, SHAPES[name], torch.bfloat16)
 
 
 @pytest.fixture
@@ -136,9 +142,7 @@ def test_rounding_is_no_defect_and_a_norm_far_off_is(tmp_path, stock, noise):
 
 
 @pytest.mark.parametrize(("bit", "verdict"), [(0, "rounding"), (21, "defect")])
-def test_a_change_in_one_place_only_is_a_defect_if_an_update_cannot_round_so(
-    tmp_path, stock, noise, bit, verdict
-):
+def test_a_change_in_one_place_only_is_a_defect_if_an_update_cannot_round_so(tmp_path, stock, noise, bit, verdict):
     """Between sides that may round otherwise, but have had the same bits."""
 
     def change(state, wire, old, facts):
@@ -238,11 +242,9 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
 
 
 @pytest.mark.parametrize(
-    ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"),
-                                 (0.001, 1e-8, "rounding")])  # fmt: skip
-def test_equal_gradients_that_make_another_update_are_no_rounding(
-    tmp_path, stock, off, sums, verdict
-):
+    ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"), (0.001, 1e-8, "rounding")]
+)
+def test_equal_gradients_that_make_another_update_are_no_rounding(tmp_path, stock, off, sums, verdict):
     """A learning rate or a step count, 3% off, beside a flipped bit that explains more."""
 
     def other_rate(state, wire, old, facts):
@@ -335,8 +337,7 @@ def test_a_learning_rate_that_differs_is_no_rounding(tmp_path, stock, noise):
     def warmer(state, wire, old, facts):
         facts["rates"] = [RATE * (1 + 1e-9)]
 
-    finding = judge(Trained(tmp_path, "wrong").change(2, warmer).run(), stock, noise,
-                    same_bits=False)  # fmt: skip
+    finding = judge(Trained(tmp_path, "wrong").change(2, warmer).run(), stock, noise, same_bits=False)
     assert (finding.verdict, finding.first.name) == ("defect", "learning rate of group 0")
 
 
@@ -421,16 +422,13 @@ def other_data(number, state, wire, old, facts):
     ],
 )
 @pytest.mark.parametrize("stage", [2, None])
-def test_where_a_script_does_not_train_like_itself_nothing_is_said(
-    tmp_path, monkeypatch, noise, at, code, says, stage
-):
+def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, monkeypatch, noise, at, code, says, stage):
     """Neither success nor a defect, with and without another side; noise of kernels is told."""
     made = []
 
     def start(command, side, steps, seed):
         number = len(made)
-        run = Trained(tmp_path, f"r{number}", noise=number * noise, stage=stage,
-                      offload=bool(stage))  # fmt: skip
+        run = Trained(tmp_path, f"r{number}", noise=number * noise, stage=stage, offload=bool(stage))
         for step, change in at.items():
             run.change(step, partial(change, number))
         made.append(side)
@@ -451,10 +449,7 @@ def test_bad_input_ends_with_one_line(tmp_path):
     for words, says in (
         (["--against", "nothing", "--", "true"], "--against must name one or more of"),
         (["--", "no-such-program"], "must be a program on PATH"),
-        (
-            ["--json", str(tmp_path / "none" / "x.json"), "--", "true"],
-            "--json must be a file that can be written",
-        ),
+        (["--json", str(tmp_path / "none" / "x.json"), "--", "true"], "--json must be a file that can be written"),
         (["--", "true"], "must train with a DeepSpeed engine"),
     ):
         result = CliRunner().invoke(main, ["verify", *words])
@@ -519,14 +514,37 @@ def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_enviro
     config["ebbtide"] = {"plan": plan, "device": "emulated"}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port())}  # fmt: skip
+    job = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "ebbtide.tuner.cli", "verify", "--steps", "3", "--against", "stock",
-         "--json", "out.json", "--", sys.executable, "train.py", "ds.json"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "ebbtide.tuner.cli",
+            "verify",
+            "--steps",
+            "3",
+            "--against",
+            "stock",
+            "--json",
+            "out.json",
+            "--",
+            sys.executable,
+            "train.py",
+            "ds.json",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
         env={**child_environment, **job},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["identical"]

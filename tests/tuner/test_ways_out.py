@@ -28,9 +28,13 @@ def changed(job, machine, changes):
 
 @pytest.mark.parametrize(
     ("model", "name", "sequence", "micro_batch"),
-    [("Llama 3 8B", "rtx4090", 8192, 4), ("Llama 3.2 1B", "rtx4090", 8192, 4),
-     ("Mixtral 8x7B", "a100-node", 2048, 1), ("Qwen3 14B", "rtx4090", 2048, 1)],
-)  # fmt: skip
+    [
+        ("Llama 3 8B", "rtx4090", 8192, 4),
+        ("Llama 3.2 1B", "rtx4090", 8192, 4),
+        ("Mixtral 8x7B", "a100-node", 2048, 1),
+        ("Qwen3 14B", "rtx4090", 2048, 1),
+    ],
+)
 def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence, micro_batch):
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, micro_batch=micro_batch)
     machine = preset(name)
@@ -62,15 +66,13 @@ def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
 def test_state_on_storage_is_offered_where_host_memory_ended():
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
     asked = {"host_memory_bytes": 40 * GIB, "device_memory_bytes": 40 * GIB}
-    stored = {w.changes["storage_bytes"]: w for w in ways_out(job, machine, **asked)
-              if "storage_bytes" in w.changes}  # fmt: skip
+    stored = {w.changes["storage_bytes"]: w for w in ways_out(job, machine, **asked) if "storage_bytes" in w.changes}
     ((size, way),) = stored.items()
     assert flags(way, job) == f"--storage DIR:{size / 1e12:g}TB"
     assert "state on storage" in way.label
     assert way.plan.count("stored") > 0
     assert 0 < way.plan.prediction.storage_bytes <= size
-    assert not [w for w in ways_out(job.changed(zero_stage=2), machine, **asked)
-                if "storage_bytes" in w.changes]  # fmt: skip
+    assert not [w for w in ways_out(job.changed(zero_stage=2), machine, **asked) if "storage_bytes" in w.changes]
 
 
 def test_one_knob_is_turned_no_further_than_needed_and_samples_stay():
@@ -100,8 +102,7 @@ def test_a_limit_below_the_machine_is_the_first_to_be_raised():
 
 
 def test_what_the_deepspeed_config_says_is_changed_there():
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
-              "bf16": {"enabled": True}}  # fmt: skip
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     job = Job.of_deepspeed(MODELS["GPT-2 1.5B"], config, sequence=8192)
     told = [flags(way, job) for way in ways_out(job, preset("rtx4090"))]
     assert '"train_micro_batch_size_per_gpu": 2 in the DeepSpeed config, --accumulation 2' in told

@@ -40,11 +40,7 @@ def checkpointed(
 
 
 def goodput_of(
-    predicted: Mapping[Role, Prediction],
-    workload: Workload,
-    machine: Machine,
-    choice: Choice | None,
-    mtbf_s: float,
+    predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
     """Of the plan with ``choice``, and of what waits for its checkpoints, each at its best."""
     result = dict(_waiting(predicted, workload, machine, mtbf_s))

@@ -15,9 +15,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
     chosen_s = plan.prediction.iteration_s
     lines = [_what_binds(floor, chosen_s)]
     for name, options in _ABLATIONS:
-        without_s = simulate_fast(
-            build_strategy("ebbtide", workload, plan=plan, **options), machine
-        ).iteration_s
+        without_s = simulate_fast(build_strategy("ebbtide", workload, plan=plan, **options), machine).iteration_s
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
             lines.append(f"{name} saves {saved_s * 1e3:.1f} ms ({saved_s / without_s:.0%})")

@@ -53,13 +53,13 @@ def show_machine(machine: Machine, console: Console) -> None:
         console.print(
             f"state in {directory}: {drive.read_bytes_per_s.median / 1e9:.2f} GB/s read, "
             f"{drive.write_bytes_per_s.median / 1e9:.2f} written, each at "
-            f"{drive.duplex_factor.median:.0%} of that while both go", highlight=False,
-        )  # fmt: skip
+            f"{drive.duplex_factor.median:.0%} of that while both go",
+            highlight=False,
+        )
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
     others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
     facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
-    for title, parts in (("speed beside others, of that alone", beside),
-                         ("also measured", others), ("facts", facts)):  # fmt: skip
+    for title, parts in (("speed beside others, of that alone", beside), ("also measured", others), ("facts", facts)):
         if parts:
             console.print(f"{title}: {', '.join(parts)}", highlight=False)
     if machine.measured_with:
@@ -125,9 +125,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(strategies([plan.prediction, *plan.alternatives]))
         if plan.prediction.memory:
             console.print(memory(plan))
-        low_ms, high_ms = (
-            1e3 * s for s in (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s)
-        )
+        low_ms, high_ms = (1e3 * s for s in (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
         console.print(f"eight runs in ten are expected at {low_ms:.1f} to {high_ms:.1f} ms")
         bound = plan.prediction.lower_bound_s
         if bound:
@@ -141,11 +139,8 @@ def memory(plan: Plan) -> Table:
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
     told = {"plan": plan.prediction, **others}
-    columns = [(m, role) for m in MEMORIES for role in BY_KIND
-               if role in told and told[role].memory.get(m)]  # fmt: skip
-    table = Table(
-        title="memory at its peak, GiB of one rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
-    )
+    columns = [(m, role) for m in MEMORIES for role in BY_KIND if role in told and told[role].memory.get(m)]
+    table = Table(title="memory at its peak, GiB of one rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("")
     for m, role in columns:
         table.add_column(f"{m}\n{role}", justify="right")
@@ -170,9 +165,12 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
     rows = sorted(predictions, key=lambda p: p.iteration_s)
     unit, scale = ("s", 1.0) if rows[-1].iteration_s >= LONG_S else ("ms", 1e3)
     table = Table(
-        title=f"predicted: {unit} per iteration, GiB of one rank", box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1), caption_justify="left", caption_style="",
-    )  # fmt: skip
+        title=f"predicted: {unit} per iteration, GiB of one rank",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        caption_justify="left",
+        caption_style="",
+    )
     phases = ["iteration", "forward", "backward", "step"]
     phases += ["loop"] if any(p.loop_s for p in rows) else []
     memories = ["device", "host"] + (["drive"] if any(p.storage_bytes for p in rows) else [])
@@ -181,8 +179,7 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fits")
     for p in rows:
-        times = [f"{getattr(p, f'{phase}_s') * scale:.{2 if unit == 's' else 1}f}"
-                 for phase in phases]  # fmt: skip
+        times = [f"{getattr(p, f'{phase}_s') * scale:.{2 if unit == 's' else 1}f}" for phase in phases]
         taken = (p.device_peak_bytes, p.host_peak_bytes, p.storage_bytes)[: len(memories)]
         memory = [f"{b / GIB:.1f}" for b in taken]
         table.add_row(p.strategy, *times, *memory, "no" if p.note else "yes")

@@ -50,13 +50,17 @@ class Row:
         """
         seconds = self.result.iteration_s
         return Prediction(
-            strategy=self.label, iteration_s=seconds, iteration_low_s=seconds,
-            iteration_high_s=seconds, **self.result.phases,
+            strategy=self.label,
+            iteration_s=seconds,
+            iteration_low_s=seconds,
+            iteration_high_s=seconds,
+            **self.result.phases,
             device_peak_bytes=self.result.device_peak_bytes,
             host_peak_bytes=self.result.host_peak_bytes,
-            storage_bytes=self.result.storage_bytes, note=self.simulated.lacks,
+            storage_bytes=self.result.storage_bytes,
+            note=self.simulated.lacks,
             memory=self.simulated.memory if self.role in BY_KIND else {},
-        )  # fmt: skip
+        )
 
     def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:
         """As JSON, beside stock's iteration and the tokens of one."""
@@ -115,8 +119,7 @@ def compare(
                 best = best_setting(name, workload, machine, limits, compile_=compile_)
                 rows.append(Row("peer", *_labelled(best, workload)))
     if others and plan is not None:
-        rows += [Row("variant", label, run("ebbtide", plan=less))
-                 for label, less in _variants(workload, plan)]  # fmt: skip
+        rows += [Row("variant", label, run("ebbtide", plan=less)) for label, less in _variants(workload, plan)]
     return rows
 
 
@@ -142,16 +145,19 @@ def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The plan less a feature."""
-    yield "ebbtide, all on the host", Plan(
-        subgroup_size=plan.subgroup_size, placement=Plan.runs(["host"] * len(workload.subgroups)),
-        staging_slots=0, threads=plan.threads, overlap_forward=workload.zero_stage == 3,
-        parameter_home=plan.parameter_home,
-    )  # fmt: skip
+    yield (
+        "ebbtide, all on the host",
+        Plan(
+            subgroup_size=plan.subgroup_size,
+            placement=Plan.runs(["host"] * len(workload.subgroups)),
+            staging_slots=0,
+            threads=plan.threads,
+            overlap_forward=workload.zero_stage == 3,
+            parameter_home=plan.parameter_home,
+        ),
+    )
     if workload.zero_stage == 3:
-        yield (
-            "ebbtide, no overlap with forward",
-            plan.model_copy(update={"overlap_forward": False}),
-        )
+        yield ("ebbtide, no overlap with forward", plan.model_copy(update={"overlap_forward": False}))
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:

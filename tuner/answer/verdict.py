@@ -54,9 +54,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     if not differs(plan, plain.iteration_s):
         return Verdict("offload", f"Offload with this plan: {gains}.", gains)
     faster = f"not offloading would be {_times(plan, plain)} faster than this plan"
-    return Verdict(
-        "offload", f"Offload with this plan: {gains}; {faster}, but {plain.note}.", gains
-    )
+    return Verdict("offload", f"Offload with this plan: {gains}; {faster}, but {plain.note}.", gains)
 
 
 def differs(plan: Prediction, other_s: float) -> bool:

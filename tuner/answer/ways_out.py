@@ -161,18 +161,18 @@ def _bases(job: Job) -> Iterator[Changes]:
             yield dict(together)
 
 
-def _knobs(
-    job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes
-) -> Iterator[list[Changes]]:
+def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
     """The steps of each thing that can be changed beside ``base``, nearest first."""
     all_steps = [
-        _recompute(job), _smaller_batches(job), _fewer_samples(job), _shorter(job),
+        _recompute(job),
+        _smaller_batches(job),
+        _fewer_samples(job),
+        _shorter(job),
         _more_ranks(job, machine),
         _stored(job, limits),
         _larger("host_memory_bytes", HOST_GIB, machine, limits),
-        [] if machine.unified_memory
-        else _larger("device_memory_bytes", DEVICE_GIB, machine, limits),
-    ]  # fmt: skip
+        [] if machine.unified_memory else _larger("device_memory_bytes", DEVICE_GIB, machine, limits),
+    ]
     for steps in all_steps:
         yield [{**base, **step} for step in steps if not set(step) & set(base)]
 
@@ -223,9 +223,7 @@ def _stored(job: Job, limits: Mapping[str, Any]) -> list[Changes]:
     return [{"storage_bytes": int(n * 1e12)} for n in STORAGE_TB if n * 1e12 > there]
 
 
-def _larger(
-    name: str, sizes: tuple[int, ...], machine: Machine, limits: Mapping[str, Any]
-) -> list[Changes]:
+def _larger(name: str, sizes: tuple[int, ...], machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
     own = getattr(machine, name)
     whole = [own] if name in limits else []  # all of what is there, where less is asked for
     return [{name: n} for n in (*whole, *(size * GIB for size in sizes if size * GIB > own))]
@@ -245,11 +243,11 @@ def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
 
-_KEYS = {
-    "micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps",
-}  # fmt: skip
+_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
 _FLAGS = {
-    "recompute": "without --keep-activations", "micro_batch": "--micro-batch {}",
-    "accumulation": "--accumulation {}", "sequence": "--sequence {}",
+    "recompute": "without --keep-activations",
+    "micro_batch": "--micro-batch {}",
+    "accumulation": "--accumulation {}",
+    "sequence": "--sequence {}",
     "data_parallel": "--data-parallel {}",
-}  # fmt: skip
+}

@@ -36,9 +36,7 @@ UNEXPLAINED = 0.35
 WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for such a machine
 WORTH = 0.05  # of that error, what is worth the next wider one
 FURTHEST = 2.0  # a knob's turn, in log units: seven times
-MODEL_SPREAD = (
-    0.05  # standard deviation of what no rate explains, in log units: `ebbtide.tuner.calibrate.interval`
-)
+MODEL_SPREAD = 0.05  # standard deviation of what no rate explains, in log units: `ebbtide.tuner.calibrate.interval`
 LEAST_LOOP_S = 1e-4
 
 
@@ -192,9 +190,7 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
     return next(fit for fit in fits if fit.worst < least + WORTH)
 
 
-def _fit_within(
-    start: Machine, knobs: Sequence[Knob], wider: float, observations: Sequence[Observation]
-) -> _Fit:
+def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observations: Sequence[Observation]) -> _Fit:
     own = np.array([knob.width for knob in knobs])
     width = wider * own
 
@@ -203,12 +199,16 @@ def _fit_within(
         return np.concatenate((_robust(errors / NOISE), x / width))
 
     result = least_squares(
-        residuals, np.zeros(len(knobs)),
+        residuals,
+        np.zeros(len(knobs)),
         # Where two rates bind at once, neither alone makes a phase shorter: seen from both sides.
         "2-point" if wider == 1.0 else "3-point",
-        x_scale=0.2, diff_step=np.full(len(knobs), 1e-3), max_nfev=12, ftol=1e-4,
+        x_scale=0.2,
+        diff_step=np.full(len(knobs), 1e-3),
+        max_nfev=12,
+        ftol=1e-4,
         bounds=(-FURTHEST, FURTHEST),
-    )  # fmt: skip
+    )
     x = np.asarray(result.x)
     sigma = _sigma(np.asarray(result.jac), result.cost, len(result.fun) - len(knobs))
     identified = sigma < IDENTIFIED * width
@@ -224,8 +224,9 @@ def _missed(machine: Machine, observations: Sequence[Observation]) -> dict[str, 
     errors = [_run_errors(machine, seen) for seen in observations]
     return {
         phase: float(np.median([error[phase] for error in errors if phase in error]))
-        for phase in PHASES if any(phase in error for error in errors)
-    }  # fmt: skip
+        for phase in PHASES
+        if any(phase in error for error in errors)
+    }
 
 
 def _check(observations: Sequence[Observation]) -> None:
@@ -259,16 +260,12 @@ def knobs_of(machine: Machine) -> list[Knob]:
     known = [knob for knob in KNOBS if all(getattr(machine, name) for name in knob.fields)]
     shared = sorted(n for n, parts in machine.rank_shares.items() if "dram" in parts)
     return known + [
-        Knob(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks, SHARE_VARIES)
-        for ranks in shared
+        Knob(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks, SHARE_VARIES) for ranks in shared
     ]
 
 
 def turned(
-    machine: Machine,
-    knobs: Sequence[Knob],
-    x: Floats,
-    spread: Mapping[int, tuple[float, str]] | None = None,
+    machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
     """The machine with each knob's rates times ``exp(x)``.
 
@@ -285,15 +282,14 @@ def turned(
         for name in knob.fields:
             value = update.get(name, getattr(machine, name))
             update[name] = (
-                _shares(value, knob.ranks, float(turn), deviation) if knob.ranks
+                _shares(value, knob.ranks, float(turn), deviation)
+                if knob.ranks
                 else _scaled(value, float(turn), deviation, limits.get(name, math.inf))
-            )  # fmt: skip
+            )
     return machine.model_copy(update=update)
 
 
-def _scaled(
-    quantity: Quantity, turn: float, told: tuple[float, str] | None, limit: float
-) -> Quantity:
+def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, limit: float) -> Quantity:
     """No higher than its physical limit, unless it is so already."""
     turn = min(turn, max(0.0, math.log(limit / quantity.median)))
     scaled = quantity.scaled(math.exp(turn))
@@ -302,22 +298,21 @@ def _scaled(
     sigma, detail = told
     half = math.exp(QUARTILE * sigma)
     return Quantity(
-        median=scaled.median, q1=scaled.median / half, q3=scaled.median * half, source="fitted",
+        median=scaled.median,
+        q1=scaled.median / half,
+        q3=scaled.median * half,
+        source="fitted",
         detail=f"{detail}; before: {quantity.median:.4g} ({quantity.source})",
-    )  # fmt: skip
+    )
 
 
 def _shares(
-    shares: Mapping[int, Mapping[str, Quantity]],
-    ranks: int,
-    turn: float,
-    told: tuple[float, str] | None,
+    shares: Mapping[int, Mapping[str, Quantity]], ranks: int, turn: float, told: tuple[float, str] | None
 ) -> dict[int, dict[str, Quantity]]:
     """One number of ranks' share of DRAM: together never more than the whole."""
     share = shares[ranks]["dram"]
     scaled = _scaled(share, turn, told, 1.0 / ranks)
-    return {**{n: dict(parts) for n, parts in shares.items()},
-            ranks: {**shares[ranks], "dram": scaled}}  # fmt: skip
+    return {**{n: dict(parts) for n, parts in shares.items()}, ranks: {**shares[ranks], "dram": scaled}}
 
 
 def _errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
@@ -337,8 +332,7 @@ def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list
 def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
     """log(predicted / measured) by phase."""
     predicted = predicted_s(seen.build(machine), machine)
-    return {phase: math.log(max(1e-9, predicted[phase]) / measured)
-            for phase, measured in seen.measured_s.items()}  # fmt: skip
+    return {phase: math.log(max(1e-9, predicted[phase]) / measured) for phase, measured in seen.measured_s.items()}
 
 
 def _robust(scaled: Floats) -> Floats:
@@ -361,9 +355,7 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
         if knob.ranks:
             old, new = old[knob.ranks]["dram"], new[knob.ranks]["dram"]
             label = f"rank_shares.{knob.ranks}.dram"
-        changes.append(
-            Change(knob.name, label, old.median, new.median, new.median / half, new.median * half)
-        )
+        changes.append(Change(knob.name, label, old.median, new.median, new.median / half, new.median * half))
     return changes
 
 
@@ -398,9 +390,7 @@ def _contradictions(machine: Machine, observations: Sequence[Observation]) -> di
     return result
 
 
-def _unexplained(
-    machine: Machine, observations: Sequence[Observation], contradictions: Mapping[str, str]
-) -> list[str]:
+def _unexplained(machine: Machine, observations: Sequence[Observation], contradictions: Mapping[str, str]) -> list[str]:
     """Phases that the runs agree on, and that no turn of the rates comes near to."""
     return [
         f"{phase} took {math.exp(-error):.2f} times what the calibrated rates give (median of the "

@@ -29,9 +29,7 @@ _TIMER = re.compile(r" \| (\w+): (\d+(?:\.\d+)?)(?![\w.])")
 _GLOBAL = re.compile(rf"time \(ms\)((?:{_TIMER.pattern})+)")
 _NAMES = {"fwd": "forward", "bwd": "backward", "step": "step"}
 # What torchrun prints where it sets the variable, and how environments are written elsewhere.
-_THREADS = re.compile(
-    r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b"
-)
+_THREADS = re.compile(r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b")
 _STEP = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*)?"
     r"global_step=(\d+), RunningAvgSamplesPerSec=\S+ CurrSamplesPerSec=([\d.]+(?:e[+-]?\d+)?)"

@@ -25,10 +25,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
 # Rates that no run of offloaded training tells, and that predictions depend on all the same.
-BESIDE = (
-    Knob("DRAM", ("dram_bytes_per_s",), 0.1),
-    Knob("device updates", ("device_adam_params_per_s",), 0.1),
-)
+BESIDE = (Knob("DRAM", ("dram_bytes_per_s",), 0.1), Knob("device updates", ("device_adam_params_per_s",), 0.1))
 # Of the products' spread, what a layer's estimated time has: products and what the host needs to
 # issue them are uncertain by as much, independently, and neither is the whole of it.
 ESTIMATE_PART = math.sqrt(0.5)
@@ -83,9 +80,7 @@ def workload_interval_s(
 def _with_passes(workload: Workload, times: float) -> Workload:
     """The same with every layer's passes so many times as long."""
     layers = tuple(
-        layer.model_copy(
-            update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s}
-        )
+        layer.model_copy(update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s})
         for layer in workload.layers
     )
     return workload.model_copy(update={"layers": layers})

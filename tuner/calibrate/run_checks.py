@@ -54,9 +54,7 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
     ]
 
 
-def batch_notes(
-    name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]
-) -> list[str]:
+def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
     """Tells where DeepSpeed's samples per second do not fit to the batch that was described.
 
     DeepSpeed counts from a forward, or the fetch of its data, to the end of the step: no less than

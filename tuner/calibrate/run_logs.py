@@ -20,10 +20,8 @@ from ebbtide.tuner.calibrate.deepspeed_log import WARM_UP, DeepSpeedLog, level_n
 from ebbtide.tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
 
 FEWEST_ITERATIONS = 3
-_MEASURED = {f"{phase}_{unit}": (phase, factor)
-             for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}  # fmt: skip
-_INTEGERS = ("sequence", "micro_batch", "data_parallel", "accumulation", "tensor_parallel",
-             "omp_threads")  # fmt: skip
+_MEASURED = {f"{phase}_{unit}": (phase, factor) for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}
+_INTEGERS = ("sequence", "micro_batch", "data_parallel", "accumulation", "tensor_parallel", "omp_threads")
 _OPTIONS: dict[str, Callable[[str], Any]] = {"ratio": float, "stride": int}
 _OTHER = ("model", "strategy", "sub_group_size", "name", "launcher")
 _STARTED = ("launcher", "omp_threads")
@@ -52,8 +50,7 @@ class Described:
         if work is None:
             if self.model is None:
                 raise CalibrationError(
-                    "what ran must be told by --model or --workload, or by the column 'model' of a "
-                    "CSV, but got none"
+                    "what ran must be told by --model or --workload, or by the column 'model' of a CSV, but got none"
                 )
             work = self.job.workload(machine)
         elif how := {name: self.shape[name] for name in _STARTED if name in self.shape}:
@@ -85,9 +82,13 @@ class Described:
             return self.workload.samples_per_iteration
         ranks = self.shape.get("data_parallel") or 1
         said = deepspeed_fields(
-            self.ds_config, hidden=1, ranks=ranks, zero_stage=self.shape.get("zero_stage"),
-            micro_batch=self.shape.get("micro_batch"), accumulation=self.shape.get("accumulation"),
-        )  # fmt: skip
+            self.ds_config,
+            hidden=1,
+            ranks=ranks,
+            zero_stage=self.shape.get("zero_stage"),
+            micro_batch=self.shape.get("micro_batch"),
+            accumulation=self.shape.get("accumulation"),
+        )
         return int(said["micro_batch"] * said["accumulation"] * ranks)
 
 
@@ -142,9 +143,7 @@ def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Des
     ]
 
 
-def _whole_of(
-    name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]
-) -> tuple[float | None, list[str]]:
+def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tuple[float | None, list[str]]:
     """Seconds of an iteration with what lies between its phases, and what to say where unknown."""
     if not log.wholes_s:
         return None, [
@@ -172,12 +171,10 @@ def _from_profile(name: str, text: str, described: Described) -> Observation:
             f"a JSON file of --runs must be a workload of `tune profile`, but {name} is none: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    measured = {phase: work.phase_times[phase].median for phase in PHASES
-                if phase in work.phase_times}  # fmt: skip
+    measured = {phase: work.phase_times[phase].median for phase in PHASES if phase in work.phase_times}
     if not measured:
         raise CalibrationError(
-            "a workload of --runs must have phase_times (`tune profile` measures them), but "
-            f"{name} has none"
+            f"a workload of --runs must have phase_times (`tune profile` measures them), but {name} has none"
         )
     kept = Described(workload=work, strategy=described.strategy, options=described.options)
     return Observation(name, kept.build, measured, tuple(loop_notes(name, measured)))
@@ -205,8 +202,7 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
     beyond = row.get(None) or ()  # where `csv` puts cells that have no column
     if any(cell.strip() for cell in beyond):
         raise CalibrationError(
-            f"{where}: a row must have the header's {len(row) - 1} cells at most, but has "
-            f"{len(row) - 1 + len(beyond)}"
+            f"{where}: a row must have the header's {len(row) - 1} cells at most, but has {len(row) - 1 + len(beyond)}"
         )
     given = {key: value.strip() for key, value in row.items() if key and value and value.strip()}
     shape, options = dict(described.shape), dict(described.options)
@@ -218,15 +214,16 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
         elif key in _OPTIONS or key == "sub_group_size":
             options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
     ran = Described(
-        given.get("model", described.model), described.ds_config,
-        None if "model" in given else described.workload, shape,
-        given.get("strategy", described.strategy), options,
-    )  # fmt: skip
+        given.get("model", described.model),
+        described.ds_config,
+        None if "model" in given else described.workload,
+        shape,
+        given.get("strategy", described.strategy),
+        options,
+    )
     measured = _measured_of(where, given)
     check_whole(where, measured)
-    return Observation(
-        given.get("name", where), ran.build, measured, tuple(loop_notes(where, measured))
-    )
+    return Observation(given.get("name", where), ran.build, measured, tuple(loop_notes(where, measured)))
 
 
 def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
@@ -246,9 +243,7 @@ def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
 
 def _launcher(where: str, given: str) -> str:
     if given not in LAUNCHERS:
-        raise CalibrationError(
-            f"{where}: launcher must be one of {', '.join(LAUNCHERS)}, but got {given!r}"
-        )
+        raise CalibrationError(f"{where}: launcher must be one of {', '.join(LAUNCHERS)}, but got {given!r}")
     return given
 
 

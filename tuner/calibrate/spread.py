@@ -13,8 +13,7 @@ def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> lis
     """The machine with each rate drawn from a normal distribution of its quartiles' width."""
     rng = random.Random(seed)
     return [
-        machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD})
-        for _ in range(samples)
+        machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD}) for _ in range(samples)
     ]
 
 

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the rates
 
 
-@click.command(
-    epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json"
-)
+@click.command(epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json")
 @click.argument("machine")
 @click.option(
-    "--runs", multiple=True, required=True,
+    "--runs",
+    multiple=True,
+    required=True,
     help="A log with DeepSpeed's wall_clock_breakdown (with steps_per_print 1 and log level info: "
     "the time between phases too), a workload.json of `tune profile`, or a CSV with the columns "
     "forward_ms, backward_ms, step_ms, iteration_ms. May be given several times.",
-)  # fmt: skip
+)
 @click.option("--strategy", default="zero3_offload", show_default=True, help="What ran.")
 @click.option("--ratio", type=click.FloatRange(0, 1), help="Of the strategy: Twin-Flow's ratio.")
 @click.option("-o", "--out", required=True, help="The corrected machine.")
@@ -35,13 +35,7 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 @JSON
 @guarded
 def calibrate(
-    machine: str,
-    runs: tuple[str, ...],
-    strategy: str,
-    ratio: float | None,
-    out: str,
-    as_json: bool,
-    **source: Any,
+    machine: str, runs: tuple[str, ...], strategy: str, ratio: float | None, out: str, as_json: bool, **source: Any
 ) -> None:
     """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
     from ebbtide.tuner.calibrate.calibration import calibrate as correct
@@ -77,10 +71,13 @@ def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> De
     shape = model_shape(source)
     profiled = source["workload"]
     return Described(
-        source["model"], source["ds_config"],
-        None if profiled is None else Workload.load(profiled), shape, strategy,
+        source["model"],
+        source["ds_config"],
+        None if profiled is None else Workload.load(profiled),
+        shape,
+        strategy,
         {} if ratio is None else {"ratio": ratio},
-    )  # fmt: skip
+    )
 
 
 def _show(calibrated: Calibrated, runs: int, out: str) -> None:

@@ -27,9 +27,7 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
 
-    rows = [
-        {**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)
-    ]
+    rows = [{**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)]
     _print_rows(rows, as_json)
 
 
@@ -53,9 +51,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
         for name in tags:
             found = [str(problem) for problem in check(root, name)]
             problems = "; ".join(found or stored_problems(root / name))
-            rows.append(
-                {**tier, "tag": name, "state": f"damaged: {problems}" if problems else "whole"}
-            )
+            rows.append({**tier, "tag": name, "state": f"damaged: {problems}" if problems else "whole"})
     _print_rows(rows, as_json)
     if any(row["state"] != "whole" for row in rows):
         sys.exit(2)
@@ -70,11 +66,7 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     """Deletes all but the newest committed checkpoints, in each folder that is given."""
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
-    rows = [
-        {**tier, "removed": str(item)}
-        for root, tier in _tiers(folders)
-        for item in delete(root, keep)
-    ]
+    rows = [{**tier, "removed": str(item)} for root, tier in _tiers(folders) for item in delete(root, keep)]
     _print_rows(rows, as_json)
 
 
@@ -116,8 +108,7 @@ def _folder(path: str) -> Path:
 
 
 def _row(item: Any) -> dict[str, Any]:
-    return {name: value if isinstance(value, (int, float)) else str(value)
-            for name, value in asdict(item).items()}  # fmt: skip
+    return {name: value if isinstance(value, (int, float)) else str(value) for name, value in asdict(item).items()}
 
 
 def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

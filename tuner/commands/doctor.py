@@ -19,24 +19,18 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 
 
-@click.command(
-    epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints"
-)
+@click.command(epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints")
 @click.option("--plan", "plan_file", help="A plan, whose need of host memory is compared.")
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Processes on this machine.")  # fmt: skip
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
 @click.option("--checkpoint-dir", help="Where checkpoints will go; the plan's own without it.")
-@click.option("--ds-config", help="DeepSpeed's config: says whether and how it would train under "
-              "a plan, and what the installed version is known to train wrongly.")  # fmt: skip
+@click.option(
+    "--ds-config",
+    help="DeepSpeed's config: says whether and how it would train under "
+    "a plan, and what the installed version is known to train wrongly.",
+)
 @JSON
 @guarded
-def doctor(
-    plan_file: str | None,
-    ranks: int,
-    checkpoint_dir: str | None,
-    ds_config: str | None,
-    as_json: bool,
-) -> None:
+def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_config: str | None, as_json: bool) -> None:
     """Looks for what would stop or slow down training here.
 
     Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.

@@ -38,10 +38,12 @@ SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
 RATE, SHARE, CHANCE = Text("rate", rate_bytes_per_s), Text("share", share), Text("share", chance)
 ENDURANCE = Text("terabytes", endurance_bytes)
 STORAGE = click.option(
-    "--storage", type=Text("DIR:SIZE", directory_bytes), multiple=True,
+    "--storage",
+    type=Text("DIR:SIZE", directory_bytes),
+    multiple=True,
     help="State that memory cannot hold may go there, e.g. /mnt/nvme:500GB, of all ranks of the "
     "node; several share it by their measured speed (ZeRO-3).",
-)  # fmt: skip
+)
 
 
 def needs(needed: str, present: bool, *names: str) -> None:

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 @MACHINE
 @workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
-@click.option(
-    "--emit-deepspeed", help="Write a DeepSpeed config that trains under the plan, for `tune run`."
-)
+@click.option("--emit-deepspeed", help="Write a DeepSpeed config that trains under the plan, for `tune run`.")
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option(
@@ -57,15 +55,15 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--subgroup-size",
-    help="keep the workload's (default), auto to search the best one (default with --model), or a "
-    "number of elements.",
+    help="keep the workload's (default), auto to search the best one (default with --model), or a number of elements.",
 )
 @click.option(
-    "--clip-rate", type=CHANCE,
+    "--clip-rate",
+    type=CHANCE,
     help="Of steps that clip or overflow, e.g. 5%: updates may then begin before the norm is "
     "known, on the guess that the step does not, where that is faster on the average. Without it "
     "none does.",
-)  # fmt: skip
+)
 @click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
@@ -73,10 +71,11 @@ if TYPE_CHECKING:
 @click.option("--checkpoint-rate", type=RATE, help="What storage takes from this node, e.g. 2GB/s.")
 @STORAGE
 @click.option(
-    "--endurance", type=ENDURANCE,
+    "--endurance",
+    type=ENDURANCE,
     help="What the drives of --storage are rated for together, in terabytes written, e.g. 600: "
     "the plan then says how long they last.",
-)  # fmt: skip
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
 @JSON
@@ -111,20 +110,23 @@ def plan(
     _tell_interval(checkpoint_dir, mtbf)
     measured = _writing_at(checkpoint_rate, read_machine(machine))
     automatic = "auto" if source["model"] else "keep"
-    trained = read_trained(
-        measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ()
-    )
+    trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
     clipping = _clipping(trained.workload, clip_rate)
     work, sizes = _recut(clipping, subgroup_size or automatic)
     options: dict[str, Any] = {
-        "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
-        "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
+        "device_memory_bytes": gpu_memory,
+        "host_memory_bytes": host_memory,
+        "seed": seed,
+        "robust": robust,
+        "subgroup_sizes": sizes,
+        "memory_margin": memory_margin,
         "offload_parameters": offload_param or trained.offload.parameters == "cpu",
-        "storage": stored_in(trained, storage), "endurance_bytes": endurance,
-    }  # fmt: skip
+        "storage": stored_in(trained, storage),
+        "endurance_bytes": endurance,
+    }
     needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, trained, failures, options)
@@ -155,9 +157,7 @@ def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
     return machine.with_rates(storage_write_bytes_per_s=checkpoint_rate)
 
 
-def _with_shadow_prices(
-    found: Plan, work: Workload, machine: Machine, options: dict[str, Any]
-) -> Plan:
+def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: dict[str, Any]) -> Plan:
     from ebbtide.tuner.shadow import shadow_prices
 
     extra = shadow_prices(work, machine, found, options)
@@ -165,11 +165,7 @@ def _with_shadow_prices(
 
 
 def _searched(
-    work: Workload,
-    machine: Machine,
-    trained: Trained,
-    failures: Mapping[str, Any],
-    options: Mapping[str, Any],
+    work: Workload, machine: Machine, trained: Trained, failures: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Plan:
     """The best plan; progress is shown if it takes long.
 
@@ -186,9 +182,7 @@ def _searched(
         raise BadInputError(_with_ways_out(error, trained, machine, options)) from None
 
 
-def _with_ways_out(
-    error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]
-) -> str:
+def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]) -> str:
     """What is missing, and the changes that fit: a profiled workload cannot tell any."""
     if trained.job is None:
         return f"{error.fact}. {error.advice}"
@@ -197,8 +191,7 @@ def _with_ways_out(
     names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
     lines = [
-        f"  {flags(way, trained.job)}: {way.iteration_s:.3g} s per iteration, "
-        f"{way.tokens_per_s or 0:,.0f} tokens/s"
+        f"  {flags(way, trained.job)}: {way.iteration_s:.3g} s per iteration, {way.tokens_per_s or 0:,.0f} tokens/s"
         for way in ways_out(trained.job, machine, **asked)
     ]
     return "\n".join([f"{error.fact}. {'These fit:' if lines else error.advice}", *lines])
@@ -225,9 +218,7 @@ def _next(emitted: str | None, work: Workload) -> str:
     return f"to train with it: {command(work, emitted)}"
 
 
-def _check_paths(
-    output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]
-) -> None:
+def _check_paths(output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]) -> None:
     for flag, path in (("--output", output), ("--emit-deepspeed", emit_deepspeed)):
         check_folder(flag, path)
     check_distinct(
@@ -239,18 +230,23 @@ def _check_paths(
 def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
     if checkpoint_dir is None or mtbf is not None:
         return
-    click.echo("note: --checkpoint-dir without --mtbf: the plan has no interval (interval_steps "
-               "0), so nothing is saved but what the script saves itself; --mtbf picks an interval",
-               err=True)  # fmt: skip
+    click.echo(
+        "note: --checkpoint-dir without --mtbf: the plan has no interval (interval_steps "
+        "0), so nothing is saved but what the script saves itself; --mtbf picks an interval",
+        err=True,
+    )
 
 
 def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
     """A config that offloads nothing can be planned for, but does not train under a plan."""
     if trained.config is None or emit_deepspeed or trained.offload.optimizer in ("cpu", "nvme"):
         return
-    click.echo("note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
-               "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "
-               "which it is)", err=True)  # fmt: skip
+    click.echo(
+        "note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
+        "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "
+        "which it is)",
+        err=True,
+    )
 
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
@@ -265,7 +261,6 @@ def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None
         size = 0.0
     if not (0 < size < float("inf") and size.is_integer()):
         raise BadInputError(
-            "--subgroup-size must be keep, auto or a whole number of elements > 0, such as 1e8, "
-            f"but got {given}"
+            f"--subgroup-size must be keep, auto or a whole number of elements > 0, such as 1e8, but got {given}"
         )
     return work.recut(int(size)), None

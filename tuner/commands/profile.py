@@ -15,9 +15,8 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
 @click.option("-o", "--output", help="Where it goes: machine.json, with a script workload.json.")
 @click.option("--storage-dir", help="The folder that checkpoints will go to.")
 @click.option(
-    "--drive", multiple=True,
-    help="A folder that state may be stored in (`tune plan --storage`); may be repeated.",
-)  # fmt: skip
+    "--drive", multiple=True, help="A folder that state may be stored in (`tune plan --storage`); may be repeated."
+)
 @click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
 @click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
 @click.option(
@@ -60,19 +59,22 @@ def profile(
 
     check_folder("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
-    needs(
-        "without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh"
-    )
+    needs("without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh")
     if train_script is not None and push is not None:
         raise BadInputError(
-            f"--push gives a machine to a server, but got --train-script {train_script}: leave one "
-            "of them out"
+            f"--push gives a machine to a server, but got --train-script {train_script}: leave one of them out"
         )
     if train_script is not None:
         script_profile(
-            output or "workload.json", train_script, arguments, launcher=launcher, ranks=ranks,
-            iterations=iterations, go_on=go_on, as_json=as_json,
-        )  # fmt: skip
+            output or "workload.json",
+            train_script,
+            arguments,
+            launcher=launcher,
+            ranks=ranks,
+            iterations=iterations,
+            go_on=go_on,
+            as_json=as_json,
+        )
         return
     if arguments or go_on:
         raise BadInputError(

@@ -25,9 +25,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     """
     program = shutil.which(command[0])
     if program is None:
-        raise BadInputError(
-            f"what follows `tune run --` must be a program on PATH, but got {command[0]!r}"
-        )
+        raise BadInputError(f"what follows `tune run --` must be a program on PATH, but got {command[0]!r}")
     if not no_check:
         _check()
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())

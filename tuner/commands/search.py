@@ -18,14 +18,17 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--model", required=True, help="A Hugging Face config.json, or a plain description.")
 @click.option("--ds-config", help='DeepSpeed\'s config: what no knob decides; may hold "auto".')
 @click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--free", help=f"The knobs that may change, of {_FREE}; default: those that neither "
-              "a flag nor the DeepSpeed config fixes.")  # fmt: skip
-@click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step; "
-              "without it the batch may change (accumulation up to 16), and what is "
-              "learned.")  # fmt: skip
+@click.option(
+    "--free",
+    help=f"The knobs that may change, of {_FREE}; default: those that neither a flag nor the DeepSpeed config fixes.",
+)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    help="Samples per optimizer step; without it the batch may change (accumulation up to 16), and what is learned.",
+)
 @click.option("--gpus", type=click.IntRange(min=1), help="At most; default: one node's.")
-@click.option("--micro-batch", type=click.IntRange(min=1), help="Fixes it; where neither free nor "
-              "fixed: 1.")  # fmt: skip
+@click.option("--micro-batch", type=click.IntRange(min=1), help="Fixes it; where neither free nor fixed: 1.")
 @click.option("--accumulation", type=click.IntRange(min=1), help="Fixes it; else 1.")
 @click.option("--zero-stage", type=click.IntRange(1, 3), help="Fixes it; else 3.")
 @click.option("--keep-activations", is_flag=True, help="Fixes recompute: off.")
@@ -35,8 +38,13 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
 @STORAGE
-@click.option("--trials", type=click.IntRange(min=1), default=3000, show_default=True,
-              help="Simulations at the most; what bounds decide takes none.")  # fmt: skip
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    default=3000,
+    show_default=True,
+    help="Simulations at the most; what bounds decide takes none.",
+)
 @click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
 @click.option("--verify", type=click.IntRange(min=0), default=0, help="Run the best K for real.")
 @click.option("--seed", default=0, show_default=True, help="Of the short search for each plan.")
@@ -44,11 +52,24 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @JSON
 @guarded
 def search(
-    machine: str, model: str, ds_config: str | None, sequence: int, free: str | None,
-    global_batch: int | None, trials: int, study_storage: str | None, verify: int, seed: int,
-    output: str | None, as_json: bool, gpu_memory: int | None, host_memory: int | None,
-    memory_margin: float | None, storage: tuple[tuple[str, int], ...], **base: Any,
-) -> None:  # fmt: skip
+    machine: str,
+    model: str,
+    ds_config: str | None,
+    sequence: int,
+    free: str | None,
+    global_batch: int | None,
+    trials: int,
+    study_storage: str | None,
+    verify: int,
+    seed: int,
+    output: str | None,
+    as_json: bool,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    memory_margin: float | None,
+    storage: tuple[tuple[str, int], ...],
+    **base: Any,
+) -> None:
     """Searches the configuration that trains fastest, by simulation, in seconds."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
@@ -65,9 +86,17 @@ def search(
     on = read_machine(machine)
     config = dict(loaded(ds_config))
     question = Question(
-        model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed,
-        started=started_by(base), storage=dict(storage),
-    )  # fmt: skip
+        model,
+        on,
+        config,
+        sequence,
+        gpu_memory,
+        host_memory,
+        memory_margin,
+        seed,
+        started=started_by(base),
+        storage=dict(storage),
+    )
     fixed = fixed_knobs(base, config, global_batch)
     usual = Configuration(
         gpus=base["gpus"] or on.gpus_per_node,

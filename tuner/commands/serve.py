@@ -13,22 +13,14 @@ TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the name of the variable that holds it
 
 
 @click.command(epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
-@click.option(
-    "--port",
-    default=8377,
-    show_default=True,
-    type=click.IntRange(0, 65_535),
-    help="0: any free one.",
-)
+@click.option("--port", default=8377, show_default=True, type=click.IntRange(0, 65_535), help="0: any free one.")
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
     help=f"Beyond loopback a token is needed: {TOKEN}, or one is made and printed.",
 )
-@click.option(
-    "--allow-host", multiple=True, help="A name by which clients reach it, if it is not --host."
-)
+@click.option("--allow-host", multiple=True, help="A name by which clients reach it, if it is not --host.")
 @click.option("--db", default="ebbtide.db", show_default=True, help="Jobs, runs and machines.")
 @click.option(
     "--show",
@@ -37,14 +29,7 @@ TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the name of the variable that holds it
 )
 @click.option("--workers", type=click.IntRange(1, 64), help="For quick answers; one per core.")
 @guarded
-def serve(
-    port: int,
-    host: str,
-    allow_host: tuple[str, ...],
-    db: str,
-    show: str | None,
-    workers: int | None,
-) -> None:
+def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:
     """Answers what-if questions over HTTP and on a page in the browser."""
     try:
         from ebbtide.tuner.service.resources import LOOPBACK, Service

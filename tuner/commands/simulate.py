@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from ebbtide.simulator.workload import Workload
 
 
-@click.command(
-    epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow"
-)
+@click.command(epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow")
 @MACHINE
 @workload_options
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
@@ -57,14 +55,17 @@ def simulate(
     from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
-        raise BadInputError(
-            f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
-        )
+        raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
     check_distinct(
         {"--trace": trace, "--plot": plot},
-        {"--machine": machine, "--plan": plan_file, "--workload": source["workload"],
-         "--model": source["model"], "--ds-config": source["ds_config"]},
-    )  # fmt: skip
+        {
+            "--machine": machine,
+            "--plan": plan_file,
+            "--workload": source["workload"],
+            "--model": source["model"],
+            "--ds-config": source["ds_config"],
+        },
+    )
     measured = read_machine(machine)
     trained = read_trained(measured, **source)
     tell_unread(trained)
@@ -85,11 +86,14 @@ def simulate(
     low_s, high_s = workload_interval_s(build, work, measured)
     _draw(timeline, trace, plot)
     figures = {
-        "strategy": timeline.strategy, "iteration_s": timeline.iteration_s,
-        "iteration_low_s": low_s, "iteration_high_s": high_s, **timeline.phases(),
+        "strategy": timeline.strategy,
+        "iteration_s": timeline.iteration_s,
+        "iteration_low_s": low_s,
+        "iteration_high_s": high_s,
+        **timeline.phases(),
         "device_peak_bytes": timeline.device_peak_bytes,
         "host_peak_bytes": timeline.host_peak_bytes,
-    }  # fmt: skip
+    }
     missing = _missing(work, measured, timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
@@ -137,7 +141,6 @@ def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]
         )
     if trained.config is not None:
         given = "".join(f", {key} {value}" for key, value in options.items())
-        click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}",
-                   err=True)  # fmt: skip
+        click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}", err=True)
     assert strategy is not None
     return strategy, {}

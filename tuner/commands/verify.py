@@ -18,19 +18,20 @@ SIDES = ("stock", "no-offload")
     "tune verify --against no-offload -- deepspeed train.py --deepspeed_config ds.json",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Optimizer steps of each run.")  # fmt: skip
-@click.option("--against", default=",".join(SIDES), show_default=True,
-              help="With what is compared: stock (without the key \"ebbtide\"), no-offload, or "
-              "both.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True,
-              help="Of generators that the script does not seed itself.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Optimizer steps of each run.")
+@click.option(
+    "--against",
+    default=",".join(SIDES),
+    show_default=True,
+    help='With what is compared: stock (without the key "ebbtide"), no-offload, or both.',
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of generators that the script does not seed itself."
+)
 @click.option("--json", "json_file", help="Writes the result here, for other programs.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
-def verify(
-    steps: int, against: str, seed: int, json_file: str | None, command: tuple[str, ...]
-) -> None:
+def verify(steps: int, against: str, seed: int, json_file: str | None, command: tuple[str, ...]) -> None:
     """Trains a few steps on each side and compares losses, gradient norms, parameters and masters.
 
      Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
@@ -44,14 +45,11 @@ def verify(
 
     sides = _sides(against)
     if shutil.which(command[0]) is None:
-        raise BadInputError(
-            f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}"
-        )
+        raise BadInputError(f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}")
     check_folder("--json", json_file)
     result = compare(
-        sides, lambda side: launch(command, side, steps, seed),
-        lambda title: click.echo(f"running: {title}", err=True),
-    )  # fmt: skip
+        sides, lambda side: launch(command, side, steps, seed), lambda title: click.echo(f"running: {title}", err=True)
+    )
     click.echo("\n".join(screen(result)))
     if json_file is not None:
         with written("--json", json_file):
@@ -62,7 +60,5 @@ def verify(
 def _sides(against: str) -> tuple[str, ...]:
     sides = tuple(word.strip() for word in against.split(",") if word.strip())
     if not sides or set(sides) - set(SIDES):
-        raise BadInputError(
-            f"--against must name one or more of {', '.join(SIDES)}, but got {against!r}"
-        )
+        raise BadInputError(f"--against must name one or more of {', '.join(SIDES)}, but got {against!r}")
     return sides

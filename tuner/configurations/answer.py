@@ -52,10 +52,7 @@ class Answer:
         for knob in self.space.free:
             best: dict[Any, float] = {}
             for outcome in fitting:
-                best.setdefault(
-                    getattr(outcome.configuration, knob),
-                    outcome.tokens_per_s / fitting[0].tokens_per_s,
-                )
+                best.setdefault(getattr(outcome.configuration, knob), outcome.tokens_per_s / fitting[0].tokens_per_s)
             costs[knob] = best
         return costs
 
@@ -66,9 +63,7 @@ class Answer:
         best = self.fitting[0]
         remarks = [f"fastest: {best.configuration.text()}: {best.tokens_per_s:,.0f} tokens/s"]
         remarks += self._offloading(best) + self._fewer_gpus(best)
-        remarks += [
-            f"left out: {count} configurations: {why}" for why, count in self.refused.items()
-        ]
+        remarks += [f"left out: {count} configurations: {why}" for why, count in self.refused.items()]
         if not self.complete:
             remarks.append(
                 f"not decided: only {len(self.outcomes)} of {self.combinations} configurations "
@@ -86,9 +81,11 @@ class Answer:
         if fitting:
             share = fitting[0].tokens_per_s / best.tokens_per_s
             if share >= 1 - max(SAME, self.spread):
-                return [f"offloading or not makes no difference: {other_word} reaches {share:.1%} "
-                        f"of it, and predictions hold within {self.spread:.0%}: "
-                        f"{fitting[0].configuration.text()}"]  # fmt: skip
+                return [
+                    f"offloading or not makes no difference: {other_word} reaches {share:.1%} "
+                    f"of it, and predictions hold within {self.spread:.0%}: "
+                    f"{fitting[0].configuration.text()}"
+                ]
             return [f"{word} is best: {1 / share:.2f}x the best configuration that does otherwise"]
         lacking = [o for o in others if not o.refused]
         if not lacking or not self.complete:
@@ -98,10 +95,10 @@ class Answer:
 
     def _fewer_gpus(self, best: Outcome) -> list[str]:
         enough = [
-            o for o in self.fitting
-            if o.configuration.gpus < best.configuration.gpus
-            and o.tokens_per_s >= (1 - NEAR) * best.tokens_per_s
-        ]  # fmt: skip
+            o
+            for o in self.fitting
+            if o.configuration.gpus < best.configuration.gpus and o.tokens_per_s >= (1 - NEAR) * best.tokens_per_s
+        ]
         if not enough:
             return []
         least = min(enough, key=lambda o: o.configuration.gpus)

@@ -57,16 +57,15 @@ class Contest:
         by_need = sorted(may, key=lambda c: promises.of(c).missing_bytes) if needs else []
         return cls(fit, by_need)
 
-    def next(
-        self, promises: Promises, outcomes: dict[Configuration, Outcome], fastest: float
-    ) -> Configuration | None:
+    def next(self, promises: Promises, outcomes: dict[Configuration, Outcome], fastest: float) -> Configuration | None:
         """What has to be simulated next; None: it is decided.
 
         Args:
             fastest: tokens per second of all so far.
         """
-        leader = max((outcomes[c].tokens_per_s for c in self.by_speed
-                      if c in outcomes and outcomes[c].fits), default=0.0)  # fmt: skip
+        leader = max(
+            (outcomes[c].tokens_per_s for c in self.by_speed if c in outcomes and outcomes[c].fits), default=0.0
+        )
         enough = leader + max(SLACK * leader, SHOWN * fastest * bool(leader))
         while self.at < len(self.by_speed):
             c = self.by_speed[self.at]
@@ -77,9 +76,7 @@ class Contest:
             self.at += 1
         return None if leader else self._least_missing(promises, outcomes)
 
-    def _least_missing(
-        self, promises: Promises, outcomes: dict[Configuration, Outcome]
-    ) -> Configuration | None:
+    def _least_missing(self, promises: Promises, outcomes: dict[Configuration, Outcome]) -> Configuration | None:
         lacking = [outcomes[c].missing_bytes for c in self.by_need if c in outcomes]
         enough = min(lacking, default=float("inf")) * (1 - SLACK)
         for c in self.by_need:
@@ -109,28 +106,20 @@ class Front:
         may.sort(key=lambda c: (promises.of(c).device_bytes, -promises.of(c).tokens_per_s))
         return cls(may[::-1])
 
-    def next(
-        self, promises: Promises, outcomes: dict[Configuration, Outcome], fastest: float
-    ) -> Configuration | None:
+    def next(self, promises: Promises, outcomes: dict[Configuration, Outcome], fastest: float) -> Configuration | None:
         """As `Contest.next`."""
         while self.open:
             c = self.open[-1]
             if c not in outcomes and not (
-                self._beaten(promises.of(c), outcomes, fastest)
-                or self._beaten(promises.tight(c), outcomes, fastest)
+                self._beaten(promises.of(c), outcomes, fastest) or self._beaten(promises.tight(c), outcomes, fastest)
             ):
                 return c
             self.open.pop()
         return None
 
-    def _beaten(
-        self, bounds: Promise, outcomes: dict[Configuration, Outcome], fastest: float
-    ) -> bool:
+    def _beaten(self, bounds: Promise, outcomes: dict[Configuration, Outcome], fastest: float) -> bool:
         enough, lean = bounds.tokens_per_s - APART * fastest, bounds.device_bytes * (1 + APART)
-        return any(
-            o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean
-            for o in outcomes.values()
-        )
+        return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in outcomes.values())
 
 
 def _least_and_most_accumulated(some: Sequence[Configuration]) -> list[Configuration]:
@@ -144,9 +133,7 @@ def _least_and_most_accumulated(some: Sequence[Configuration]) -> list[Configura
     return list(dict.fromkeys(c for same in ends for c in (same[0], same[-1])))
 
 
-def contests(
-    space: Space, every: Sequence[Configuration], promises: Promises
-) -> list[Contest | Front]:
+def contests(space: Space, every: Sequence[Configuration], promises: Promises) -> list[Contest | Front]:
     """Of the whole space, of offloading and not, and of each value of each free knob."""
     result: list[Contest | Front] = [Contest.of(every, promises, needs=True)]
     if "offload" in space.free:

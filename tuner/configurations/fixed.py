@@ -13,13 +13,13 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.tuner.configurations.space import KNOBS
 
 _FLAGS = {
-    "micro_batch": "--micro-batch", "accumulation": "--accumulation",
-    "zero_stage": "--zero-stage", "recompute": "--keep-activations", "offload": "--no-offload",
-}  # fmt: skip
-_BATCHES = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
+    "micro_batch": "--micro-batch",
+    "accumulation": "--accumulation",
+    "zero_stage": "--zero-stage",
+    "recompute": "--keep-activations",
+    "offload": "--no-offload",
 }
+_BATCHES = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
 _WHOLE = "train_batch_size"
 
 
@@ -68,9 +68,7 @@ class Fixed:
         return knobs
 
 
-def fixed_knobs(
-    flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None
-) -> Fixed:
+def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None) -> Fixed:
     """What the command's flags fix, else DeepSpeed's config where its value is no ``"auto"``.
 
     Raises:
@@ -78,11 +76,12 @@ def fixed_knobs(
     """
     check_config(config)
     set_by_flags = {
-        "micro_batch": flags["micro_batch"], "accumulation": flags["accumulation"],
+        "micro_batch": flags["micro_batch"],
+        "accumulation": flags["accumulation"],
         "zero_stage": flags["zero_stage"],
         "recompute": False if flags["keep_activations"] else None,
         "offload": "none" if flags["no_offload"] else None,
-    }  # fmt: skip
+    }
     values = {knob: value for knob, value in set_by_flags.items() if value is not None}
     sources = {knob: _FLAGS[knob] for knob in values}
     for knob, (key, value) in _of_config(config).items():

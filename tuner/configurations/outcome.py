@@ -78,12 +78,8 @@ class Question:
     seed: int = 0
     started: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, int] = field(default_factory=dict)
-    _workloads: dict[Configuration, Workload] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _plans: dict[Configuration, Plan] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _workloads: dict[Configuration, Workload] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[Configuration, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     _offloadings: dict[str, tuple[Offloading, bool]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -107,10 +103,14 @@ class Question:
             ModelError: they do not go together.
         """
         return self.job.changed(
-            micro_batch=c.micro_batch, accumulation=c.accumulation, zero_stage=c.zero_stage,
-            recompute=c.recompute, offload=c.offload, sub_group_size=c.sub_group_size,
+            micro_batch=c.micro_batch,
+            accumulation=c.accumulation,
+            zero_stage=c.zero_stage,
+            recompute=c.recompute,
+            offload=c.offload,
+            sub_group_size=c.sub_group_size,
             data_parallel=c.gpus,
-        )  # fmt: skip
+        )
 
     def workload(self, c: Configuration) -> Workload:
         """One rank's iteration.
@@ -130,9 +130,13 @@ class Question:
             ValueError: more is given than the machine has.
         """
         return with_storage(
-            work, self.machine, self.storage, device_memory_bytes=self.device_memory_bytes,
-            host_memory_bytes=self.host_memory_bytes, margin=self.margin,
-        )[0]  # fmt: skip
+            work,
+            self.machine,
+            self.storage,
+            device_memory_bytes=self.device_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
+            margin=self.margin,
+        )[0]
 
     @cached_property
     def _on(self) -> Machine:
@@ -148,10 +152,7 @@ class Question:
         """
         if c.offload not in self._offloadings:
             job = self.of(c)
-            self._offloadings[c.offload] = (
-                job.offload,
-                bool(plan_refusal(job.deepspeed(), job.offload)),
-            )
+            self._offloadings[c.offload] = (job.offload, bool(plan_refusal(job.deepspeed(), job.offload)))
         moved, unplanned = self._offloadings[c.offload]
         if moved.activations and not c.recompute:
             raise ModelError(
@@ -174,11 +175,16 @@ class Question:
             options = {"plan": self._plan(c, limits)}
         result = simulate_fast(build_strategy(name, work, **options), self._on)
         return Outcome(
-            c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
-            result.device_peak_bytes, result.host_peak_bytes,
+            c,
+            result.iteration_s,
+            (work.tokens_per_iteration or 0) / result.iteration_s,
+            result.device_peak_bytes,
+            result.host_peak_bytes,
             limits.shortfall(result),
-            options.get("plan"), limits.missing_bytes(result), deepspeed=self.of(c).deepspeed(),
-        )  # fmt: skip
+            options.get("plan"),
+            limits.missing_bytes(result),
+            deepspeed=self.of(c).deepspeed(),
+        )
 
     def spread(self, outcome: Outcome) -> float:
         """Of its iteration, within which eight runs in ten are expected."""
@@ -186,9 +192,7 @@ class Question:
         if outcome.plan is not None:
             options = {"plan": outcome.plan}
         work = self.workload(outcome.configuration)
-        _, high_s = workload_interval_s(
-            lambda one: build_strategy(name, one, **options), work, self._on
-        )
+        _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
         return high_s / outcome.iteration_s - 1
 
     def _plan(self, c: Configuration, limits: Limits) -> Plan:
@@ -206,26 +210,32 @@ class Question:
         """``away``: parameters may live on the host."""
         count = len(work.subgroups)
         start = Plan(
-            subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
-            placement=Plan.runs(["host"] * count), overlap_forward=work.zero_stage == 3,
+            subgroup_size=work.subgroup_size or max(work.subgroups),
+            subgroups=work.subgroups,
+            placement=Plan.runs(["host"] * count),
+            overlap_forward=work.zero_stage == 3,
             parameter_home=Plan.home_runs(["host"] * count if away else ["device"] * count),
-        )  # fmt: skip
+        )
         leanest = start if self.machine.unified_memory else _leanest(work, start, limits)
         if not limits.hold(*_peaks(work, leanest)):
             return self._storing(work, limits) or leanest
         return quick_plan(
-            work, self.machine, leanest, device_bytes=limits.device_bytes,
-            host_bytes=limits.host_bytes, evaluations=60, seed=self.seed, move_parameters=away,
-        ).plan  # fmt: skip
+            work,
+            self.machine,
+            leanest,
+            device_bytes=limits.device_bytes,
+            host_bytes=limits.host_bytes,
+            evaluations=60,
+            seed=self.seed,
+            move_parameters=away,
+        ).plan
 
     def _storing(self, work: Workload, limits: Limits) -> Plan | None:
         """With what memory cannot hold on storage; None: that does not fit either."""
         if limits.storage_bytes is None:
             return None
         search = begun(work, self._on, limits, self.seed)
-        return (
-            search.best().plan(work, **named(self.machine, self.storage)) if search.fits else None
-        )
+        return search.best().plan(work, **named(self.machine, self.storage)) if search.fits else None
 
 
 def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:

@@ -78,9 +78,7 @@ def _storage_s(work: Workload, machine: Machine) -> float:
     return read_bytes / rates["storage_read"] + state_bytes / rates["storage"]
 
 
-def _bytes(
-    work: Workload, limits: Limits, name: str, options: Mapping[str, object]
-) -> tuple[int, int]:
+def _bytes(work: Workload, limits: Limits, name: str, options: Mapping[str, object]) -> tuple[int, int]:
     """Of the device's peak, and of what is missing in both memories."""
     state = work.params * work.optimizer_state.state_bytes
     kept = 0 if options.get("activations") == "cpu" else work.activation_bytes
@@ -91,9 +89,8 @@ def _bytes(
         kinds = zip(ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
         stores = limits.storage_bytes is not None
         least = min(
-            sum(each) for (placement, home), *each in kinds
-            if home == "device" and (stores or placement not in STORED)
-        )  # fmt: skip
+            sum(each) for (placement, home), *each in kinds if home == "device" and (stores or placement not in STORED)
+        )
         beyond_both = device + work.params * least - limits.total_bytes
         if options.get("parameters") == "cpu":
             device = max(0, device - away)

@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-def show(
-    answer: Answer, verified: Sequence[Verified], console: Console, elsewhere: str = ""
-) -> None:
+def show(answer: Answer, verified: Sequence[Verified], console: Console, elsewhere: str = "") -> None:
     """The answer in words, the Pareto front, what each knob costs, then what was run for real.
 
     Args:
@@ -31,8 +29,7 @@ def show(
             console.print(f"warning: {elsewhere}")
         console.print(_measured(verified, compared=not elsewhere))
     console.print(
-        "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in "
-        "another order."
+        "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in another order."
     )
 
 
@@ -43,9 +40,12 @@ def _front(answer: Answer) -> Table:
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for o in answer.front:
         table.add_row(
-            o.configuration.text(), f"{o.tokens_per_s:,.0f}", f"{o.iteration_s * 1e3:.0f} ms",
-            size(o.device_peak_bytes), size(o.host_peak_bytes),
-        )  # fmt: skip
+            o.configuration.text(),
+            f"{o.tokens_per_s:,.0f}",
+            f"{o.iteration_s * 1e3:.0f} ms",
+            size(o.device_peak_bytes),
+            size(o.host_peak_bytes),
+        )
     return table
 
 
@@ -80,9 +80,11 @@ def _measured(verified: Sequence[Verified], compared: bool) -> Table:
             table.add_row(v.outcome.configuration.text(), predicted, f"failed: {v.failure}", "")
         else:
             table.add_row(
-                v.outcome.configuration.text(), predicted, f"{v.iteration_s * 1e3:.0f} ms",
+                v.outcome.configuration.text(),
+                predicted,
+                f"{v.iteration_s * 1e3:.0f} ms",
                 f"{v.error:+.0%}" if compared else "another machine",
-            )  # fmt: skip
+            )
     return table
 
 
@@ -96,13 +98,9 @@ def as_json(answer: Answer, verified: Sequence[Verified], elsewhere: str = "") -
         "global_batch": answer.space.global_batch,
         "best": _row(answer.fitting[0]) if answer.fitting else None,
         "front": [_row(o) for o in answer.front],
-        "costs": {
-            knob: {str(v): share for v, share in shares.items()}
-            for knob, shares in answer.costs().items()
-        },
+        "costs": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.costs().items()},
         "verified": [
-            {**_row(v.outcome), "measured_s": v.iteration_s or None, "failure": v.failure or None}
-            for v in verified
+            {**_row(v.outcome), "measured_s": v.iteration_s or None, "failure": v.failure or None} for v in verified
         ],
         "verified_elsewhere": elsewhere or None,
         "outcomes": [_row(o) for o in answer.outcomes],

@@ -72,19 +72,23 @@ class Configuration:
         where = _WHERE[self.offload]
         kept = "recomputed" if self.recompute else "kept"
         parts = [
-            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}", f"ZeRO-{self.zero_stage}", where,
-            f"micro-batch {self.micro_batch} x {self.accumulation}", f"activations {kept}",
-        ]  # fmt: skip
+            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}",
+            f"ZeRO-{self.zero_stage}",
+            where,
+            f"micro-batch {self.micro_batch} x {self.accumulation}",
+            f"activations {kept}",
+        ]
         if self.offload != "none":
             parts.append(f"subgroups of {self.sub_group_size:.0e}")
         return ", ".join(parts)
 
 
 _WHERE: dict[Offload, str] = {
-    "none": "no offload", "optimizer": "state in host memory",
+    "none": "no offload",
+    "optimizer": "state in host memory",
     "parameters": "state and parameters in host memory",
     "nvme": "state on NVMe, parameters in host memory",
-}  # fmt: skip
+}
 KNOBS = tuple(Configuration.__dataclass_fields__)
 
 
@@ -105,9 +109,7 @@ class Space:
     global_batch: int | None = None
 
     @classmethod
-    def of(
-        cls, base: Configuration, free: Sequence[str], global_batch: int | None = None
-    ) -> "Space":
+    def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
         """The usual values of each free knob, and the base's own.
 
         Raises:
@@ -116,14 +118,11 @@ class Space:
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:
             raise RuleError(
-                f"--free must name some of {', '.join(KNOBS)}, but got "
-                f"{unknown[0] if unknown else 'nothing'}",
+                f"--free must name some of {', '.join(KNOBS)}, but got {unknown[0] if unknown else 'nothing'}",
                 key="free",
             )
         if global_batch is not None and global_batch < 1:
-            raise RuleError(
-                f"--global-batch must be >= 1, but got {global_batch}", key="global_batch"
-            )
+            raise RuleError(f"--global-batch must be >= 1, but got {global_batch}", key="global_batch")
         ordered = tuple(name for name in KNOBS if name in free)
         derived = "accumulation" if global_batch is not None else ""
         choices = {name: _values(name, base, global_batch) for name in ordered if name != derived}

@@ -84,25 +84,26 @@ class _Record:
         chosen = {knob: getattr(outcome.configuration, knob) for knob in self.space.choices}
         fits = outcome.fits
         states = optuna.trial.TrialState
-        self.study.add_trial(optuna.trial.create_trial(
-            state=states.COMPLETE if fits else states.PRUNED,
-            values=[outcome.tokens_per_s, outcome.device_peak_bytes] if fits else None,
-            params=chosen,
-            distributions={
-                knob: optuna.distributions.CategoricalDistribution(values)
-                for knob, values in self._values().items()
-            },
-            user_attrs={"configuration": text, "why_not": outcome.why_not},
-        ))  # fmt: skip
+        self.study.add_trial(
+            optuna.trial.create_trial(
+                state=states.COMPLETE if fits else states.PRUNED,
+                values=[outcome.tokens_per_s, outcome.device_peak_bytes] if fits else None,
+                params=chosen,
+                distributions={
+                    knob: optuna.distributions.CategoricalDistribution(values)
+                    for knob, values in self._values().items()
+                },
+                user_attrs={"configuration": text, "why_not": outcome.why_not},
+            )
+        )
 
     def _values(self) -> dict[str, tuple[Any, ...]]:
         """With the default that `Configuration.changed` puts in where a size means nothing."""
         usual = Configuration()
         return {
-            knob: tuple(dict.fromkeys((*values, getattr(usual, knob))))
-            if knob == "sub_group_size" else values
+            knob: tuple(dict.fromkeys((*values, getattr(usual, knob)))) if knob == "sub_group_size" else values
             for knob, values in self.space.choices.items()
-        }  # fmt: skip
+        }
 
 
 def _study(question: Question, space: Space, storage: str | None) -> optuna.Study:
@@ -113,9 +114,11 @@ def _study(question: Question, space: Space, storage: str | None) -> optuna.Stud
     what = f"{question.architecture.name} on {question.machine.name}: {'/'.join(space.free)}{batch}"
     try:
         study = optuna.create_study(
-            directions=["maximize", "minimize"], storage=storage, load_if_exists=True,
+            directions=["maximize", "minimize"],
+            storage=storage,
+            load_if_exists=True,
             study_name=f"tune search {what} ({_fingerprint(question, space)})",
-        )  # fmt: skip
+        )
     except Exception as error:
         if storage is None:
             raise
@@ -133,11 +136,17 @@ def _study(question: Question, space: Space, storage: str | None) -> optuna.Stud
 def _fingerprint(question: Question, space: Space) -> str:
     """Of all that the answers depend on: another question is another study."""
     facts = [
-        repr(question.architecture), question.machine.model_dump_json(),
-        json.dumps(question.ds_config, sort_keys=True, default=repr), question.sequence,
-        question.device_memory_bytes, question.host_memory_bytes, question.margin, question.seed,
+        repr(question.architecture),
+        question.machine.model_dump_json(),
+        json.dumps(question.ds_config, sort_keys=True, default=repr),
+        question.sequence,
+        question.device_memory_bytes,
+        question.host_memory_bytes,
+        question.margin,
+        question.seed,
         *([dict(question.storage)] if question.storage else []),
-        asdict(space.base), {knob: list(values) for knob, values in space.choices.items()},
+        asdict(space.base),
+        {knob: list(values) for knob, values in space.choices.items()},
         space.global_batch,
-    ]  # fmt: skip
+    ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]

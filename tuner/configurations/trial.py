@@ -44,9 +44,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, int]:
     ds_config = json.loads((args.folder / "ds.json").read_text())
     plan = args.folder / "plan.json"
     if not plan.exists():
-        made = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=ds_config
-        )
+        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     else:
         import ebbtide.runtime
 

@@ -73,9 +73,7 @@ def _run(question: Question, model: Path, outcome: Outcome) -> Verified:
             outcome.plan.save(folder / "plan.json")
         command = _command(folder, model, question.sequence, outcome)
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-            )
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return Verified(outcome, failure=f"no end after {TIMEOUT_S:.0f} s")
         times = [json.loads(p.read_text())["iteration_s"] for p in folder.glob("rank*.json")]
@@ -120,8 +118,10 @@ def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
         config["gradient_clipping"] = 1.0
     hidden = question.architecture.hidden
     zero = given["zero_optimization"]
-    for key, elements in (("reduce_bucket_size", hidden * hidden),
-                          ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden))):  # fmt: skip
+    for key, elements in (
+        ("reduce_bucket_size", hidden * hidden),
+        ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden)),
+    ):
         if zero.get(key) == AUTO:
             config["zero_optimization"][key] = elements
     return config
@@ -138,8 +138,16 @@ def _command(folder: Path, model: Path, sequence: int, outcome: Outcome) -> list
 
     c = outcome.configuration
     worker = [
-        "ebbtide.tuner.configurations.trial", "--model", str(model), "--folder", str(folder),
-        "--sequence", str(sequence), "--steps", str(STEPS), *(["--recompute"] * c.recompute),
-    ]  # fmt: skip
+        "ebbtide.tuner.configurations.trial",
+        "--model",
+        str(model),
+        "--folder",
+        str(folder),
+        "--sequence",
+        str(sequence),
+        "--steps",
+        str(STEPS),
+        *(["--recompute"] * c.recompute),
+    ]
     launcher = [f"--nproc-per-node={c.gpus}", f"--master-port={free_port()}"]
     return [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *worker]

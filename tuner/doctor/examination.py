@@ -14,9 +14,7 @@ def fast_part() -> list[Finding]:
     return [*software.versions(), *software.compiler()]
 
 
-def whole(
-    plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str, Any] | None = None
-) -> list[Finding]:
+def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str, Any] | None = None) -> list[Finding]:
     """Everything; a few seconds, since the update kernel is built and torch loaded.
 
     Args:

@@ -31,8 +31,7 @@ def numa() -> Finding:
     facts, warnings = numa_layout(address or "")
     nodes = sum(name.startswith("numa_node") for name in facts) or 1
     if warnings:
-        return slow("NUMA", f"{nodes} nodes; {warnings[0]}",
-                    "deepspeed --bind_cores_to_rank, or numactl --cpunodebind")  # fmt: skip
+        return slow("NUMA", f"{nodes} nodes; {warnings[0]}", "deepspeed --bind_cores_to_rank, or numactl --cpunodebind")
     return ok("NUMA", f"{nodes} node{'s' if nodes > 1 else ''}")
 
 
@@ -45,12 +44,13 @@ def threads(ranks: int) -> Finding:
     few = int(given) if given.isdigit() else (1 if ranks > 1 else share)
     if few >= share:
         return ok("threads", f"OMP_NUM_THREADS is {given or 'not set'}, {share} cores a rank")
-    said = f"is {few}" if given else (
-        f"is not set, which torchrun and accelerate launch make 1 for {ranks} ranks"
-    )  # fmt: skip
-    return slow("threads", f"OMP_NUM_THREADS {said}: stock updates on that many. "
-                f"{_pace(few, share)}; ebbtide's own updates have their cores all the same",
-                f"export OMP_NUM_THREADS={share} before the launcher starts")  # fmt: skip
+    said = f"is {few}" if given else (f"is not set, which torchrun and accelerate launch make 1 for {ranks} ranks")
+    return slow(
+        "threads",
+        f"OMP_NUM_THREADS {said}: stock updates on that many. "
+        f"{_pace(few, share)}; ebbtide's own updates have their cores all the same",
+        f"export OMP_NUM_THREADS={share} before the launcher starts",
+    )
 
 
 def queues() -> list[Finding]:
@@ -86,8 +86,7 @@ def _link(nvml: Any, index: int) -> Finding:
     name = f"PCIe of GPU {index}"
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        width, widest = (nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
-                         nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))  # fmt: skip
+        width, widest = (nvml.nvmlDeviceGetCurrPcieLinkWidth(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
         # An idle link falls back to generation 1: only what slot and card allow can be compared.
         newest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
     except Exception as error:  # noqa: BLE001 - virtual machines hide it
@@ -106,6 +105,9 @@ def link_finding(name: str, width: int, widest: int, slot: int, card: int | None
     """A link that runs below its card costs that share of every copy."""
     detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
     if width < widest or (card is not None and slot < card):
-        return slow(name, detail, "reseat the card, or move it to a slot with all lanes; look for "
-                    "the slot's generation in the BIOS")  # fmt: skip
+        return slow(
+            name,
+            detail,
+            "reseat the card, or move it to a slot with all lanes; look for the slot's generation in the BIOS",
+        )
     return ok(name, detail)

@@ -76,40 +76,76 @@ def _accumulates_in_fp32(config: Config) -> bool:
 
 
 TABLE = (
-    KnownWrong("0.15.2", "0.19.0", 7967,
-               "ZeRO-1 and 2 with offload: the gradients of all but one micro-batch of an "
-               "accumulation are left out of the norm, and clipping is too weak",
-               lambda c: _stage(c) in (1, 2) and _offloads(c) and _accumulates(c)),
-    KnownWrong("", "0.19.0", 7981,
-               "ZeRO-1 and 2 with offload and accumulation 1: the gradients of all but the last "
-               "backward are lost",
-               lambda c: _stage(c) in (1, 2) and _offloads(c) and _may_not_accumulate(c),
-               only_if="a step has several backward() (set_gradient_accumulation_boundary)"),
-    KnownWrong("0.17.6", "0.18.3", 7718,
-               "ZeRO-2: gradients and their norm are too small (reported; its cause is not named)",
-               lambda c: _stage(c) == 2),
-    KnownWrong("", "0.19.0", 7985,
-               "ZeRO-1 in bf16 with grad_accum_dtype fp32 on several ranks: the last micro-batch's "
-               "gradients are not averaged over them",
-               lambda c: _stage(c) == 1 and _bf16(c) and _accumulates_in_fp32(c)),
-    KnownWrong("0.17.6", "0.18.6", 7837,
-               "bf16 without ZeRO: gradients are divided by a loss scale that nobody applied, and "
-               "add up over steps",
-               lambda c: _stage(c) == 0 and _bf16(c)),
-    KnownWrong("", "0.19.8", 8463,
-               "Muon with offload: matrices are updated as flat vectors, not orthogonalised",
-               lambda c: _optimizer(c) == "muon" and _offloads(c)),
-    KnownWrong("", "0.19.7", 8441, "Muon without ZeRO trains as SGD",
-               lambda c: _optimizer(c) == "muon" and _stage(c) == 0),
-    KnownWrong("", "0.19.8", 8443,
-               "Muon with ZeRO-3 and accumulation: momentum advances once per micro-batch",
-               lambda c: _optimizer(c) == "muon" and _stage(c) == 3 and _accumulates(c)),
-    KnownWrong("", "0.19.8", 0, "DeepSpeed's CPU Lion mangles the sign in its vector loop",
-               lambda c: _optimizer(c) == "lion" and _offloads(c)),
-    KnownWrong("", "0.19.8", 0,
-               "DeepSpeed's CPU Adagrad leaves the weight decay out in its scalar loop",
-               lambda c: _optimizer(c) == "adagrad" and _offloads(c)),
-)  # fmt: skip
+    KnownWrong(
+        "0.15.2",
+        "0.19.0",
+        7967,
+        "ZeRO-1 and 2 with offload: the gradients of all but one micro-batch of an "
+        "accumulation are left out of the norm, and clipping is too weak",
+        lambda c: _stage(c) in (1, 2) and _offloads(c) and _accumulates(c),
+    ),
+    KnownWrong(
+        "",
+        "0.19.0",
+        7981,
+        "ZeRO-1 and 2 with offload and accumulation 1: the gradients of all but the last backward are lost",
+        lambda c: _stage(c) in (1, 2) and _offloads(c) and _may_not_accumulate(c),
+        only_if="a step has several backward() (set_gradient_accumulation_boundary)",
+    ),
+    KnownWrong(
+        "0.17.6",
+        "0.18.3",
+        7718,
+        "ZeRO-2: gradients and their norm are too small (reported; its cause is not named)",
+        lambda c: _stage(c) == 2,
+    ),
+    KnownWrong(
+        "",
+        "0.19.0",
+        7985,
+        "ZeRO-1 in bf16 with grad_accum_dtype fp32 on several ranks: the last micro-batch's "
+        "gradients are not averaged over them",
+        lambda c: _stage(c) == 1 and _bf16(c) and _accumulates_in_fp32(c),
+    ),
+    KnownWrong(
+        "0.17.6",
+        "0.18.6",
+        7837,
+        "bf16 without ZeRO: gradients are divided by a loss scale that nobody applied, and add up over steps",
+        lambda c: _stage(c) == 0 and _bf16(c),
+    ),
+    KnownWrong(
+        "",
+        "0.19.8",
+        8463,
+        "Muon with offload: matrices are updated as flat vectors, not orthogonalised",
+        lambda c: _optimizer(c) == "muon" and _offloads(c),
+    ),
+    KnownWrong(
+        "", "0.19.7", 8441, "Muon without ZeRO trains as SGD", lambda c: _optimizer(c) == "muon" and _stage(c) == 0
+    ),
+    KnownWrong(
+        "",
+        "0.19.8",
+        8443,
+        "Muon with ZeRO-3 and accumulation: momentum advances once per micro-batch",
+        lambda c: _optimizer(c) == "muon" and _stage(c) == 3 and _accumulates(c),
+    ),
+    KnownWrong(
+        "",
+        "0.19.8",
+        0,
+        "DeepSpeed's CPU Lion mangles the sign in its vector loop",
+        lambda c: _optimizer(c) == "lion" and _offloads(c),
+    ),
+    KnownWrong(
+        "",
+        "0.19.8",
+        0,
+        "DeepSpeed's CPU Adagrad leaves the weight decay out in its scalar loop",
+        lambda c: _optimizer(c) == "adagrad" and _offloads(c),
+    ),
+)
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:

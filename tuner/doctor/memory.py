@@ -26,8 +26,11 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
     needed = needed_bytes(plan, gradient_bytes=2) * ranks
     detail = f"{free}, the plan takes {needed / GIB:.1f} GiB for {ranks} rank(s)"
     if needed > free_bytes:
-        return bad("host memory", detail, "plan again with a larger --gpu-memory (more residents) "
-                   "or a smaller --host-memory, or free memory")  # fmt: skip
+        return bad(
+            "host memory",
+            detail,
+            "plan again with a larger --gpu-memory (more residents) or a smaller --host-memory, or free memory",
+        )
     return ok("host memory", detail)
 
 

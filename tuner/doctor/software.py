@@ -50,8 +50,7 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
         return []  # `versions` says so
     rows = known_wrong(installed, config)
     if not rows:
-        return [ok("known results", f"nothing wrong is known of deepspeed {installed} here "
-                   "(`tune verify` compares)")]  # fmt: skip
+        return [ok("known results", f"nothing wrong is known of deepspeed {installed} here (`tune verify` compares)")]
     return [_known(row) for row in rows]
 
 
@@ -59,9 +58,12 @@ def _known(row: KnownWrong) -> Finding:
     """What a config does not show stops nobody."""
     said = slow if row.only_if else bad
     return said(
-        "known results", str(row), f"pip install 'deepspeed>={row.fixed}'" if row.fixed
+        "known results",
+        str(row),
+        f"pip install 'deepspeed>={row.fixed}'"
+        if row.fixed
         else "another optimizer, or no offload; `tune verify` shows what it does",
-    )  # fmt: skip
+    )
 
 
 def compiler() -> list[Finding]:
@@ -75,9 +77,12 @@ def compiler() -> list[Finding]:
         else bad("compiler", f"{name} is not on PATH", "install g++, or set CXX to a compiler"),
         ok("ninja", str(shutil.which("ninja")))
         if shutil.which("ninja")
-        else bad("ninja", "not on PATH: DeepSpeed cannot compile its ops",
-                 "activate the environment that ebbtide is installed in, or pip install ninja"),
-    ]  # fmt: skip
+        else bad(
+            "ninja",
+            "not on PATH: DeepSpeed cannot compile its ops",
+            "activate the environment that ebbtide is installed in, or pip install ninja",
+        ),
+    ]
     if not header.exists():
         result.append(bad("Python.h", f"{header} does not exist", "install python3-dev"))
     return result
@@ -120,6 +125,11 @@ def private_names() -> list[Finding]:
         return [bad("private names", str(error), f"pip install 'deepspeed>={first},<{limit}'")]
     missing = missing_names()
     if missing:
-        return [bad("private names", f"DeepSpeed lacks {', '.join(missing)}",
-                    "install a DeepSpeed release: this one was changed")]  # fmt: skip
+        return [
+            bad(
+                "private names",
+                f"DeepSpeed lacks {', '.join(missing)}",
+                "install a DeepSpeed release: this one was changed",
+            )
+        ]
     return [ok("private names", "DeepSpeed has every one in use")]

@@ -25,8 +25,7 @@ def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> 
     try:
         fsync_s = _fsync_s(where)
     except OSError as error:
-        return [bad(name, f"{folder}: {error}", "choose another folder (--checkpoint-dir), or make "
-                    "this one writable")]  # fmt: skip
+        return [bad(name, f"{folder}: {error}", "choose another folder (--checkpoint-dir), or make this one writable")]
     kind, options = _mount_of(where, mounts)
     detail = f"{folder} ({kind}): a sync takes {fsync_s * 1e3:.2f} ms"
     return [ok(name, f"{folder} can be written"), _honesty(detail, kind, options, fsync_s)]
@@ -37,12 +36,14 @@ def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Findi
     if "eatmydata" in os.environ.get("LD_PRELOAD", ""):
         return bad(name, "libeatmydata is loaded: nothing is synced", "unset LD_PRELOAD")
     if kind in _VOLATILE:
-        return slow(name, f"{detail}, and lost when the machine goes down",
-                    "put checkpoint.drain_dir on a disk")  # fmt: skip
+        return slow(name, f"{detail}, and lost when the machine goes down", "put checkpoint.drain_dir on a disk")
     unsafe = _UNSAFE & options
     if unsafe:
-        return bad(name, f"{detail}; mounted with {', '.join(sorted(unsafe))}",
-                   "mount it without: a power cut loses what was synced")  # fmt: skip
+        return bad(
+            name,
+            f"{detail}; mounted with {', '.join(sorted(unsafe))}",
+            "mount it without: a power cut loses what was synced",
+        )
     if fsync_s < LEAST_FSYNC_S:
         return bad(
             name,

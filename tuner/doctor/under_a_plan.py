@@ -8,11 +8,13 @@ from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 NAME = "DeepSpeed config"
 # What DeepSpeed's own offloading needs to know, and a plan says itself.
 _HINTS = (
-    "zero_optimization.sub_group_size", "zero_optimization.cpu_offload_use_pin_memory",
-    *(f"zero_optimization.offload_optimizer.{key}" for key in (
-        "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write",
-        "cpuadam_cores_perc")),
-)  # fmt: skip
+    "zero_optimization.sub_group_size",
+    "zero_optimization.cpu_offload_use_pin_memory",
+    *(
+        f"zero_optimization.offload_optimizer.{key}"
+        for key in ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "cpuadam_cores_perc")
+    ),
+)
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ON_ONE_STREAM = (
     "zero_optimization.overlap_comm is false: gathers and reductions run on the stream of the "
@@ -60,10 +62,7 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
     if key.endswith("master_weights_and_grads"):
         return f"with the bits of stock's own step, all of it on the host, as {key} asks for"
     if kind is None:
-        return (
-            "with the bits of the optimizer that the script hands over (torch's own run on the "
-            "host, as in stock)"
-        )
+        return "with the bits of the optimizer that the script hands over (torch's own run on the host, as in stock)"
     if key or stock is None:
         return f"with the bits of torch's {kind}, which runs its own step: all of it on the host"
     return f"with {stock}'s bits"

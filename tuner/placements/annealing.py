@@ -113,9 +113,8 @@ class _Walk:
     def __init__(self, search: Search, base: Candidate) -> None:
         self.search, self.base = search, base
         self.state = Moved.of(
-            base.placements, base.order, base.staging_slots, base.prefetch, search.choices,
-            base.host_slots,
-        )  # fmt: skip
+            base.placements, base.order, base.staging_slots, base.prefetch, search.choices, base.host_slots
+        )
         if search.speculates and "speculate" not in search.fixed:
             self.state = replace(self.state, guesses=search.ordered(base).guesses)
         self.state_s = self.best_s = search.score(base).iteration_s
@@ -138,11 +137,19 @@ class _Walk:
         self.state, self.state_s = tried, seconds
         if seconds < self.best_s * (1 - BETTER):
             found = replace(
-                self.base, placements=tried.placements, order=tried.order,
-                staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
-                speculate=guesses[0], speculate_among=guesses[1], speculate_visits=guesses[2],
-                speculate_stored=guesses[3], device_sums=None, growing=None,
-            )  # fmt: skip
+                self.base,
+                placements=tried.placements,
+                order=tried.order,
+                staging_slots=tried.slots,
+                prefetch=tried.prefetch,
+                host_slots=tried.host_slots,
+                speculate=guesses[0],
+                speculate_among=guesses[1],
+                speculate_visits=guesses[2],
+                speculate_stored=guesses[3],
+                device_sums=None,
+                growing=None,
+            )
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 
 

@@ -67,10 +67,7 @@ def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Fa
 
 
 def best_checkpointing(
-    simulation: CheckpointSimulation,
-    failures: Failures,
-    spare_bytes: int,
-    base: CheckpointPlan | None = None,
+    simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
     """Interval, cap and budget with the highest expected goodput; the least memory among equals.
 
@@ -150,9 +147,7 @@ def with_checkpoints(
     spare = limits.spare_host_bytes(plan.prediction)
     if mtbf_s is None:
         budget = min(LEAST_BUDGET_BYTES, blocks(streamed_bytes(workload, plan)), spare)
-        return plan.model_copy(
-            update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)}
-        )
+        return plan.model_copy(update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)})
     failures = planned_failures(mtbf_s, restart_s)
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))

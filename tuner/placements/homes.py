@@ -73,9 +73,8 @@ def _at_home(
     best, best_s = whole, whole.best_s
     for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
         search = Search(
-            workload, machine, limits, seed, whole.fixed, homes, whole.storable,
-            speculates=whole.speculates,
-        )  # fmt: skip
+            workload, machine, limits, seed, whole.fixed, homes, whole.storable, speculates=whole.speculates
+        )
         if search.floor_s < best_s:  # else no plan of it can be better
             search.guess()
         if search.best_s < best_s:
@@ -97,8 +96,10 @@ def brought(search: Search) -> list[str]:
     if math.isinf(search.whole_s):
         return [told + "with all of them on the device nothing fits"]
     saved_s = search.whole_s - search.best_s
-    return [told + f"{saved_s * 1e3:.1f} ms less than with all of them on the device "
-            f"({saved_s * 1e3 / (size / GIB):.2f} ms for each GiB)"]  # fmt: skip
+    return [
+        told + f"{saved_s * 1e3:.1f} ms less than with all of them on the device "
+        f"({saved_s * 1e3 / (size / GIB):.2f} ms for each GiB)"
+    ]
 
 
 def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:

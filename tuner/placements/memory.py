@@ -20,9 +20,7 @@ class ImpossibleError(RuleError):
         self.fact, self.advice = fact, advice
 
     @classmethod
-    def explain(
-        cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]
-    ) -> "ImpossibleError":
+    def explain(cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
         """From the peaks of everything that was tried."""
         if limits.unified:
             return cls._of_one_memory(limits, scores)

@@ -67,15 +67,18 @@ class Moved:
 
     @classmethod
     def of(
-        cls, placements: Iterable[Placement], order: UpdateOrder | None, slots: int, prefetch: int,
-        choices: tuple[Placement, ...] = CHOICES, host_slots: int = HOST_SLOTS,
-    ) -> Self:  # fmt: skip
+        cls,
+        placements: Iterable[Placement],
+        order: UpdateOrder | None,
+        slots: int,
+        prefetch: int,
+        choices: tuple[Placement, ...] = CHOICES,
+        host_slots: int = HOST_SLOTS,
+    ) -> Self:
         """``order`` None: that of the layers."""
         codes = [PLACEMENTS.index(p) for p in placements]
         sequences = [
-            (order or FORWARD).of(
-                queue, [s for s, code in enumerate(codes) if _QUEUE_OF[code] == number]
-            )
+            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if _QUEUE_OF[code] == number])
             for number, queue in enumerate(QUEUES)
         ]
         return cls(codes, sequences, slots, prefetch, choices, host_slots)

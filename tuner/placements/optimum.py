@@ -93,14 +93,19 @@ def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
     return rest()
 
 
-def _variants(
-    search: Search, base: Candidate, order: tuple[Placement, ...], slots: int
-) -> Iterator[Candidate]:
+def _variants(search: Search, base: Candidate, order: tuple[Placement, ...], slots: int) -> Iterator[Candidate]:
     for threads in (0, *sorted(search.machine.host_adam_by_threads)):
         for prefetch in range(slots, -1, -1):
             candidate = replace(
-                base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
-                threads=threads, overlap_forward=True, device_sums=None, growing=None,
-            )  # fmt: skip
+                base,
+                placements=order,
+                order=None,
+                staging_slots=max(1, slots),
+                prefetch=prefetch,
+                threads=threads,
+                overlap_forward=True,
+                device_sums=None,
+                growing=None,
+            )
             most = search.ordered(candidate).device_sums or 0
             yield from (replace(candidate, device_sums=n) for n in range(most, -1, -1))

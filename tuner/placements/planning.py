@@ -84,9 +84,13 @@ def plan(
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
     limits, machine, folders = with_storage(
-        workload, machine, storage, device_memory_bytes=device_memory_bytes,
-        host_memory_bytes=host_memory_bytes, margin=memory_margin,
-    )  # fmt: skip
+        workload,
+        machine,
+        storage,
+        device_memory_bytes=device_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        margin=memory_margin,
+    )
     if subgroup_sizes is not None and not machine.unified_memory:
         progress(0.0, "subgroup sizes")
         workload, _ = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
@@ -99,9 +103,8 @@ def plan(
 
 
 def _best_of(
-    search: Search, robust: bool, folders: Mapping[str, Any], endurance_bytes: float | None,
-    progress: Progress,
-) -> Plan:  # fmt: skip
+    search: Search, robust: bool, folders: Mapping[str, Any], endurance_bytes: float | None, progress: Progress
+) -> Plan:
     """What a search that has begun comes to, with its prediction and its reasons."""
     _improve(search, progress)
     chosen = _robust_choice(search) if robust else search.best()
@@ -155,9 +158,12 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
 
 
 def predict(
-    workload: Workload, machine: Machine, made: Plan, limits: Limits,
+    workload: Workload,
+    machine: Machine,
+    made: Plan,
+    limits: Limits,
     lower_bound_s: Callable[[float], float] = lambda _: 0.0,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """The simulator's prediction of a plan, with the interval that the rates' spread gives.
 
     Args:
@@ -166,14 +172,12 @@ def predict(
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
     mean_s = expected(
-        workload, machine, made,
-        lambda p: result if p == made else simulate_fast(
-            build_strategy("ebbtide", workload, plan=p), machine
-        ),
-    ).iteration_s  # fmt: skip
-    low, high = workload_interval_s(
-        lambda work: build_strategy("ebbtide", work, plan=made), workload, machine
-    )
+        workload,
+        machine,
+        made,
+        lambda p: result if p == made else simulate_fast(build_strategy("ebbtide", workload, plan=p), machine),
+    ).iteration_s
+    low, high = workload_interval_s(lambda work: build_strategy("ebbtide", work, plan=made), workload, machine)
     return Prediction(
         iteration_s=mean_s,
         iteration_low_s=min(low, mean_s),
@@ -195,10 +199,7 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
         PlanError: another number of subgroups.
     """
     homes = made.parameter_homes if "host" in made.parameter_homes else ()
-    search = Search(
-        workload, machine, Limits.of(workload, machine), seed=0, homes=homes,
-        speculates=any(made.guessed),
-    )  # fmt: skip
+    search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes, speculates=any(made.guessed))
     prediction = predict(workload, machine, made, search.limits, search.proven_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 

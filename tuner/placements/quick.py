@@ -62,9 +62,8 @@ def quick_plan(
     now = current.parameter_homes if "host" in current.parameter_homes else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
     new = partial(
-        Search, workload, machine, limits, seed, _fixed(current), storable=stored,
-        speculates=any(current.guessed),
-    )  # fmt: skip
+        Search, workload, machine, limits, seed, _fixed(current), storable=stored, speculates=any(current.guessed)
+    )
     search = new(homes=now)
     running = _running(current)
     current_s = search.seconds_anyhow(running)
@@ -84,22 +83,33 @@ def quick_plan(
         return QuickPlan(current, current_s, current_s)
     visits = not VISITING.isdisjoint(best.placements)
     made = current.placed(
-        best.placements, order=best.order, staging_slots=best.always if visits else 0,
+        best.placements,
+        order=best.order,
+        staging_slots=best.always if visits else 0,
         growing_slots=best.growing or () if visits else (),
-        prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
-        parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
-        device_sums=best.device_sums or 0, speculate_stored=best.speculate_stored or 0,
-    )  # fmt: skip
+        prefetch=best.prefetch if visits else 0,
+        prediction=None,
+        alternatives=(),
+        reasons=(),
+        parameter_home=Plan.home_runs(best.homes),
+        host_slots=best.host_slots,
+        device_sums=best.device_sums or 0,
+        speculate_stored=best.speculate_stored or 0,
+    )
     return QuickPlan(made, best_s, current_s)
 
 
 def _running(current: Plan) -> Candidate:
     """As the search sees it."""
     return Candidate(
-        current.placements, max(1, current.staging_slots + len(current.grown)), current.prefetch,
-        order=current.order, host_slots=current.host_slots, device_sums=current.device_sums,
+        current.placements,
+        max(1, current.staging_slots + len(current.grown)),
+        current.prefetch,
+        order=current.order,
+        host_slots=current.host_slots,
+        device_sums=current.device_sums,
         growing=current.grown,
-    )  # fmt: skip
+    )
 
 
 def _fixed(current: Plan) -> dict[str, int]:
@@ -112,15 +122,13 @@ def _fixed(current: Plan) -> dict[str, int]:
 
 
 def _limits(
-    workload: Workload, machine: Machine, current: Plan, device_bytes: int | None,
-    host_bytes: int | None,
-) -> Limits:  # fmt: skip
+    workload: Workload, machine: Machine, current: Plan, device_bytes: int | None, host_bytes: int | None
+) -> Limits:
     """Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
     beside = activations_beside(workload, current)
     return Limits(
         held["device"] + beside if device_bytes is None else device_bytes,
-        max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
-        if host_bytes is None else host_bytes,
+        max(machine.host_memory_bytes // workload.ranks_per_node, held["host"]) if host_bytes is None else host_bytes,
         storage_bytes=held["storage"] or None,
-    )  # fmt: skip
+    )

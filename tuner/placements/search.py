@@ -44,11 +44,11 @@ MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 # By code: a search asks for each of its candidates, and `np.isin` takes ten times as long.
 _GUESSABLE: dict[Placement, NDArray[np.bool_]] = {
-    placement: np.isin(range(2**7), [
-        PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in guessed_ways() if p == placement
-    ])
+    placement: np.isin(
+        range(2**7), [PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in guessed_ways() if p == placement]
+    )
     for placement in SPECULATES
-}  # fmt: skip
+}
 _SUMMABLE = np.isin(range(2**7), [PLACEMENT_CODES[p] for p in RECIPES if can_be_summed(p)])
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
@@ -90,16 +90,22 @@ class Candidate:
         made = {
             "workload_fingerprint": workload.fingerprint,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
-            "subgroups": workload.subgroups, "placement": Plan.runs(self.placements),
-            "order": self.order or FORWARD, "staging_slots": self.always if visits else 0,
+            "subgroups": workload.subgroups,
+            "placement": Plan.runs(self.placements),
+            "order": self.order or FORWARD,
+            "staging_slots": self.always if visits else 0,
             "growing_slots": (self.growing or ()) if visits else (),
-            "prefetch": self.prefetch if visits else 0, "threads": self.threads,
-            "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
-            "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
+            "prefetch": self.prefetch if visits else 0,
+            "threads": self.threads,
+            "overlap_forward": self.overlap_forward,
+            "host_slots": self.host_slots,
+            "parameter_home": Plan.home_runs(self.homes),
+            "speculate": self.speculate or 0,
             "speculate_visits": self.speculate_visits or 0,
             "speculate_stored": self.speculate_stored or 0,
-            "speculate_among": self.speculate_among, "device_sums": self.device_sums or 0,
-        }  # fmt: skip
+            "speculate_among": self.speculate_among,
+            "device_sums": self.device_sums or 0,
+        }
         return Plan.model_validate({**made, **fields})
 
     @cached_property
@@ -230,9 +236,7 @@ class Search:
         slots, grown = self._slots(c.codes, c.staging_slots, c.host_slots)
         return {"staging_slots": slots, "growing": grown, "prefetch": min(c.prefetch, slots)}
 
-    def _slots(
-        self, codes: NDArray[np.int8], wanted: int, host_slots: int
-    ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    def _slots(self, codes: NDArray[np.int8], wanted: int, host_slots: int) -> tuple[int, tuple[int, ...]]:
         """How many slots memory holds, of so many, and which of them grow."""
         sweep = self._sweep
         both = sweep.amounts(codes)
@@ -253,10 +257,16 @@ class Search:
         return self._settled_s(candidate, self._mean_s(row, candidate))
 
     def seconds(
-        self, codes: NDArray[np.int8], slots: int, prefetch: int, threads: int, overlap: bool,
-        issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS,
+        self,
+        codes: NDArray[np.int8],
+        slots: int,
+        prefetch: int,
+        threads: int,
+        overlap: bool,
+        issue: NDArray[np.int64] | None,
+        host_slots: int = HOST_SLOTS,
         guesses: Sequence[int] = (0,),
-    ) -> float:  # fmt: skip
+    ) -> float:
         """What `PlanSweep.evaluate` gives for these arguments, not remembered, with as many sums on
         the device as fit; ``inf`` where it does not fit.
 
@@ -297,9 +307,7 @@ class Search:
             return most if device_bytes <= self.limits.device_bytes else 0
         return most
 
-    def _most_sums(
-        self, codes: NDArray[np.int8], slots: tuple[int, int], grown: tuple[int, ...]
-    ) -> int:  # fmt: skip
+    def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int], grown: tuple[int, ...]) -> int:
         """How many sums of micro-batches the device has memory left for."""
         if not self.sums:
             return 0
@@ -328,9 +336,8 @@ class Search:
         return self._mean_of(row, c.codes, plain, c.threads, c.prefetch)
 
     def _mean_of(
-        self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int,
-        prefetch: int,
-    ) -> float:  # fmt: skip
+        self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int, prefetch: int
+    ) -> float:
         from ebbtide.simulator.engines import kernel
 
         early = (codes // GUESSED) % 2 == 1
@@ -359,9 +366,7 @@ class Search:
         iterations do not show it.
         """
         few, many = SETTLED
-        sums = [
-            seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)
-        ]
+        sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
         later = (sums[1] - sums[0]) / (many - few)
         return later if later > seconds * (1 + 1e-6) else seconds
 
@@ -397,10 +402,7 @@ class Search:
 
     def best(self) -> Candidate:
         """The best candidate so far; ties go to the one that takes less device memory."""
-        return min(
-            self.scores,
-            key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes),
-        )
+        return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
     # -- guesses -----------------------------------------------------------------------------
 
@@ -439,9 +441,7 @@ class Search:
         others = [p for p in self.choices if p not in STORED]
         for numbers, slots in product(_grid(count, SPILLED_POINTS, others), FEW_HOST_SLOTS):
 
-            def spilled(
-                n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots
-            ) -> Candidate:  # fmt: skip
+            def spilled(n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots) -> Candidate:
                 some = {**numbers, HOME: numbers[HOME] - n, stored: n}
                 return replace(evenly(some, FEW_SLOTS), host_slots=slots)
 
@@ -554,9 +554,7 @@ class Search:
     def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int, int, bool]:
         some = self.limits
         room = (some.host_bytes, some.storage_bytes or 0)
-        return (
-            self.workload, self.machine, some.device_bytes, self.homes, *room, self.speculates
-        )  # fmt: skip
+        return (self.workload, self.machine, some.device_bytes, self.homes, *room, self.speculates)
 
     @property
     def floor_s(self) -> float:
@@ -604,9 +602,7 @@ def _able(codes: NDArray[np.int8], placement: Placement) -> NDArray[np.bool_]:
 
 
 @lru_cache(2**12)
-def _codes(
-    placements: tuple[Placement, ...], homes: tuple[ParameterHome, ...]
-) -> NDArray[np.int8]:  # fmt: skip
+def _codes(placements: tuple[Placement, ...], homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
     """Of subgroups that wait for the norm; for all candidates that differ in the rest alone."""
     some = [PLACEMENTS.index(p) for p in placements]
     codes = np.array(some, dtype=np.int8) + home_codes(homes)
@@ -619,9 +615,7 @@ def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
     return np.array([HOME_CODES[home] for home in homes] or [0], dtype=np.int8)
 
 
-def _grid(
-    count: int, most: int, choices: Sequence[Placement]
-) -> Iterator[dict[Placement, int]]:  # fmt: skip
+def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[Placement, int]]:
     """Numbers of each placement, in steps that give at most so many points."""
     kinds = len(choices)
     steps = max(n for n in range(1, most) if math.comb(n + kinds - 1, n) <= most)
@@ -631,9 +625,7 @@ def _grid(
         yield {p: ends[i + 1] - ends[i] for i, p in enumerate(choices)}
 
 
-def evenly(
-    numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
-) -> Candidate:
+def evenly(numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None) -> Candidate:
     """So many of each placement: those that stay on the device first, the rest evenly mixed.
 
     Args:
@@ -643,10 +635,7 @@ def evenly(
     stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]
     moving = [p for p in there if RECIPES[p].state != "device"]
     # The k-th of n stands at (k + 1) / n; of equals the first of RECIPES.
-    mixed = sorted(
-        ((k + 1) / numbers[p], rank, p)
-        for rank, p in enumerate(moving) for k in range(numbers[p])
-    )  # fmt: skip
+    mixed = sorted(((k + 1) / numbers[p], rank, p) for rank, p in enumerate(moving) for k in range(numbers[p]))
     placements = [*stay, *(p for _, _, p in mixed)]
     for subgroup, placement in sorted((fixed or {}).items()):
         placements.insert(subgroup, placement)
@@ -665,6 +654,5 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
     """The row of a candidate."""
     return sweep.evaluate(
-        c.codes, c.always, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots,
-        c.growing or (),
-    )  # fmt: skip
+        c.codes, c.always, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots, c.growing or ()
+    )

@@ -33,20 +33,22 @@ def may_guess(search: Search) -> bool:
     return work.clip_rate is not None and work.zero_stage == 3 and not search.machine.unified_memory
 
 
-def with_guesses(
-    plain: Search, chosen: Candidate, improve: Callable[[Search], object]
-) -> tuple[Search, Candidate]:
+def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], object]) -> tuple[Search, Candidate]:
     """The search whose plans guess, and its best with as few guesses as serve; or what is given,
     where that is no worse.
     """
     search = Search(
-        plain.workload, plain.machine, plain.limits, plain.seed, plain.fixed, plain.homes,
-        plain.storable, speculates=True,
-        most_waiting_s=(1 + PAUSED) * min(
-            (score.iteration_s for c, score in plain.scores.items() if not c.growing),
-            default=math.inf,
-        ),
-    )  # fmt: skip
+        plain.workload,
+        plain.machine,
+        plain.limits,
+        plain.seed,
+        plain.fixed,
+        plain.homes,
+        plain.storable,
+        speculates=True,
+        most_waiting_s=(1 + PAUSED)
+        * min((score.iteration_s for c, score in plain.scores.items() if not c.growing), default=math.inf),
+    )
     most: dict[str, Any] = dict.fromkeys(SPECULATES.values())
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
     for candidate in (chosen, *known[:FEW]):
@@ -75,8 +77,7 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
     if VISITING.isdisjoint(placements):
         return
     slots = range(1, candidate.staging_slots)
-    yield from (replace(candidate, staging_slots=n, prefetch=min(n, candidate.prefetch))
-                for n in slots)  # fmt: skip
+    yield from (replace(candidate, staging_slots=n, prefetch=min(n, candidate.prefetch)) for n in slots)
     stay = [i for i, p in enumerate(placements) if RECIPES[p].state == "device"]
     for subgroup in stay[: -ROOM - 1 : -1]:
         placements[subgroup] = next(p for p in placements if p in VISITING)

@@ -88,10 +88,7 @@ def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | No
     """What a plan that stores writes in a step and in a day, and how long the drives last."""
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
-    told = (
-        f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of "
-        "training"
-    )
+    told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"
     if endurance_bytes is None:
         return f"{told}; --endurance tells how long the drives last"
     life = _life(endurance_bytes / day)

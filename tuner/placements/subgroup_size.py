@@ -34,9 +34,7 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
     return sorted(result.values(), key=lambda w: len(w.subgroups)) or [workload]
 
 
-def best_cut(
-    workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int
-) -> tuple[Workload, float]:
+def best_cut(workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int) -> tuple[Workload, float]:
     """The one whose plans are fastest after a short search; of equals the largest subgroups. And
     what an iteration takes then.
     """

@@ -91,8 +91,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         plan = _plan(request, machine, workload, limits, progress)
     except ImpossibleError as error:
         problem = error.fact  # advice that was tried: `ways_out`
-    rows = compare(workload, machine, limits, plan, others=request.peers,
-                   compile_=TEMPLATES.compiled)  # fmt: skip
+    rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
     told, choice = _told(rows, plan), None
     decided = verdict(told, problem)
     if plan is not None:
@@ -111,12 +110,10 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "timelines": _timelines(machine, workload, plan) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
-        "limits": {
-            **{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained),
-        },
+        "limits": {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)},
         "machine": _about_machine(machine),
         "workload": _about_workload(workload, request),
-    }  # fmt: skip
+    }
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
@@ -129,14 +126,14 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: 
     return {
         "ways": [
             {
-                "label": way.label, "changes": _of_scenario(way.changes),
-                "iteration_s": way.iteration_s, "tokens_per_s": way.tokens_per_s,
+                "label": way.label,
+                "changes": _of_scenario(way.changes),
+                "iteration_s": way.iteration_s,
+                "tokens_per_s": way.tokens_per_s,
             }
-            for way in nearest_changes(
-                job_of(request), machine_of(request), storage=storage_of(request) or None
-            )
+            for way in nearest_changes(job_of(request), machine_of(request), storage=storage_of(request) or None)
         ]
-    }  # fmt: skip
+    }
 
 
 def _of_scenario(changes: Changes) -> dict[str, Any]:
@@ -149,9 +146,7 @@ def _of_scenario(changes: Changes) -> dict[str, Any]:
     return words
 
 
-def _plan(
-    request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress
-) -> Plan:
+def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress) -> Plan:
     if request.plan is not None:
         return request.plan
     if request.effort == "full":
@@ -160,9 +155,13 @@ def _plan(
         progress(0.2, "searching the best plan")
         away = offloads_parameters(request)
         return search(
-            workload, machine, mtbf_s=request.mtbf_s, offload_parameters=away,
-            storage=storage_of(request), endurance_bytes=request.endurance_bytes,
-        )  # fmt: skip
+            workload,
+            machine,
+            mtbf_s=request.mtbf_s,
+            offload_parameters=away,
+            storage=storage_of(request),
+            endurance_bytes=request.endurance_bytes,
+        )
     quick = even_plan(workload, machine, limits)
     if not quick.stores or quick.prediction is None:
         return quick
@@ -173,9 +172,9 @@ def _plan(
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
     """The plan's own prediction has its interval and its bound."""
     return [
-        (row.role, plan.prediction if row.role == "plan" and plan and plan.prediction
-         else row.prediction) for row in rows
-    ]  # fmt: skip
+        (row.role, plan.prediction if row.role == "plan" and plan and plan.prediction else row.prediction)
+        for row in rows
+    ]
 
 
 def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
@@ -200,8 +199,9 @@ def _about_machine(machine: Machine) -> dict[str, Any]:
     link, shown = machine.h2d_bytes_per_s, (*MACHINE_FACTS, "measured_with")
     return {
         **{name: getattr(machine, name) for name in shown},
-        "link_bytes_per_s": link.median, "link_source": link.source,
-    }  # fmt: skip
+        "link_bytes_per_s": link.median,
+        "link_source": link.source,
+    }
 
 
 def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
@@ -263,12 +263,18 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
     result = search(
-        workload, machine, seed=request.seed, robust=request.robust, mtbf_s=request.mtbf_s,
-        restart_s=request.restart_s, memory_margin=request.memory_margin,
-        offload_parameters=offloads_parameters(request), storage=storage,
+        workload,
+        machine,
+        seed=request.seed,
+        robust=request.robust,
+        mtbf_s=request.mtbf_s,
+        restart_s=request.restart_s,
+        memory_margin=request.memory_margin,
+        offload_parameters=offloads_parameters(request),
+        storage=storage,
         endurance_bytes=request.endurance_bytes,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
-    )  # fmt: skip
+    )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
 

@@ -177,16 +177,12 @@ class Guard:
         # A page elsewhere that resolves its own name to this machine must not reach the service.
         host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]").lower()
         if "*" not in self._service.hosts and host not in self._service.hosts:
-            raise Refusal(
-                400, "Host", f"must be one of {', '.join(dict.fromkeys(self._service.hosts))}", host
-            )
+            raise Refusal(400, "Host", f"must be one of {', '.join(dict.fromkeys(self._service.hosts))}", host)
         token = self._service.token
         if token is None or not scope["path"].startswith("/api/"):
             return
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(), token.encode()
-        ):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
             raise Refusal(401, "Authorization", "must be 'Bearer TOKEN' with this server's token")
 
     async def _body(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
@@ -203,9 +199,7 @@ class Guard:
             async with asyncio.timeout(quota.body_s):
                 body = await _read(receive, most)
         except TimeoutError:
-            raise Refusal(
-                408, "body", f"must arrive within {quota.body_s:g} s, but did not"
-            ) from None
+            raise Refusal(408, "body", f"must arrive within {quota.body_s:g} s, but did not") from None
         _check_json(body)
         sent = False
 

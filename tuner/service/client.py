@@ -89,24 +89,22 @@ class Client:
         """Keeps a measured machine on the server under its name."""
         self.call("/machines", machine.model_dump(mode="json"))
 
-    def post_run(
-        self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = ""
-    ) -> str:
+    def post_run(self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> str:
         """A run's timeline, with the plan it ran under; returns the run's id."""
         return str(self.call("/runs", run_body(name, timeline, plan, measured_on))["id"])
 
 
-def run_body(
-    name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = ""
-) -> dict[str, Any]:
+def run_body(name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> dict[str, Any]:
     """A run in the form in which it is posted."""
     return {
-        "name": name, "source": timeline.source, "strategy": timeline.strategy,
+        "name": name,
+        "source": timeline.source,
+        "strategy": timeline.strategy,
         "measured_on": measured_on,
         "spans": [asdict(span) for span in timeline.spans],
         "memory": [asdict(sample) for sample in timeline.memory],
         "plan": None if plan is None else plan.model_dump(mode="json"),
-    }  # fmt: skip
+    }
 
 
 def _message(error: HTTPError) -> str:
@@ -115,6 +113,5 @@ def _message(error: HTTPError) -> str:
     except (ValueError, KeyError, OSError):
         return f"the server answered {error.code}"
     return "; ".join(
-        f"{rule['key']}: {rule['rule']}" + (f" (got {rule['value']})" if rule["value"] else "")
-        for rule in rules
+        f"{rule['key']}: {rule['rule']}" + (f" (got {rule['value']})" if rule["value"] else "") for rule in rules
     )

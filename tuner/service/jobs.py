@@ -95,8 +95,7 @@ class Jobs:
         """
         if self._store.waiting() >= self._quota.jobs_waiting:
             raise BusyError(
-                f"at most {self._quota.jobs_waiting} jobs may wait, and so many do: cancel some, "
-                "or try again later"
+                f"at most {self._quota.jobs_waiting} jobs may wait, and so many do: cancel some, or try again later"
             )
         job = await asyncio.to_thread(self._store.add_job, kind, json.dumps(request), title)
         await self.feed.tell("job", job)
@@ -145,9 +144,7 @@ class Jobs:
         state, note, result = "failed", "", None
         try:
             request = json.loads(self._store.request(name) or "{}")
-            result = await self._pool.jobs.call(
-                KINDS[job["kind"]], request, lambda step: self._progressed(job, step)
-            )
+            result = await self._pool.jobs.call(KINDS[job["kind"]], request, lambda step: self._progressed(job, step))
             state, note = "done", "done"
         except (InvalidError, WorkerError, BusyError) as error:
             note = str(error)

@@ -70,22 +70,19 @@ class Worker:
         Raises:
             WorkerError: it could not be started, or ended before.
         """
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "NUMBA_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = ("-m", "ebbtide.tuner.service.worker", str(niceness), str(quota.worker_bytes))
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, env=environment, limit=2**20,
-            )  # fmt: skip
+                sys.executable,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                limit=2**20,
+            )
         except OSError as error:
-            raise WorkerError(
-                f"the machine must have room for a worker's process, but: {error}"
-            ) from None
+            raise WorkerError(f"the machine must have room for a worker's process, but: {error}") from None
         worker = cls(process)
         try:
             await worker._frame()
@@ -128,9 +125,7 @@ class Worker:
             tag, size = HEAD.unpack(await stdout.readexactly(HEAD.size))
             if size > most_bytes:
                 self.kill()
-                raise InvalidError(
-                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for less"
-                )
+                raise InvalidError(f"a result must have at most {most_bytes} bytes, but has {size}: ask for less")
             return tag, await stdout.readexactly(size)
         except asyncio.IncompleteReadError:
             await self._process.wait()
@@ -153,14 +148,7 @@ class Lane:
     """A few workers that share one line of waiting calls; a worker that ended is replaced."""
 
     def __init__(
-        self,
-        name: str,
-        size: int,
-        niceness: int,
-        limit_s: float,
-        waiting: int,
-        quota: Quota,
-        patient: bool = False,
+        self, name: str, size: int, niceness: int, limit_s: float, waiting: int, quota: Quota, patient: bool = False
     ) -> None:
         self._patient = patient
         self.name, self.size, self.limit_s = name, size, limit_s
@@ -180,9 +168,7 @@ class Lane:
             finally:
                 self._free.put_nowait(worker)
 
-    async def call(
-        self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None
-    ) -> Result:
+    async def call(self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None) -> Result:
         """Waits for a worker, then for its result.
 
         When the caller is cancelled (a client went away, a job was stopped), so is the work,

@@ -72,8 +72,7 @@ def timeline_of(run: Run) -> Timeline:
     for number, s in enumerate(run.spans):
         if s.end_s < s.start_s:
             raise RuleError(
-                f"spans.{number} must end after it starts, but got start_s={s.start_s} and "
-                f"end_s={s.end_s}",
+                f"spans.{number} must end after it starts, but got start_s={s.start_s} and end_s={s.end_s}",
                 key=f"spans.{number}.end_s",
             )
         kind = _member(OpKind, s.kind, f"spans.{number}.kind")
@@ -100,9 +99,9 @@ def summary_of(run: Run) -> dict[str, Any]:
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
         raise RuleError(
-            f"spans must last {SHORTEST_S:g} s at least, but an iteration of them lasts "
-            f"{timeline.iteration_s:g}", "spans"
-        )  # fmt: skip
+            f"spans must last {SHORTEST_S:g} s at least, but an iteration of them lasts {timeline.iteration_s:g}",
+            "spans",
+        )
     prediction = run.plan.prediction if run.plan else None
     return {
         "source": run.source,
@@ -180,13 +179,9 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
                 )
             elif phase == "C":
                 used = event["args"]
-                memory.setdefault(pid, []).append(
-                    MemorySample(event["ts"] / 1e6, used["device"], used["host"])
-                )
+                memory.setdefault(pid, []).append(MemorySample(event["ts"] / 1e6, used["device"], used["host"]))
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"a trace must be one that Timeline.to_perfetto wrote, but: {error!r}"
-        ) from None
+        raise ValueError(f"a trace must be one that Timeline.to_perfetto wrote, but: {error!r}") from None
     return [
         Timeline(
             tuple(held),
@@ -231,9 +226,7 @@ def _data(plan: Plan, timelines: list[Timeline]) -> str:
         "plan": plan.model_dump(mode="json"),
         "digest": plan.digest,
         "counts": {kind: plan.count(kind) for kind in get_args(Placement)},
-        "measured": None
-        if measured is None
-        else {"iteration_s": measured.iteration_s, **measured.phases()},
+        "measured": None if measured is None else {"iteration_s": measured.iteration_s, **measured.phases()},
         "timelines": [view(timeline) for timeline in timelines],
     }
     # No "</script>" and no "<!--" can stand in it, whatever a plan's texts say.

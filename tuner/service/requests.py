@@ -21,17 +21,20 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
-Knob = Literal[
-    "micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"
-]
+Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 MIB = 2**20
 MOST_ITERATIONS = 12
 # What of a machine is told as it is.
 MACHINE_FACTS = (
-    "name", "device_name", "device_kind", "gpus_per_node", "device_memory_bytes",
-    "host_memory_bytes", "unified_memory",
-)  # fmt: skip
+    "name",
+    "device_name",
+    "device_kind",
+    "gpus_per_node",
+    "device_memory_bytes",
+    "host_memory_bytes",
+    "unified_memory",
+)
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 
@@ -96,8 +99,7 @@ def _few_subgroups(plan: Any) -> Any:
         walked = [sum(_length(span) for span in spans) for spans in queues]
         if max(placed, *walked) > MOST_SUBGROUPS:
             raise RuleError(
-                f"plan.placement and plan.order must name at most {MOST_SUBGROUPS} subgroups here, "
-                "but name more",
+                f"plan.placement and plan.order must name at most {MOST_SUBGROUPS} subgroups here, but name more",
                 key="placement",
             )
     return plan
@@ -170,14 +172,15 @@ class Scenario(Request):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.workload is None):
             given = "both" if self.model is not None else "none"
-            raise RuleError(
-                f"exactly one of model and workload must be given, but got {given}", key="model"
-            )
+            raise RuleError(f"exactly one of model and workload must be given, but got {given}", key="model")
         if isinstance(self.workload, Workload):
             _check_size(self.workload)
         if self.workload is not None and self.ds_config is not None:
-            raise RuleError("ds_config goes with a model, since a profiled workload has its own, "
-                             "but got a workload: leave ds_config out", "ds_config")  # fmt: skip
+            raise RuleError(
+                "ds_config goes with a model, since a profiled workload has its own, "
+                "but got a workload: leave ds_config out",
+                "ds_config",
+            )
         return self
 
 
@@ -197,9 +200,7 @@ class Simulate(Scenario):
     """
 
     strategy: Name | None = None
-    options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(
-        default_factory=dict
-    )
+    options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(default_factory=dict)
     plan: PostedPlan | None = None
 
     timeline: bool = Field(False, description="also every op's start and end, and the memory")
@@ -236,9 +237,9 @@ class WhatIf(Scenario):
         default_factory=lambda: ["zero3_offload", "ebbtide"]
     )
     gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
-    changes: Annotated[
-        dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)
-    ] = Field(default_factory=dict, description="field of the machine or the workload -> values")
+    changes: Annotated[dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)] = (
+        Field(default_factory=dict, description="field of the machine or the workload -> values")
+    )
     format: Literal["json", "csv"] = "json"
 
     @property
@@ -279,9 +280,7 @@ class SearchJob(Scenario):
     """
 
     kind: Literal["search"] = "search"
-    free: Annotated[list[Knob], Field(min_length=1, max_length=len(KNOBS))] = Field(
-        default_factory=lambda: list(KNOBS)
-    )
+    free: Annotated[list[Knob], Field(min_length=1, max_length=len(KNOBS))] = Field(default_factory=lambda: list(KNOBS))
     global_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     offload: bool = True
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None

@@ -72,10 +72,7 @@ class _Names:
         self._service = service
 
     def machines(self) -> dict[str, Machine]:
-        stored = {
-            name: Machine.model_validate(fields)
-            for name, fields in self._service.store.machines().items()
-        }
+        stored = {name: Machine.model_validate(fields) for name, fields in self._service.store.machines().items()}
         example = self._service.examples.get("machine")
         own = {example.name: example} if example is not None else {}
         return {**{name: preset(name) for name in preset_names()}, **own, **stored}
@@ -99,9 +96,7 @@ class _Names:
             machine = self.machine(scenario.machine)
             if machine is None:
                 raise RuleError(
-                    f"machine must be one of {', '.join(self.machines())}, but got "
-                    f"{scenario.machine!r}",
-                    key="machine",
+                    f"machine must be one of {', '.join(self.machines())}, but got {scenario.machine!r}", key="machine"
                 )
             changes["machine"] = machine
         workload = self._service.examples.get("workload")
@@ -180,8 +175,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         name = machine.name
         if name in preset_names() or not MACHINE_NAME.fullmatch(name) or not name.strip():
             raise RuleError(
-                "name must be 1 to 80 letters, digits, spaces or .,:()+- and no preset's, but got "
-                f"{shortened(name)}",
+                f"name must be 1 to 80 letters, digits, spaces or .,:()+- and no preset's, but got {shortened(name)}",
                 key="name",
             )
         await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
@@ -200,11 +194,18 @@ def _models(router: APIRouter, service: Service) -> None:
     async def models() -> dict[str, Any]:
         """Known models, and the workload that the server was started with."""
         workload = service.examples.get("workload")
-        measured = [] if workload is None else [{
-            "name": workload.name, "params": workload.params,
-            "machine": service.examples["machine"].name,
-            "label": service.examples.get("label", ""),
-        }]  # fmt: skip
+        measured = (
+            []
+            if workload is None
+            else [
+                {
+                    "name": workload.name,
+                    "params": workload.params,
+                    "machine": service.examples["machine"].name,
+                    "label": service.examples.get("label", ""),
+                }
+            ]
+        )
         return {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
 
 
@@ -225,9 +226,7 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
     async def answer(request: Request, posted: ask.Answer) -> Response:
         """Whether and how to offload: strategies, plan, timelines, and the answer in a sentence."""
         cost = FULL_COST if posted.effort == "full" else 6
-        return await computed(
-            request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0)
-        )
+        return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
     @router.post("/ways-out")
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
@@ -311,8 +310,7 @@ def _job(router: APIRouter, service: Service) -> None:
             return JobState(**_known(service.store.job(job), "job"))
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
             raise RuleError(
-                f"forget must be asked of a job that has ended, but this one is {state.state}: "
-                "cancel it first",
+                f"forget must be asked of a job that has ended, but this one is {state.state}: cancel it first",
                 key="forget",
             )
         await service.feed.tell("gone", {"id": job})
@@ -340,10 +338,7 @@ def _title(posted: ask.Scenario) -> str:
     trained = posted.workload if posted.model is None else posted.model
     if isinstance(trained, dict):
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
-    names = [
-        source if isinstance(source, str) else getattr(source, "name", "")
-        for source in (trained, posted.machine)
-    ]
+    names = [source if isinstance(source, str) else getattr(source, "name", "") for source in (trained, posted.machine)]
     return " on ".join(names)[:160]
 
 
@@ -355,9 +350,7 @@ def _known(found: Any, what: str) -> Any:
 
 def _stream(service: Service, events: AsyncIterator[bytes]) -> Response:
     if service.feed.streams >= service.quota.streams:
-        raise HTTPException(
-            429, f"at most {service.quota.streams} event streams may be open, and so many are"
-        )
+        raise HTTPException(429, f"at most {service.quota.streams} event streams may be open, and so many are")
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
@@ -379,9 +372,7 @@ async def _all_events(service: Service) -> AsyncIterator[bytes]:
 _OVER: tuple[str, dict[str, Any]] = ("over", {})  # the feed is closed
 
 
-async def _next(
-    events: AsyncIterator[tuple[str, dict[str, Any]] | None],
-) -> tuple[str, dict[str, Any]] | None:
+async def _next(events: AsyncIterator[tuple[str, dict[str, Any]] | None]) -> tuple[str, dict[str, Any]] | None:
     try:
         return await anext(events)
     except StopAsyncIteration:  # a task cannot raise it
@@ -419,9 +410,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     async def post_run(run: ask.Run) -> dict[str, Any]:
         """A training run's measured timeline; with its plan, predicted against measured."""
         summary = await asyncio.to_thread(summary_of, run)
-        stored = await asyncio.to_thread(
-            service.store.add_run, run.name, summary, run.model_dump_json()
-        )
+        stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
         return stored
 
@@ -451,9 +440,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
         }
         return _response(await service.pool.heavy.call("trace", body))
 
-    @router.post(
-        "/report", response_class=Response, responses={200: {"content": {"text/html": {}}}}
-    )
+    @router.post("/report", response_class=Response, responses={200: {"content": {"text/html": {}}}})
     async def report(posted: ask.Report) -> Response:
         """A self-contained page about a plan and, if given, a run."""
         run = None if posted.run is None else _known(service.store.run(posted.run), "run")

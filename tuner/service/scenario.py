@@ -24,10 +24,14 @@ USUAL_SUBGROUP = 10**9
 
 def _llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocabulary: int) -> Any:
     return {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn,
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
         "vocab_size": vocabulary,
-    }  # fmt: skip
+    }
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
@@ -37,8 +41,14 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
 
 # The numbers of the models' published config.json files.
 MODELS: Mapping[str, dict[str, Any]] = {
-    "GPT-2 1.5B": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25,
-                   "n_positions": 1024, "vocab_size": 50_257},
+    "GPT-2 1.5B": {
+        "model_type": "gpt2",
+        "n_embd": 1600,
+        "n_layer": 48,
+        "n_head": 25,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+    },
     "Llama 3.2 1B": _llama(2048, 16, 32, 8, 8192, 128_256) | {"tie_word_embeddings": True},
     "Llama 3.2 3B": _llama(3072, 28, 24, 8, 8192, 128_256) | {"tie_word_embeddings": True},
     "Llama 2 7B": _llama(4096, 32, 32, 32, 11_008, 32_000),
@@ -51,7 +61,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3 4B": _qwen3(2560, 36, 32, 9728, True),
     "Qwen3 8B": _qwen3(4096, 36, 32, 12_288, False),
     "Qwen3 14B": _qwen3(5120, 40, 40, 17_408, False),
-}  # fmt: skip
+}
 
 
 def machine_of(scenario: Scenario) -> Machine:
@@ -64,8 +74,7 @@ def machine_of(scenario: Scenario) -> Machine:
     if isinstance(machine, str):
         if machine not in PRESETS:
             raise RuleError(
-                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}",
-                key="machine",
+                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}", key="machine"
             )
         machine = _preset(machine)
     changes: dict[str, float] = {}
@@ -80,9 +89,11 @@ def machine_of(scenario: Scenario) -> Machine:
 
 
 _ASKED_AS = {
-    "h2d_bytes_per_s": "link_bytes_per_s", "d2h_bytes_per_s": "link_bytes_per_s",
-    "data_parallel": "gpus", "recompute": "keep_activations",
-}  # fmt: skip
+    "h2d_bytes_per_s": "link_bytes_per_s",
+    "d2h_bytes_per_s": "link_bytes_per_s",
+    "data_parallel": "gpus",
+    "recompute": "keep_activations",
+}
 
 
 @contextmanager
@@ -112,10 +123,7 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     """
     workload = scenario.workload
     if isinstance(workload, str):
-        raise RuleError(
-            f"workload must be a name that GET /api/v1/models lists, but got {workload!r}",
-            key="workload",
-        )
+        raise RuleError(f"workload must be a name that GET /api/v1/models lists, but got {workload!r}", key="workload")
     if workload is None:
         workload = job_of(scenario).workload(machine)
     elif started_by(scenario):
@@ -144,10 +152,7 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     model = scenario.model
     if isinstance(model, str):
         if model not in MODELS:
-            raise RuleError(
-                f"model must be a name that GET /api/v1/models lists, but got {model!r}",
-                key="model",
-            )
+            raise RuleError(f"model must be a name that GET /api/v1/models lists, but got {model!r}", key="model")
         model = {**MODELS[model], "_name_or_path": model}
     assert model is not None
     check_model(model)

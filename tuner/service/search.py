@@ -22,14 +22,21 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
 
     machine = machine_of(request)
     question = Question(
-        model_of(request), machine, dict(loaded(request.ds_config)), request.sequence,
-        margin=request.memory_margin, seed=request.seed, started=started_by(request),
+        model_of(request),
+        machine,
+        dict(loaded(request.ds_config)),
+        request.sequence,
+        margin=request.memory_margin,
+        seed=request.seed,
+        started=started_by(request),
         storage=storage_of(request),
-    )  # fmt: skip
+    )
     answer = explore(
-        question, space_of(request, machine), trials=request.trials,
+        question,
+        space_of(request, machine),
+        trials=request.trials,
         progress=lambda done, all_: progress(done / all_, f"{done} of {all_} configurations"),
-    )  # fmt: skip
+    )
     if not answer.fitting:
         raise RuleError(answer.remarks()[0], "device_memory_bytes")
     return as_json(answer, [])

@@ -36,10 +36,7 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
 
         def _give_up(self) -> None:
             if self.cycle is None and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
-                    b"content-length: 0\r\n\r\n"
-                )
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
                 self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:

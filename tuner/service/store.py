@@ -88,9 +88,7 @@ class Store:
         try:
             lock = Path(f"{path}.lock").open("w")  # noqa: SIM115 - held until the process ends
         except OSError as error:
-            raise StoreError(
-                f"--db must be a file that can be written, but got {path}: {error}"
-            ) from None
+            raise StoreError(f"--db must be a file that can be written, but got {path}: {error}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -145,9 +143,7 @@ class Store:
     def claim(self) -> dict[str, Any] | None:
         """The oldest queued job, now running; its attempt is on disk before any work is done."""
         with self._transaction() as db:
-            row = db.execute(
-                "SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
-            ).fetchone()
+            row = db.execute("SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1").fetchone()
             if row is None:
                 return None
             now_s, attempt = time.time(), row["attempts"] + 1
@@ -156,15 +152,10 @@ class Store:
                 "note = 'started' WHERE id = ?",
                 (attempt, now_s, row["id"]),
             )
-            db.execute(
-                "INSERT INTO attempts (job, number, started_s) VALUES (?, ?, ?)",
-                (row["id"], attempt, now_s),
-            )
+            db.execute("INSERT INTO attempts (job, number, started_s) VALUES (?, ?, ?)", (row["id"], attempt, now_s))
         return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
-    def finish(
-        self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True
-    ) -> bool:
+    def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
         """Ends an open job; False if it had ended before (a stop and a result may cross)."""
         now_s = time.time()
         with self._transaction() as db:
@@ -175,8 +166,7 @@ class Store:
                 (state, note, result, is_json, now_s, state, job),
             )
             db.execute(
-                "UPDATE attempts SET ended_s = ?, outcome = ? WHERE job = ? AND ended_s IS NULL",
-                (now_s, state, job),
+                "UPDATE attempts SET ended_s = ?, outcome = ? WHERE job = ? AND ended_s IS NULL", (now_s, state, job)
             )
         return done.rowcount == 1
 
@@ -194,8 +184,7 @@ class Store:
                     (state, note, ended_s, row["id"]),
                 )
                 db.execute(
-                    "UPDATE attempts SET ended_s = ?, outcome = 'the server ended' "
-                    "WHERE job = ? AND ended_s IS NULL",
+                    "UPDATE attempts SET ended_s = ?, outcome = 'the server ended' WHERE job = ? AND ended_s IS NULL",
                     (time.time(), row["id"]),
                 )
         return len(rows)
@@ -206,9 +195,7 @@ class Store:
         if row is None:
             return None
         tried = self._rows(
-            "SELECT number, started_s, ended_s, outcome FROM attempts WHERE job = ? "
-            "ORDER BY number",
-            job,
+            "SELECT number, started_s, ended_s, outcome FROM attempts WHERE job = ? ORDER BY number", job
         )
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
@@ -243,17 +230,12 @@ class Store:
         """A measured timeline; returns its summary with its id."""
         number, now_s = uuid.uuid4().hex, time.time()
         with self._transaction() as db:
-            db.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?)",
-                (number, name, json.dumps(summary), run, now_s),
-            )
+            db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?)", (number, name, json.dumps(summary), run, now_s))
         return {"id": number, "name": name, "created_s": now_s, **summary}
 
     def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         """Summaries, newest first."""
-        rows = self._rows(
-            "SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit
-        )
+        rows = self._rows("SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit)
         kept = ("id", "name", "created_s")
         return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
 
@@ -263,9 +245,7 @@ class Store:
 
     def put_machine(self, name: str, machine: str) -> None:
         with self._transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO machines VALUES (?, ?, ?)", (name, machine, time.time())
-            )
+            db.execute("INSERT OR REPLACE INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
 
     def machine(self, name: str) -> dict[str, Any] | None:
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
@@ -275,9 +255,7 @@ class Store:
         rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: json.loads(row["machine"]) for row in rows}
 
-    def expire(
-        self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200
-    ) -> None:
+    def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
         """Finished jobs, runs and machines beyond their age or number go; an open job never."""
         now_s = time.time()
         with self._transaction() as db:
@@ -286,9 +264,7 @@ class Store:
                 "(SELECT id FROM jobs ORDER BY number DESC LIMIT ?))",
                 (now_s - keep_s, kept_rows),
             )
-            for table, key, most in (
-                ("runs", "id", kept_rows), ("machines", "name", kept_machines)
-            ):  # fmt: skip
+            for table, key, most in (("runs", "id", kept_rows), ("machines", "name", kept_machines)):
                 db.execute(
                     f"DELETE FROM {table} WHERE created_s < ? OR {key} NOT IN "  # noqa: S608
                     f"(SELECT {key} FROM {table} ORDER BY created_s DESC LIMIT ?)",

@@ -87,8 +87,7 @@ def window(timeline: Timeline) -> tuple[float, float]:
         if span.kind == OpKind.BACKWARD:
             ends[span.iteration] = max(ends.get(span.iteration, 0.0), span.end_s)
     ordered = [ends[i] for i in sorted(ends)]
-    pairs = [pair for pair in pairwise(ordered[1:] if len(ordered) > 2 else ordered)
-             if pair[1] > pair[0]]  # fmt: skip
+    pairs = [pair for pair in pairwise(ordered[1:] if len(ordered) > 2 else ordered) if pair[1] > pair[0]]
     if pairs:
         typical_s = timeline.iteration_s
         return min(reversed(pairs), key=lambda pair: abs(pair[1] - pair[0] - typical_s))
@@ -125,11 +124,7 @@ def _lanes(spans: Iterable[Span], start_s: float, end_s: float, gap_s: float) ->
     for span in spans:
         by_lane[span.lane].append(span)
     return [
-        {
-            "name": lane.value,
-            "idle": _idle(held, start_s, end_s),
-            "spans": _merged(held, start_s, end_s, gap_s),
-        }
+        {"name": lane.value, "idle": _idle(held, start_s, end_s), "spans": _merged(held, start_s, end_s, gap_s)}
         for lane, held in by_lane.items()
         if held
     ]

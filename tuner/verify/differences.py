@@ -34,9 +34,7 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
     among the masters, and among the parameters, the largest first.
     """
     scalars = list(_scalars(run, other, step))
-    tensors = sorted(
-        _tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative)
-    )
+    tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
     return [*scalars, *tensors]
 
 

@@ -78,10 +78,12 @@ class Noise:
         if kind == RATE:
             return 0.0  # a schedule rounds nothing
         found = [
-            d.relative for run in self.others for step in common_steps(run, self.reference)
+            d.relative
+            for run in self.others
+            for step in common_steps(run, self.reference)
             for d in differences(run, self.reference, step)
             if not d.is_tensor and _kind(d) == kind and math.isfinite(d.relative)
-        ]  # fmt: skip
+        ]
         share = SAMPLED_FLOOR if len(found) >= LEAST_SAMPLES else 1.0
         return max([share * self._floor(), *found])
 
@@ -90,8 +92,7 @@ class Noise:
         found = [self._floor() / 4]
         for run in self.others:
             if step in common_steps(run, self.reference):
-                masters = [d for d in differences(run, self.reference, step)
-                           if d.name.endswith(MASTER)]  # fmt: skip
+                masters = [d for d in differences(run, self.reference, step) if d.name.endswith(MASTER)]
                 if masters and len(masters) == len(self.reference.masters):
                     found.append(_least(masters))
         return max(found)
@@ -102,8 +103,7 @@ class Noise:
     def _of(self, run: Run, wanted: Difference) -> float:
         if wanted.step not in common_steps(run, self.reference):
             return 0.0
-        like = [d for d in differences(run, self.reference, wanted.step)
-                if _kind(d) == _kind(wanted)]  # fmt: skip
+        like = [d for d in differences(run, self.reference, wanted.step) if _kind(d) == _kind(wanted)]
         own = [d.relative for d in like if d.name == wanted.name]
         return max([*own, median(d.relative for d in like)] if like else [0.0])
 
@@ -135,8 +135,9 @@ def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Find
     if first is None:
         return finding
     explained = 0.0 if noise is None else noise.explained(first)
-    return Finding(run.name, other.name, "rounding", steps, first,
-                   _others(differences(run, other, first.step), first), explained)  # fmt: skip
+    return Finding(
+        run.name, other.name, "rounding", steps, first, _others(differences(run, other, first.step), first), explained
+    )
 
 
 def _shown(run: Run, other: Run, step: int) -> list[Evidence]:
@@ -144,9 +145,15 @@ def _shown(run: Run, other: Run, step: int) -> list[Evidence]:
 
 
 def _wrong(
-    run: Run, other: Run, step: int, found: Sequence[Difference], shown: Sequence[Evidence],
-    noise: Noise | None, *, same_bits: bool,
-) -> Difference | None:  # fmt: skip
+    run: Run,
+    other: Run,
+    step: int,
+    found: Sequence[Difference],
+    shown: Sequence[Evidence],
+    noise: Noise | None,
+    *,
+    same_bits: bool,
+) -> Difference | None:
     """The first difference of this step that is no rounding."""
     if same_bits and found:
         return found[0]
@@ -197,9 +204,7 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
     return any(d.name.endswith(MASTER) for d in found)
 
 
-def _in_one_place(
-    run: Run, other: Run, step: int, found: Sequence[Difference]
-) -> Difference | None:
+def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
     """All tensors were equal so far, most still are, and this is more than rounding does: of an
     update, where sums have had the same bits too; else of sums, which are an order apart.
     """
@@ -216,9 +221,7 @@ def _in_one_place(
     return large[0] if large else None
 
 
-def _another_update(
-    run: Run, other: Run, step: int, found: Sequence[Difference]
-) -> Difference | None:
+def _another_update(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
     """Equal tensors and losses, and a norm equal to fp32's last bits (so that gradients are, too),
     have made an update that is another one in half of the masters: nothing has had time to grow.
     """
@@ -248,18 +251,29 @@ def _of_evidence(run: Run, other: Run, found: Sequence[Difference], shown: Evide
 
 
 def _defect(
-    run: Run, other: Run, wrong: Difference, found: Sequence[Difference],
-    shown: Sequence[Evidence], noise: Noise | None, finding: Finding,
-) -> Finding:  # fmt: skip
+    run: Run,
+    other: Run,
+    wrong: Difference,
+    found: Sequence[Difference],
+    shown: Sequence[Evidence],
+    noise: Noise | None,
+    finding: Finding,
+) -> Finding:
     mine = [e for e in shown if e.name.removesuffix(MASTER) == wrong.name.removesuffix(MASTER)]
     own = [e.run for e in mine]
     off = own[0] if own and len(set(own)) == 1 else run.name
     why = tuple(dict.fromkeys(f"{e.run}: {e.text}" for e in mine if e.run == off))
     return Finding(
-        run.name, other.name, "defect", finding.steps, wrong, _others(found, wrong),
-        0.0 if noise is None else noise.explained(wrong), off,
+        run.name,
+        other.name,
+        "defect",
+        finding.steps,
+        wrong,
+        _others(found, wrong),
+        0.0 if noise is None else noise.explained(wrong),
+        off,
         (*why, *_guesses(other, wrong, found)),
-    )  # fmt: skip
+    )
 
 
 def _others(found: Sequence[Difference], first: Difference) -> int:

@@ -58,15 +58,23 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         folder = Path(scratch)
         job = {
-            "folder": scratch, "side": side.name, "steps": steps, "seed": seed,
-            "perturb": side.perturb, "deterministic": side.deterministic,
-        }  # fmt: skip
+            "folder": scratch,
+            "side": side.name,
+            "steps": steps,
+            "seed": seed,
+            "perturb": side.perturb,
+            "deterministic": side.deterministic,
+        }
         output = folder / "output.txt"
         with output.open("w") as to:
             code = subprocess.run(
-                list(command), stdin=subprocess.DEVNULL, stdout=to, stderr=subprocess.STDOUT,
-                env=_environment(job), check=False,
-            ).returncode  # fmt: skip
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=to,
+                stderr=subprocess.STDOUT,
+                env=_environment(job),
+                check=False,
+            ).returncode
         text = output.read_text(errors="replace")
         run = read_run(folder, side.title)
     if run is not None:

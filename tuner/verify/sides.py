@@ -39,9 +39,7 @@ class Verification:
         return None if "untold" in verdicts else True
 
 
-def verify(
-    against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]
-) -> Verification:
+def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
     """Runs the sides and compares each with the next; further runs only where bits differ.
 
     Args:
@@ -56,9 +54,7 @@ def verify(
 
     runs = _sides(against, made)
     if all(_same(run, other) for run, other in pairwise(runs)):
-        return Verification(
-            runs, tuple(judge(run, other, None, same_bits=True) for run, other in pairwise(runs))
-        )
+        return Verification(runs, tuple(judge(run, other, None, same_bits=True) for run, other in pairwise(runs)))
     repeated = _repeated(runs, made)
     reference = runs[-1]
     side = reference.name if reference.name != AGAIN else runs[0].name
@@ -87,9 +83,8 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 
 
 def compared(
-    runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *,
-    chance: Chance | None = None,
-) -> tuple[Finding, ...]:  # fmt: skip
+    runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
+) -> tuple[Finding, ...]:
     """Each side against the next.
 
     Args:
@@ -106,9 +101,11 @@ def compared(
     once = _once(runs, repeated or {})
     if once is not None and findings[0].verdict == "defect":
         said = f"{once.name} gave other bits when it was run again, those of {_other(runs, once)}"
-        findings[0] = replace(findings[0], off=once.name, why=(
-            f"{said}: what came in between does not recur (a race, or a fault of the hardware)",
-        ))  # fmt: skip
+        findings[0] = replace(
+            findings[0],
+            off=once.name,
+            why=(f"{said}: what came in between does not recur (a race, or a fault of the hardware)",),
+        )
         return tuple(findings)
     return tuple(_blamed(runs, findings, noise))
 

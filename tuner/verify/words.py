@@ -79,9 +79,7 @@ def _size(finding: Finding) -> str:
         return f"{first.ours:.9g} against {first.theirs:.9g}: {_share(first.relative)} apart"
     if not math.isfinite(first.distance):
         return "not to be measured: infinities, NaNs, or on one side only"
-    return (
-        f"{first.distance:.3g} apart (norm), {_share(first.relative)} of what updates moved it by"
-    )
+    return f"{first.distance:.3g} apart (norm), {_share(first.relative)} of what updates moved it by"
 
 
 def _share(value: float) -> str:
@@ -103,9 +101,7 @@ def as_json(result: Verification) -> dict[str, Any]:
     return {
         "right": result.right,
         "identical": all(f.verdict == "identical" for f in result.findings),
-        "sides": [
-            {"name": run.name, "steps": len(run.steps) - 1, **_facts(run)} for run in result.runs
-        ],
+        "sides": [{"name": run.name, "steps": len(run.steps) - 1, **_facts(run)} for run in result.runs],
         "findings": [_plain(asdict(finding)) for finding in result.findings],
         "operations": list(result.operations),
         "chance": None if result.chance is None else _plain(asdict(result.chance)),

@@ -77,15 +77,16 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._live = live
         self._files = files or Files()
         self._peers = Peers(plan.deadline_s)
-        self._means = Means.reserve(
-            plan, live, self._files, block_bytes, drains=self._peers.rank == 0
-        )
+        self._means = Means.reserve(plan, live, self._files, block_bytes, drains=self._peers.rank == 0)
         self._drainer = self._means.drainer
         self._caught_up = False
         self._loading = Loading(
-            self._engine, live, self._peers.rank, Resumption(self._peers, self._means.tiers),
+            self._engine,
+            live,
+            self._peers.rank,
+            Resumption(self._peers, self._means.tiers),
             restore_random=plan.restore_random,
-        )  # fmt: skip
+        )
         self._job: Job | None = None
         self._save: Save | None = None  # between begin and end of save_checkpoint
         self._note: Note | None = None  # of the last save, while its trainer completes the folder
@@ -221,8 +222,14 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         begin = time.monotonic()
         name = checked_name(save_dir, tag, self._engine.global_steps)
         folder = Path(save_dir).absolute()
-        state = (str(folder), name, self._engine.global_steps,
-                 self._engine.micro_steps, exclude_frozen_parameters, save_latest)  # fmt: skip
+        state = (
+            str(folder),
+            name,
+            self._engine.global_steps,
+            self._engine.micro_steps,
+            exclude_frozen_parameters,
+            save_latest,
+        )
         if state == self._saved and not client_state and foreign_trainer() is not None:
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
         if self._means.is_durable_tier(folder):
@@ -237,19 +244,30 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._files.point("save_begun")
         self._before_save()
         write = partial(
-            original, save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
+            original,
+            save_dir,
+            tag=name,
+            client_state=client_state or {},
+            save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
-        )  # fmt: skip
+        )
         deleted_first.remember(folder)
         if not verdict.together:
             self._saved = ()
             self._save_apart(write, folder / "latest" if save_latest else None, name)
             return True
         attempt = Attempt(
-            folder, name, verdict.nonce, self._engine.global_steps, self._peers.rank,
-            self._peers.world_size, save_latest, self._plan_digest(), _versions(),
+            folder,
+            name,
+            verdict.nonce,
+            self._engine.global_steps,
+            self._peers.rank,
+            self._peers.world_size,
+            save_latest,
+            self._plan_digest(),
+            _versions(),
             self._means.other_tier(folder),
-        )  # fmt: skip
+        )
         self._note = self._save_in_background(attempt, write, begin)
         self._saved = state
         return True

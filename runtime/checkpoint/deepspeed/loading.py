@@ -29,9 +29,8 @@ class Loading:
     """
 
     def __init__(
-        self, engine: Any, live: LiveState, rank: int, resumption: Resumption, *,
-        restore_random: bool,
-    ) -> None:  # fmt: skip
+        self, engine: Any, live: LiveState, rank: int, resumption: Resumption, *, restore_random: bool
+    ) -> None:
         self._engine = engine
         self._live = live
         self._rank = rank
@@ -41,10 +40,7 @@ class Loading:
         self.chosen: Choice | None = None
         resumption.stored_problem = self.stored_problem
 
-    def load(
-        self, original: Callable[..., Any], load_dir: str, tag: str | None,
-        options: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
+    def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
         """Verifies, then loads; executes nothing that a file holds.
 
         Loads what DeepSpeed would: the tag given, or the one that ``latest`` names; the durable
@@ -66,11 +62,7 @@ class Loading:
         with only_weights():
             if folder is None or not (folder / GLOBAL_NAME).exists():
                 return original(str(choice.directory), tag=choice.tag, **options)
-            with (
-                being_read(folder),
-                self._stored(folder, options) as stored,
-                self._masters_for_weights(options),
-            ):
+            with being_read(folder), self._stored(folder, options) as stored, self._masters_for_weights(options):
                 self.into = self._targets()
                 if options.get("custom_load_fn") is None:
                     self.into |= weights_in_place(self._engine)
@@ -84,9 +76,7 @@ class Loading:
                 return result
 
     @contextmanager
-    def _stored(
-        self, folder: Path, options: Mapping[str, Any]
-    ) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
+    def _stored(self, folder: Path, options: Mapping[str, Any]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
         """What lies on storage is taken where it lies; inside, what cannot be is read from there.
 
         Without the optimizer's states, or without the optimizer, its masters alone are wanted.
@@ -162,8 +152,7 @@ class Loading:
             for path, tensor in tensors_of(tree)
             if tensor.device.type == "cpu"
             and tensor.is_contiguous()
-            and self._live.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-            is not None
+            and self._live.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size()) is not None
         }
 
     def _restore_random(self, folder: Path) -> None:
@@ -183,15 +172,20 @@ def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
         return {}
     if not all(_loads_plainly(module) for module in engine.module.modules()):
         return {}
-    return {("module", name): tensor for name, tensor in engine.module.state_dict().items()
-            if isinstance(tensor, torch.Tensor)}  # fmt: skip
+    return {
+        ("module", name): tensor
+        for name, tensor in engine.module.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:
     hooks = (
-        module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
-        module._state_dict_hooks, module._state_dict_pre_hooks,
-    )  # fmt: skip
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+        module._state_dict_hooks,
+        module._state_dict_pre_hooks,
+    )
     kind = type(module)
     if any(hooks) or kind.load_state_dict is not torch.nn.Module.load_state_dict:
         return False

@@ -12,11 +12,16 @@ def random_states() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": _python_state(),
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position),
-                  int(has_gauss), float(cached)],
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }  # fmt: skip
+    }
 
 
 def _python_state() -> list[Any]:

@@ -43,9 +43,7 @@ class Choice:
         return f"{chosen}{'; ' + over if over else ''}"
 
 
-def newest_valid(
-    directory: str | Path, check: Callable[[str], list[Problem]] | None = None
-) -> Choice:
+def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
     """The newest committed checkpoint of a folder whose every byte matches its manifest.
 
     Args:
@@ -109,9 +107,7 @@ class Resumption:
         # Of a checkpoint's folder: what this rank misses of the state that lies on storage.
         self.stored_problem: Callable[[Path], str] = lambda _: ""
 
-    def choose(
-        self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True
-    ) -> Choice:
+    def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> Choice:
         """The checkpoint to load; ``tag`` is None where there is none, as DeepSpeed has it.
 
         Args:

@@ -44,18 +44,19 @@ class Means:
     drainer: Drainer | None
 
     @classmethod
-    def reserve(
-        cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int, *, drains: bool
-    ) -> "Means":
+    def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int, *, drains: bool) -> "Means":
         """``drains``: this rank copies what is committed to the durable tier, if there is one."""
         pace, tiers = Pace(plan.write_bytes_per_s), _tiers(plan)
         return cls(
-            plan, live, files, pace,
+            plan,
+            live,
+            files,
+            pace,
             Slots(plan.copy_budget_bytes // block_bytes, block_bytes),
             Slots(plan.writer_threads, block_bytes),
             tiers,
             Drainer(tiers, files, pace, plan.deadline_s) if tiers is not None and drains else None,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self.budget.close()
@@ -124,17 +125,29 @@ class Save:
             means.files.mkdir((attempt.staging / planned.path).parent)
         stored = self._announce()
         writer = BlockWriter(
-            attempt.staging, self._planned, self._files, means.budget, means.bounce, means.pace,
-            writers=plan.writers, progress_deadline_s=plan.deadline_s, turns=means.live.turns,
+            attempt.staging,
+            self._planned,
+            self._files,
+            means.budget,
+            means.bounce,
+            means.pace,
+            writers=plan.writers,
+            progress_deadline_s=plan.deadline_s,
+            turns=means.live.turns,
             direct=not self._in_place,
-        )  # fmt: skip
+        )
         job = Job(
-            attempt, self.commit, writer, means.live, means.files,
+            attempt,
+            self.commit,
+            writer,
+            means.live,
+            means.files,
             plan.drain_keep if means.is_durable_tier(attempt.save_dir) else plan.keep,
             means.drainer.wake if means.drainer is not None else lambda: None,
             durably=means.files if self._in_place else None,
-            when_over=lambda: when_over(job), stored=stored,
-        )  # fmt: skip
+            when_over=lambda: when_over(job),
+            stored=stored,
+        )
         return job
 
 
@@ -150,8 +163,7 @@ def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str
     name = f"global_step{step}" if tag is None else str(tag)
     if not name or "/" in name or "\0" in name or name.startswith(".") or name == "latest":
         raise CheckpointError(
-            "a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; "
-            f"but got {name!r}"
+            f"a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; but got {name!r}"
         )
     return name
 

@@ -105,7 +105,4 @@ def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
             pieces.append(Piece(begin - start, extent.source, begin - extent.offset, stop - begin))
             at += 1
         subgroups = {p.source.subgroup for p in pieces} - {None}
-        yield Block(
-            file, number, start, end - start, tuple(pieces),
-            frozenset(s for s in subgroups if s is not None),
-        )  # fmt: skip
+        yield Block(file, number, start, end - start, tuple(pieces), frozenset(s for s in subgroups if s is not None))

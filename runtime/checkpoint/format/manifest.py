@@ -140,8 +140,7 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
         version = body.get("format", FORMAT) if isinstance(body, dict) else FORMAT
         if isinstance(version, int) and version > FORMAT:
             raise ManifestError(
-                f"{name} has manifest format {version}, this ebbtide reads up to {FORMAT}: "
-                "upgrade ebbtide"
+                f"{name} has manifest format {version}, this ebbtide reads up to {FORMAT}: upgrade ebbtide"
             )
         page = kind.model_validate_json(json.dumps(body))
     except ManifestError:

@@ -69,9 +69,7 @@ class OutputFile:
         with self._lock:
             if self._direct is None and self._try_direct:
                 try:
-                    self._direct = self._files.open(
-                        self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT
-                    )
+                    self._direct = self._files.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
                 except OSError as error:
                     if error.errno not in NO_DIRECT:
                         raise self._explain(error) from error

@@ -68,8 +68,7 @@ def _library_classes() -> Iterator[Allowed]:
     for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
         yield from _under((f"{m}.{kind.__name__}" for m in ("pathlib", "pathlib._local")), kind)
     # torch.save pickles with protocol 2, in which `builtins` has Python 2's name.
-    for builtin in (int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set,
-                    frozenset, range, slice):  # fmt: skip
+    for builtin in (int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice):
         names = (f"{m}.{builtin.__name__}" for m in ("builtins", "__builtin__"))
         yield from _under(names, builtin)
     yield (range, "__builtin__.xrange")
@@ -102,15 +101,10 @@ def _numpy_classes() -> Iterator[Allowed]:
     from numpy.random import _pickle as generators
     from numpy.random import bit_generator as bits
 
-    yield from (getattr(generators, f"__{kind}_ctor") for kind in
-                ("generator", "bit_generator", "randomstate"))  # fmt: skip
+    yield from (getattr(generators, f"__{kind}_ctor") for kind in ("generator", "bit_generator", "randomstate"))
     yield from (np.random.Generator, np.random.RandomState, np.random.SeedSequence)
     yield from (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox)
-    yield from (
-        np.random.SFC64,
-        bits.SeedlessSeedSequence,
-        getattr(bits, "__pyx_unpickle_SeedSequence"),
-    )
+    yield from (np.random.SFC64, bits.SeedlessSeedSequence, getattr(bits, "__pyx_unpickle_SeedSequence"))
 
 
 def _under(names: Iterable[str], value: Any) -> Iterator[Allowed]:

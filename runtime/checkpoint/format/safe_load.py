@@ -45,9 +45,7 @@ def only_weights() -> Iterator[None]:
             os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = forced_off
 
 
-def load_file(
-    path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4
-) -> Any:
+def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4) -> Any:
     """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
 
     Args:
@@ -61,8 +59,16 @@ def load_file(
     try:
         with only_weights():
             return _load_in_parallel(Path(path), into or {}, readers)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError,
-            TypeError, AttributeError, IndexError) as error:  # fmt: skip
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         refused = refused_names(path)
         why = f"it holds {refused}" if refused else _gist(error)
         raise CheckpointError(

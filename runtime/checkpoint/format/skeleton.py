@@ -73,11 +73,7 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
         offsets, refused = _save_with_holes(tree, descriptor)
         if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
             return _whole(state, refused)
-        holes = [
-            extent
-            for key, sources in stand_ins.sources.items()
-            for extent in _in_a_row(offsets[key], sources)
-        ]
+        holes = [extent for key, sources in stand_ins.sources.items() for extent in _in_a_row(offsets[key], sources)]
         holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
         size = os.fstat(descriptor).st_size
         frame = _frame(descriptor, holes, size)

@@ -75,17 +75,14 @@ class Commit:
     """The protocol of one attempt on one rank."""
 
     def __init__(
-        self, attempt: Attempt, files: Files, deadline_s: float,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, attempt: Attempt, files: Files, deadline_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._attempt = attempt
         self._files = files
         self._deadline_s = deadline_s
         self._check = check  # raises when the attempt was cancelled
         self._publishing = False
-        self.note = Note(
-            attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest
-        )
+        self.note = Note(attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest)
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
@@ -116,9 +113,15 @@ class Commit:
             self._files.fsync_folder(folder)
         self._files.point("staging_fsynced")
         manifest = RankManifest(
-            rank=a.rank, world_size=a.world_size, nonce=a.nonce, tag=a.tag, step=a.step,
-            plan=a.plan, versions=dict(a.versions), files=files,
-        )  # fmt: skip
+            rank=a.rank,
+            world_size=a.world_size,
+            nonce=a.nonce,
+            tag=a.tag,
+            step=a.step,
+            plan=a.plan,
+            versions=dict(a.versions),
+            files=files,
+        )
         path = a.staging / rank_manifest_name(a.rank)
         try:
             self._files.write_durably(path, dump(manifest), "vote")
@@ -222,15 +225,20 @@ class Commit:
         if a.other_tier is not None:
             earlier += committed(a.other_tier)
         page = GlobalManifest(
-            nonce=a.nonce, tag=a.tag, step=a.step, world_size=a.world_size, plan=a.plan,
+            nonce=a.nonce,
+            tag=a.tag,
+            step=a.step,
+            world_size=a.world_size,
+            plan=a.plan,
             sequence=1 + max((c.manifest.sequence for c in earlier), default=0),
-            committed_unix_s=time.time(), versions=dict(a.versions),
+            committed_unix_s=time.time(),
+            versions=dict(a.versions),
             payload_bytes=sum(f.size_bytes for m in manifests for f in m.files),
             ranks=[
                 RankSeal(path=rank_manifest_name(r), size_bytes=len(v), hash=block_hash(v))
                 for r, v in sorted(votes.items())
             ],
-        )  # fmt: skip
+        )
         self._files.fsync_folder(a.staging / RANKS_FOLDER)
         self._files.write_durably(a.staging / GLOBAL_NAME, dump(page), "manifest")
         self._files.point("sealed")
@@ -311,9 +319,7 @@ class Commit:
                 page = json.loads(self._files.read(a.abort_note(rank)))
                 # One that was ready may wait for one that still could give way: no fault either.
                 kind = Cancelled if page["cancelled"] else CheckpointError
-                raise kind(
-                    f"checkpoint {a.tag!r} was abandoned: rank {rank} reports {page['reason']}"
-                )
+                raise kind(f"checkpoint {a.tag!r} was abandoned: rank {rank} reports {page['reason']}")
 
 
 class Deferred(Files):

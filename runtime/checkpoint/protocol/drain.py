@@ -75,9 +75,7 @@ def next_to_drain(tiers: Tiers) -> Committed | None:
 class Drain:
     """One checkpoint's way to the durable tier; used by one thread, holds one block of memory."""
 
-    def __init__(
-        self, tiers: Tiers, files: Files, pace: Pace, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, tiers: Tiers, files: Files, pace: Pace, check: Callable[[], None] = lambda: None) -> None:
         self._tiers = tiers
         self._files = files
         self._pace = pace
@@ -130,9 +128,7 @@ class Drain:
             self._files.fsync_folder(folder)
         self._files.point("drain_sealed")
 
-    def _copy_file(
-        self, source: Path, staging: Path, record: FileRecord, left: int, half: int
-    ) -> int:
+    def _copy_file(self, source: Path, staging: Path, record: FileRecord, left: int, half: int) -> int:
         buffer = Slots(1, -(-record.block_bytes // ALIGNMENT) * ALIGNMENT, pinned=False)
         address = buffer.take()
         assert address is not None
@@ -154,9 +150,8 @@ class Drain:
         return left
 
     def _copy_block(
-        self, descriptor: int, output: OutputFile, record: FileRecord, number: int,
-        expected: str, address: int,
-    ) -> None:  # fmt: skip
+        self, descriptor: int, output: OutputFile, record: FileRecord, number: int, expected: str, address: int
+    ) -> None:
         self._check()
         offset = number * record.block_bytes
         size = min(record.block_bytes, record.size_bytes - offset)

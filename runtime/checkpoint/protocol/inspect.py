@@ -58,24 +58,25 @@ def list_checkpoints(directory: str | Path) -> list[Entry]:
     entries = [_entry(c, latest) for c in committed(directory)]
     entries += [_entry(c, latest, f"renamed from {c.manifest.tag}") for c in renamed(directory)]
     for tag, reason in damaged(directory).items():
-        entries.append(
-            Entry(tag, None, None, None, None, latest=tag == latest, status=f"damaged: {reason}")
-        )
+        entries.append(Entry(tag, None, None, None, None, latest=tag == latest, status=f"damaged: {reason}"))
     return entries
 
 
 def _entry(found: Committed, latest: str | None, status: str = "committed") -> Entry:
     tag, page = found.folder.name, found.manifest
     return Entry(
-        tag, page.step, page.payload_bytes, page.world_size, page.committed_unix_s, page.plan,
-        tag == latest, status,
-    )  # fmt: skip
+        tag, page.step, page.payload_bytes, page.world_size, page.committed_unix_s, page.plan, tag == latest, status
+    )
 
 
 def verify(
-    directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), readers: int = 4,
+    directory: str | Path,
+    tag: str,
+    *,
+    share: tuple[int, int] = (0, 1),
+    readers: int = 4,
     needed: Callable[[str], bool] = lambda _: True,
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """Reads a checkpoint and compares every byte with its manifest; an empty list: it is whole.
 
     Its folder may have been renamed since it was committed.

@@ -10,9 +10,7 @@ from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME
 PARTIAL, REPLACED = ".partial", ".replaced"
 
 
-def publish_folder(
-    staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None
-) -> None:
+def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None) -> None:
     """Gives a finished folder its name, and returns when that is durable.
 
     A folder that has the name already is swapped out in one step where the filesystem can; where

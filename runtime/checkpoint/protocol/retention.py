@@ -47,9 +47,7 @@ def damaged(save_dir: Path) -> dict[str, str]:
 def _folders(save_dir: Path) -> list[Path]:
     if not save_dir.is_dir():
         return []
-    return sorted(
-        f for f in save_dir.iterdir() if not f.name.startswith(".") and (f / GLOBAL_NAME).is_file()
-    )
+    return sorted(f for f in save_dir.iterdir() if not f.name.startswith(".") and (f / GLOBAL_NAME).is_file())
 
 
 def _read(folder: Path) -> Committed | Exception:

@@ -36,9 +36,7 @@ TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\
 class Note:
     """Stands in the folder of a checkpoint from the begin of a save to its durable commit."""
 
-    def __init__(
-        self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True
-    ) -> None:
+    def __init__(self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True) -> None:
         self._save_dir = save_dir
         self._save_latest = save_latest
         self._nonce = nonce
@@ -73,8 +71,14 @@ class Note:
 
     def _write_to(self, path: Path) -> None:
         self._files.mkdir(path.parent)
-        page = {**owner(), "tag": self._tag, "nonce": self._nonce, "latest": self._latest(),
-                "save_latest": self._save_latest, "awaits": self._awaits}  # fmt: skip
+        page = {
+            **owner(),
+            "tag": self._tag,
+            "nonce": self._nonce,
+            "latest": self._latest(),
+            "save_latest": self._save_latest,
+            "awaits": self._awaits,
+        }
         self._files.write_briefly(path, json.dumps(page).encode())
 
     def await_trainer(self) -> None:

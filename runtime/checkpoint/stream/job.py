@@ -43,11 +43,18 @@ class Job:
     """
 
     def __init__(
-        self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
-        files: Files, keep: int,
-        after_commit: Callable[[], None] = lambda: None, durably: Files | None = None,
-        when_over: Callable[[], None] = lambda: None, stored: AnnouncedStep | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        attempt: Attempt,
+        commit: Commit,
+        writer: BlockWriter,
+        live: LiveState,
+        files: Files,
+        keep: int,
+        after_commit: Callable[[], None] = lambda: None,
+        durably: Files | None = None,
+        when_over: Callable[[], None] = lambda: None,
+        stored: AnnouncedStep | None = None,
+    ) -> None:
         self.attempt = attempt
         self.failure: BaseException | None = None
         self.report: Report | None = None
@@ -66,9 +73,7 @@ class Job:
         self._pid = os.getpid()
         # No daemon: the end of a process, also of a multiprocessing child, which runs no atexit,
         # waits for it; all that it waits for itself has a deadline.
-        self._thread = threading.Thread(
-            target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False
-        )
+        self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
         """The live bytes are read from now on, until they are on disk or copied."""
@@ -142,10 +147,15 @@ class Job:
                 self._commit.make_durable(records, self._durably)
             self._commit.close(committed=True)
             self.report = Report(
-                self.attempt.tag, self.attempt.step, sum(r.size_bytes for r in records),
-                self.stall_s, self._writer.waited_s, self._writer.copied_bytes,
-                persisted - begin, time.monotonic() - persisted,
-            )  # fmt: skip
+                self.attempt.tag,
+                self.attempt.step,
+                sum(r.size_bytes for r in records),
+                self.stall_s,
+                self._writer.waited_s,
+                self._writer.copied_bytes,
+                persisted - begin,
+                time.monotonic() - persisted,
+            )
             self._after_commit()
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)

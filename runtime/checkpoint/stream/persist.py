@@ -60,9 +60,7 @@ class BlockWriter:
         self._left = len(self._blocks)
         self._failure: BaseException | None = None
         self._progress_s = time.monotonic()
-        self._outputs = [
-            OutputFile(folder / p.path, p.layout.size_bytes, files, direct=direct) for p in planned
-        ]
+        self._outputs = [OutputFile(folder / p.path, p.layout.size_bytes, files, direct=direct) for p in planned]
         self._at_disk = threading.Semaphore(writers)
         self._threads = [
             threading.Thread(target=self._work, name=f"ebbtide-writer-{i}", daemon=True)
@@ -118,9 +116,7 @@ class BlockWriter:
     @staticmethod
     def _free_of(block: Block) -> bool:
         """Nothing will read the block's live bytes any more."""
-        return block.state is State.DONE or (
-            block.slot is not None and block.state is not State.COPYING
-        )
+        return block.state is State.DONE or (block.slot is not None and block.state is not State.COPYING)
 
     def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
         slot = self._claim(block, subgroup, patient=patient)

@@ -51,9 +51,7 @@ def _watch() -> None:
         os.close(into)
         os.close(out)
         return
-    threading.Thread(
-        target=_read_signals, args=(into,), name="ebbtide-sigterm", daemon=True
-    ).start()
+    threading.Thread(target=_read_signals, args=(into,), name="ebbtide-sigterm", daemon=True).start()
     _be_stock_in_children()
 
 

@@ -13,10 +13,14 @@ from ebbtide.simulator.workload import Layer, WireDtype, Workload, ZeroStage
 logger = logging.getLogger("ebbtide")
 
 _NAMES = {
-    "device_kind": "kind of device", "device_name": "device", "unified_memory": "unified memory",
-    "gpus_per_node": "GPUs", "cpu_cores": "CPU cores", "host_memory_bytes": "host memory",
+    "device_kind": "kind of device",
+    "device_name": "device",
+    "unified_memory": "unified memory",
+    "gpus_per_node": "GPUs",
+    "cpu_cores": "CPU cores",
+    "host_memory_bytes": "host memory",
     "device_memory_bytes": "device memory",
-}  # fmt: skip
+}
 
 
 def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | None) -> None:
@@ -62,17 +66,18 @@ def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> s
 
 
 def _fingerprint(
-    sizes: tuple[int, ...],
-    zero_stage: ZeroStage,
-    optimizer: str,
-    wire: WireDtype,
-    gradient_bytes: int,
+    sizes: tuple[int, ...], zero_stage: ZeroStage, optimizer: str, wire: WireDtype, gradient_bytes: int
 ) -> str:
     layer = Layer(params=sum(sizes), forward_s=1.0, backward_s=1.0)
     return Workload(
-        name="attached", layers=(layer,), subgroups=sizes, wire_dtype=wire,
-        grad_bytes_per_param=gradient_bytes, zero_stage=zero_stage, optimizer=optimizer,
-    ).fingerprint  # fmt: skip
+        name="attached",
+        layers=(layer,),
+        subgroups=sizes,
+        wire_dtype=wire,
+        grad_bytes_per_param=gradient_bytes,
+        zero_stage=zero_stage,
+        optimizer=optimizer,
+    ).fingerprint
 
 
 def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:

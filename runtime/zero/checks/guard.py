@@ -115,13 +115,11 @@ def check_engine(engine: Any) -> UpdateRule:
     optimizer = engine.optimizer
     if type(optimizer) not in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer):
         raise ConfigError(
-            "engine.optimizer must be DeepSpeed's own ZeRO optimizer, but got "
-            f"{type(optimizer).__name__}"
+            f"engine.optimizer must be DeepSpeed's own ZeRO optimizer, but got {type(optimizer).__name__}"
         )
     if getattr(optimizer, "has_moe_layers", False):
         raise ConfigError(
-            "the model must have no mixture-of-experts layers under ZeRO-1 or 2, but has: train "
-            "it without ebbtide"
+            "the model must have no mixture-of-experts layers under ZeRO-1 or 2, but has: train it without ebbtide"
         )
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         raise ConfigError(

@@ -31,39 +31,91 @@ class Member:
 
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"
 STAGE3 = (
-    *map(Member, (
-        "fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat",
-        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat",
-        "sub_group_size", "sub_group_to_group_id", "grad_partitions_flat_buffer", "grad_position",
-        "norm_for_param_grads", "param_dict", "persistent_parameters", "micro_step_id",
-        "subgroup_to_device", "offload_param", "ipg_buckets", "parameter_offload",
-        "partition_count", f"{_MANGLED}param_id_to_grad_partition", "get_param_id",
-        "is_gradient_accumulation_boundary", "_overflow_check_and_loss_scale_update",
-        "_get_norm_groups", "_model_parallel_all_reduce", "_pre_step", "_partition_all_parameters",
-        "reset_cpu_buffers", "invalidate_secondary_tensor", "_get_fp32_opt_state_partition",
-        "_fp32_state_allgather", "_rigid_load_state_dict", "_load_universal_checkpoint",
-        "_restore_from_bit16_weights", "_restore_from_fp32_weights", "checkpoint_event_prologue",
-        "checkpoint_event_epilogue", "_global_grad_norm", "_partitioned_params_swap_out",
-    )),
+    *map(
+        Member,
+        (
+            "fp16_groups",
+            "fp16_partitioned_groups",
+            "fp16_partitioned_groups_flat",
+            "fp16_partitioned_groups_flat_numel",
+            "fp32_partitioned_groups_flat",
+            "sub_group_size",
+            "sub_group_to_group_id",
+            "grad_partitions_flat_buffer",
+            "grad_position",
+            "norm_for_param_grads",
+            "param_dict",
+            "persistent_parameters",
+            "micro_step_id",
+            "subgroup_to_device",
+            "offload_param",
+            "ipg_buckets",
+            "parameter_offload",
+            "partition_count",
+            f"{_MANGLED}param_id_to_grad_partition",
+            "get_param_id",
+            "is_gradient_accumulation_boundary",
+            "_overflow_check_and_loss_scale_update",
+            "_get_norm_groups",
+            "_model_parallel_all_reduce",
+            "_pre_step",
+            "_partition_all_parameters",
+            "reset_cpu_buffers",
+            "invalidate_secondary_tensor",
+            "_get_fp32_opt_state_partition",
+            "_fp32_state_allgather",
+            "_rigid_load_state_dict",
+            "_load_universal_checkpoint",
+            "_restore_from_bit16_weights",
+            "_restore_from_fp32_weights",
+            "checkpoint_event_prologue",
+            "checkpoint_event_epilogue",
+            "_global_grad_norm",
+            "_partitioned_params_swap_out",
+        ),
+    ),
     Member("_offload_boundary_param_ids", "0.19.5"),
     Member("_offload_grad_partition_at_boundary", "0.19.5"),
     Member("_get_param_partition_rank", "0.19.3"),
     Member("_loss_scale_update_and_overflow_cleanup", "0.19.8"),
-)  # fmt: skip
+)
 
 STAGE12 = (
-    *map(Member, (
-        "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups",
-        "single_partition_of_fp32_groups", "params_in_partition", "real_dp_process_group",
-        "grad_position", "norm_for_param_grads", "micro_step_id", "accumulated_grads_in_cpu",
-        "param_buffer_of_bit16_for_cpu_offload_groups", "averaged_gradients", "local_overflow",
-        "nccl_start_alignment_factor", "offload_gradient_dict", "check_grad_overflow",
-        "async_accumulate_grad_in_cpu_via_gpu", "get_param_gradient_attribute",
-        "update_offload_overflow_tracker", "clear_grad_attribute", "scaled_global_norm",
-        "_update_scale", "_global_grad_norm", "_update_model_bit16_weights", "_link_all_hp_params",
-        "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
-        "_get_offload_gradient_dict", "_has_inf_or_nan", "get_data_parallel_partitions",
-    )),
+    *map(
+        Member,
+        (
+            "bit16_groups",
+            "bit16_groups_flat",
+            "parallel_partitioned_bit16_groups",
+            "single_partition_of_fp32_groups",
+            "params_in_partition",
+            "real_dp_process_group",
+            "grad_position",
+            "norm_for_param_grads",
+            "micro_step_id",
+            "accumulated_grads_in_cpu",
+            "param_buffer_of_bit16_for_cpu_offload_groups",
+            "averaged_gradients",
+            "local_overflow",
+            "nccl_start_alignment_factor",
+            "offload_gradient_dict",
+            "check_grad_overflow",
+            "async_accumulate_grad_in_cpu_via_gpu",
+            "get_param_gradient_attribute",
+            "update_offload_overflow_tracker",
+            "clear_grad_attribute",
+            "scaled_global_norm",
+            "_update_scale",
+            "_global_grad_norm",
+            "_update_model_bit16_weights",
+            "_link_all_hp_params",
+            "_lazy_init_hp_params_optimizer_state",
+            "_hp_optimizer_states_linked",
+            "_get_offload_gradient_dict",
+            "_has_inf_or_nan",
+            "get_data_parallel_partitions",
+        ),
+    ),
     Member("low_precision_master_weights_and_grads", "0.19.8"),
     Member("_offload_accumulated_param_ids", "0.19.5"),
     Member("_finalize_cpu_offload_gradient_accumulation", "0.19.5"),
@@ -71,7 +123,7 @@ STAGE12 = (
     Member("_get_compact_grad_partition_slice", "0.19.8"),
     Member("_use_compact_grad_partition_buffer", "0.19.8"),
     Member("_wait_for_offload_copies", "0.19.8"),
-)  # fmt: skip
+)
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
@@ -132,9 +184,7 @@ def check_members(optimizer: Any) -> None:
         )
     members = STAGE3 if partitioned else STAGE12
     missing = [
-        member.name
-        for member in members
-        if Version(member.since) <= installed and not hasattr(optimizer, member.name)
+        member.name for member in members if Version(member.since) <= installed and not hasattr(optimizer, member.name)
     ]
     if missing:
         raise UnsupportedDeepSpeedError(
@@ -296,11 +346,12 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
     if not coordinator.is_complete_trace():
         return None
     return [
-        [(optimizer.get_param_id(param), param.ds_numel)
-         for param in sorted(set(iter_params(module, recurse=z3_leaf_module(module))),
-                             key=lambda p: p.ds_id)]
+        [
+            (optimizer.get_param_id(param), param.ds_numel)
+            for param in sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda p: p.ds_id)
+        ]
         for module in getattr(coordinator, f"{_COORDINATOR}submodule_order")
-    ]  # fmt: skip
+    ]
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
@@ -419,9 +470,7 @@ def mark_available(param: Any) -> None:
 Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
 
 
-def gate_gathers(
-    parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
-) -> Callable[[], None]:
+def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
     """Calls ``gate(parameters about to be gathered)`` before every gather; returns an undo.
 
     Every reader of a partitioned parameter, be it forward, GatheredParameters or a state_dict,

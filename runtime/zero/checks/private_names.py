@@ -21,8 +21,7 @@ def missing_names() -> list[str]:
 
     installed = Version(deepspeed.__version__)
     missing = []
-    for owner, table in ((DeepSpeedZeroOptimizer_Stage3, "STAGE3"),
-                         (DeepSpeedZeroOptimizer, "STAGE12")):  # fmt: skip
+    for owner, table in ((DeepSpeedZeroOptimizer_Stage3, "STAGE3"), (DeepSpeedZeroOptimizer, "STAGE12")):
         words = _words(owner)
         for member in getattr(private, table, ()):
             name = member.name.removeprefix(f"_{owner.__name__}")
@@ -34,5 +33,4 @@ def missing_names() -> list[str]:
 def _words(owner: type[Any]) -> set[str]:
     """Every identifier in the modules of the class and what it inherits from."""
     modules = {cls.__module__ for cls in owner.__mro__ if cls.__module__.startswith("deepspeed")}
-    return {word for name in modules
-            for word in re.findall(r"\w+", inspect.getsource(sys.modules[name]))}  # fmt: skip
+    return {word for name in modules for word in re.findall(r"\w+", inspect.getsource(sys.modules[name]))}

@@ -85,9 +85,16 @@ class Model:
     """
 
     def __init__(
-        self, workload: Workload, machine: Machine, ways: Sequence[Way], most_pieces: int,
-        homes: Sequence[Memory] = (), *, guesses: bool = False, sums: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        machine: Machine,
+        ways: Sequence[Way],
+        most_pieces: int,
+        homes: Sequence[Memory] = (),
+        *,
+        guesses: bool = False,
+        sums: bool = False,
+    ) -> None:
         """``guesses``: those of the ``ways`` for which that is possible may begin before the norm;
         they come once more, behind the others. ``sums``: likewise sums may stay on the device.
         """
@@ -114,8 +121,9 @@ class Model:
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
             self._part(n, step, times=self._times(step))
-            for n, recipe in enumerate(self.recipes) for step in recipe.gradient_steps
-        ]  # fmt: skip
+            for n, recipe in enumerate(self.recipes)
+            for step in recipe.gradient_steps
+        ]
 
     @cached_property
     def least_size(self) -> int:
@@ -152,11 +160,7 @@ class Model:
             if i < recipe.before_norm:
                 inside, head, tail = Inside.NONE, between(i, i), between(i + 1, new + 1)
             elif i < begin:
-                inside, head, tail = (
-                    Inside.TAKERS,
-                    between(begin, gives + 1),
-                    between(i + 1, new + 1),
-                )
+                inside, head, tail = (Inside.TAKERS, between(begin, gives + 1), between(i + 1, new + 1))
             elif i <= new:
                 inside, head, tail = Inside.ALL, between(begin, i), between(i + 1, new + 1)
             elif i <= gives and not recipe.before_norm:
@@ -170,19 +174,31 @@ class Model:
         return parts
 
     def _part(
-        self, way: int, step: Step, inside: Inside = Inside.NONE, head_s: Floats | None = None,
-        tail_s: Floats | None = None, *, times: int = 1, slot: Slot | None = None,
-    ) -> Part:  # fmt: skip
+        self,
+        way: int,
+        step: Step,
+        inside: Inside = Inside.NONE,
+        head_s: Floats | None = None,
+        tail_s: Floats | None = None,
+        *,
+        times: int = 1,
+        slot: Slot | None = None,
+    ) -> Part:
         least = [self.work.least(step, int(size)) for size in self.pieces.size]
         nothing = np.zeros(len(least))
         return Part(
-            way, step, inside, times, slot,
+            way,
+            step,
+            inside,
+            times,
+            slot,
             np.array([each.seconds for each in least]),
             np.array([self.work.least(step, int(size)).seconds for size in self.pieces.least]),
             np.array([each.alone_s for each in least]),
             {name: np.array([each.taken_s[name] for each in least]) for name in self.work.limits},
-            nothing if head_s is None else head_s, nothing if tail_s is None else tail_s,
-        )  # fmt: skip
+            nothing if head_s is None else head_s,
+            nothing if tail_s is None else tail_s,
+        )
 
     def taker(self, part: Part) -> Part:
         """The step of its way that takes its slot."""
@@ -202,23 +218,23 @@ class Model:
     def modes(self) -> list[Modes]:
         """How these lanes and the device's compute share the node."""
         sizes = sorted({self.least_size, max(self.workload.subgroups)})
-        ops: dict[Lane, list[Op]] = {
-            Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]
-        }
+        ops: dict[Lane, list[Op]] = {Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]}
         updates = (p for p in self.parts if p.inside != Inside.NONE)
         for part in [*updates, *self.gradients]:
             lane, step = part.step.lane, part.step
             if lane in self.lanes:
-                some = [op for n in (sizes[-1:] if step.threads else sizes)
-                        for op in self.work.ops(step, n) if alone_s(op, self.machine)]  # fmt: skip
+                some = [
+                    op
+                    for n in (sizes[-1:] if step.threads else sizes)
+                    for op in self.work.ops(step, n)
+                    if alone_s(op, self.machine)
+                ]
                 ops[lane] = [*ops.get(lane, []), *some]
         for lane, some in ops.items():
             if not some[0].cores:
                 some.sort(key=lambda op: op.work)
                 ops[lane] = some[:: max(1, len(some) - 1)]
-        return modes(
-            {lane: some for lane, some in ops.items() if some}, self.machine, self.work.limits
-        )
+        return modes({lane: some for lane, some in ops.items() if some}, self.machine, self.work.limits)
 
 
 def visit(recipe: Recipe) -> tuple[int, int]:

@@ -43,9 +43,7 @@ class Modes:
     speeds: Floats
 
 
-def modes(
-    ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]
-) -> list[Modes]:
+def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]) -> list[Modes]:
     """Of all lanes.
 
     Args:
@@ -62,11 +60,19 @@ def modes(
     # Where rates by threads are known, an update may take just what others leave of DRAM.
     scaling = [lane for lane, some in ops.items() if some[0].cores and machine.host_adam_by_threads]
     return [
-        Modes(tuple(group), _undominated(_speeds({lane: lanes[lane] for lane in group},
-                                                 [lane for lane in group if lane in scaling],
-                                                 limits, machine.dram_bytes_per_s.median)))
+        Modes(
+            tuple(group),
+            _undominated(
+                _speeds(
+                    {lane: lanes[lane] for lane in group},
+                    [lane for lane in group if lane in scaling],
+                    limits,
+                    machine.dram_bytes_per_s.median,
+                )
+            ),
+        )
         for group in _groups(lanes, limits)
-    ]  # fmt: skip
+    ]
 
 
 def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
@@ -81,9 +87,7 @@ def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
     return groups
 
 
-def _speeds(
-    lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], triad: float
-) -> Floats:
+def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], triad: float) -> Floats:
     """Of each choice of what the lanes run."""
     rows = set()
     fixed = [lane for lane in lanes if lane not in scaling]

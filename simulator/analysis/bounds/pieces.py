@@ -62,8 +62,7 @@ class Pieces:
         below = np.concatenate([[0.0], np.cumsum(backward)])
         first = [held[0] for held in w.layers_of_subgroups()]
         blocks = _blocks(first, most)
-        parts = [part for block in blocks
-                 for part in _alike(w.subgroups, block, homes, fluid=most == 1)]  # fmt: skip
+        parts = [part for block in blocks for part in _alike(w.subgroups, block, homes, fluid=most == 1)]
         parts.sort(key=lambda part: part[-1])
         block = [next(b for b, some in enumerate(blocks) if part[0] in some) for part in parts]
         passes = [len({first[s] for s in some}) for some in blocks]
@@ -71,15 +70,20 @@ class Pieces:
         layer = [first[part[-1]] for part in parts]
         often = _fetches(w)
         return cls(
-            np.array([max(some) for some in sizes]), np.array([min(some) for some in sizes]),
+            np.array([max(some) for some in sizes]),
+            np.array([min(some) for some in sizes]),
             np.array([sum(some) / max(some) for some in sizes]),
             np.array([len(set(some)) == 1 for some in sizes]),
-            tuple(homes[part[-1]] if homes else "" for part in parts), behind[layer], below[layer],
+            tuple(homes[part[-1]] if homes else "" for part in parts),
+            behind[layer],
+            below[layer],
             np.array([min(often[s] for s in part) for part in parts]),
-            np.array([part[0] for part in parts]), np.array([part[-1] for part in parts]),
+            np.array([part[0] for part in parts]),
+            np.array([part[-1] for part in parts]),
             below[[first[part[0]] for part in parts]],
-            np.array(block), np.array([passes[b] for b in block]),
-        )  # fmt: skip
+            np.array(block),
+            np.array([passes[b] for b in block]),
+        )
 
     def __len__(self) -> int:
         return len(self.size)
@@ -117,9 +121,7 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(borders)]
 
 
-def _alike(
-    sizes: Sequence[int], block: range, homes: Sequence[Memory], *, fluid: bool
-) -> list[list[int]]:
+def _alike(sizes: Sequence[int], block: range, homes: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
     """Those of one size together, where there are few sizes; never those of two homes."""
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}

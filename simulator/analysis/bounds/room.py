@@ -98,10 +98,7 @@ class _Chain:
         self.begin_s = np.maximum.accumulate(left[::-1])[::-1]
         self.end_s = pieces.end_s[self.order]
         # The last one whose wait precedes a piece's first gradient.
-        self.before = [
-            max(np.flatnonzero(self.end_s[:k] > begin), default=-1)
-            for k, begin in enumerate(self.begin_s)
-        ]
+        self.before = [max(np.flatnonzero(self.end_s[:k] > begin), default=-1) for k, begin in enumerate(self.begin_s)]
 
         # Each pass's gradients come home behind it, but for one that may be left: of a whole block.
         self.bursts = list(self._bursts())
@@ -151,10 +148,7 @@ class _Chain:
             beside.add(self, rows, every, waited)
         return int(waited[-1])
 
-    def _come_home(
-        self, rows: Rows, every: Columns, waited: Columns, work: ByWay,
-        alone_s: Floats,
-    ) -> None:  # fmt: skip
+    def _come_home(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
         """On a resource, one after the other."""
         count, left_s = self.pieces.count, float(alone_s.max())
         home = rows.new(len(count))  # since the first begins
@@ -175,24 +169,18 @@ class _Chain:
             rows.at_most(limit_s, (int(waited[last]), -1.0), *asked, *before)
 
 
-def _paces(
-    m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats
-) -> list[dict[int, float]]:  # fmt: skip
+def _paces(m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats) -> list[dict[int, float]]:
     """By lane and by capacity, and by way, seconds of a byte at the least; without those of which
     another one is asked for as much.
     """
-    some = [{p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
-            for lane in dict.fromkeys(p.step.lane for p in parts)]  # fmt: skip
-    some += [
-        {way: float((_taken(parts, way, name) / sent).min()) for way in ways}
-        for name in m.work.limits
+    some = [
+        {p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
+        for lane in dict.fromkeys(p.step.lane for p in parts)
     ]
+    some += [{way: float((_taken(parts, way, name) / sent).min()) for way in ways} for name in m.work.limits]
     kept: list[dict[int, float]] = []
     for one in sorted(some, key=lambda each: -sum(each.values())):
-        if not any(
-            all(pace <= other.get(way, 0.0) * (1 + CLOSE) for way, pace in one.items())
-            for other in kept
-        ):
+        if not any(all(pace <= other.get(way, 0.0) * (1 + CLOSE) for way, pace in one.items()) for other in kept):
             kept.append(one)
     return kept
 
@@ -238,8 +226,7 @@ class _Beside:
         there = np.flatnonzero(self.large[chain.order])
         for k in there:
             some = chain.order[there[there <= k]]
-            asked = [(every[some, w], np.minimum(s[some], self.longest_s))
-                     for w, s in self.takes.items()]  # fmt: skip
+            asked = [(every[some, w], np.minimum(s[some], self.longest_s)) for w, s in self.takes.items()]
             run_s = float(chain.begin_s[there[0]] - chain.end_s[k])
             left_s = self.most * (run_s + self.longest_s)
             rows.at_most(left_s, (int(waited[k]), -float(self.waiting)), *asked)

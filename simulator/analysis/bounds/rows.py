@@ -74,10 +74,8 @@ class Rows:
             integrality=np.array(self.whole) if nodes else None,
             bounds=Bounds(0.0, np.array(self.upper)),
             constraints=LinearConstraint(self._matrix(), self.least, self.most),
-            options={
-                "node_limit": nodes, "mip_rel_gap": RELATIVE_GAP, "time_limit": LONGEST_S,
-            } if nodes else {},
-        )  # fmt: skip
+            options={"node_limit": nodes, "mip_rel_gap": RELATIVE_GAP, "time_limit": LONGEST_S} if nodes else {},
+        )
         if solved.status == 2:
             return None
         low: Any = solved.mip_dual_bound if nodes else solved.fun

@@ -28,11 +28,17 @@ GROWTHS = 6  # moments of backward at which slots that grow are counted
 MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
-    "dram": "DRAM", "h2d": "H2D link", "d2h": "D2H link", "link": "both ways of the link",
-    "cores": "CPU cores", "storage_read": "storage read", "storage": "storage write",
-    "storage_both": "storage, both ways", "device": "device compute",
+    "dram": "DRAM",
+    "h2d": "H2D link",
+    "d2h": "D2H link",
+    "link": "both ways of the link",
+    "cores": "CPU cores",
+    "storage_read": "storage read",
+    "storage": "storage write",
+    "storage_both": "storage, both ways",
+    "device": "device compute",
     Lane.H2D_FETCH: "parameters' way in",
-}  # fmt: skip
+}
 
 
 class Window:
@@ -47,9 +53,14 @@ class Window:
     """
 
     def __init__(
-        self, model: Model, room: Mapping[Memory, float], slots: int | None = None, fewest: int = 0,
-        numbers: Sequence[float] = (), visitor: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        room: Mapping[Memory, float],
+        slots: int | None = None,
+        fewest: int = 0,
+        numbers: Sequence[float] = (),
+        visitor: tuple[int, int] | None = None,
+    ) -> None:
         """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
         None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, however they
         are guessed and summed, if given; ``visitor``: between which sizes the largest is that
@@ -276,20 +287,17 @@ class Window:
                 terms.append((self._under_way(), GRADIENTS_UNDER_WAY_BYTES / unit))
             slots = {
                 slot: (size, held.slot_bytes(slot, m.largest) / unit)
-                for slot, size in self._size.items() if slot.memory == memory
-            }  # fmt: skip
+                for slot, size in self._size.items()
+                if slot.memory == memory
+            }
             if Slot.STAGING in slots and m.workload.zero_stage == 3:
                 without = (size_bytes + m.workload.activation_bytes) / unit
-                self.rows.at_most(
-                    without, *terms, *slots.values(), name="memory without activations"
-                )
+                self.rows.at_most(without, *terms, *slots.values(), name="memory without activations")
                 _, each = slots.pop(Slot.STAGING)
                 self.growing = without, [*terms, *slots.values()], each, unit
             self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
 
-    def beyond_slots(
-        self, parts: Sequence[Part], seconds: Sequence[Floats], layers: int
-    ) -> list[Term]:  # fmt: skip
+    def beyond_slots(self, parts: Sequence[Part], seconds: Sequence[Floats], layers: int) -> list[Term]:
         """What a step of all visits asks for, less what it does of those that fit into the slots
         which are there while the first so many layers have activations. Of tiny ones nothing.
         """
@@ -369,8 +377,7 @@ class Window:
         everything = [*m.parts, *m.gradients]
         for lane in dict.fromkeys(p.step.lane for p in everything):
             if lane != Lane.DEVICE_UPDATE:
-                asked = [(self.x[:, p.way], p.times * p.seconds) for p in everything
-                         if p.step.lane == lane]  # fmt: skip
+                asked = [(self.x[:, p.way], p.times * p.seconds) for p in everything if p.step.lane == lane]
                 self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
         coming = self._coming()
         takers = [p for p in coming if p.inside == Inside.TAKERS]
@@ -494,10 +501,7 @@ class Window:
         for slot in sorted({p.step.gives_back for p in gives if p.step.gives_back is not None}):
             if self.limit(slot) == 2:
                 mine = [p for p in gives if p.step.gives_back == slot]
-                self._beside_large(
-                    mine, [p for g in mine for p in m.parts
-                           if p.way == g.way and p.step.takes == slot]
-                )  # fmt: skip
+                self._beside_large(mine, [p for g in mine for p in m.parts if p.way == g.way and p.step.takes == slot])
 
     def _beside_large(self, gives: Sequence[Part], takes: Sequence[Part]) -> None:
         pieces, users = self.model.pieces, [g.way for g in gives]
@@ -513,9 +517,7 @@ class Window:
             some = self.rows.one(1.0)
             for p in large:
                 self.rows.at_most(0.0, (self.x[p, users], 1.0), (some, -1.0))
-            each = [
-                (self.x[p, users], more) for p, more in zip(large, more_s.tolist(), strict=True)
-            ]
+            each = [(self.x[p, users], more) for p, more in zip(large, more_s.tolist(), strict=True)]
             one = (some, float(longest_s[large].min()) - other_s)
             self.behind_the_norm(pieces.tail_s[-1], *asked, *each, one)
 

@@ -43,12 +43,17 @@ class Work:
         """Of a subgroup; one for each number of threads that matters."""
         return [
             Op(
-                0, step.kind, step.lane, size * step.work(self.bytes), step.rate,
-                dram_bytes=size * step.dram(self.bytes), cores=cores,
+                0,
+                step.kind,
+                step.lane,
+                size * step.work(self.bytes),
+                step.rate,
+                dram_bytes=size * step.dram(self.bytes),
+                cores=cores,
                 device_share=step.device_share,
             )
             for cores in (self.threads if step.threads else (0.0,))
-        ]  # fmt: skip
+        ]
 
     def least(self, step: Step, size: int) -> Least:
         """Of a subgroup, with the best number of threads for each figure."""
@@ -63,17 +68,11 @@ class Work:
 
     def fetched(self, size_bytes: float) -> Least:
         """Parameters that come in for a pass, in copies of any size."""
-        op = Op(
-            0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s",
-            dram_bytes=size_bytes,
-        )  # fmt: skip
+        op = Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s", dram_bytes=size_bytes)
         return self._of(op, size_bytes / self.machine.rate("h2d_bytes_per_s"))
 
     def _of(self, op: Op, alone: float | None = None) -> Least:
         alone = alone_s(op, self.machine) if alone is None else alone
         taken = demands(op, self.machine, alone)
         shares = {name: taken.get(name, 0.0) / limit for name, limit in self.limits.items()}
-        return Least(
-            alone * max(1.0, *shares.values()), alone,
-            {name: share * alone for name, share in shares.items()},
-        )  # fmt: skip
+        return Least(alone * max(1.0, *shares.values()), alone, {name: share * alone for name, share in shares.items()})

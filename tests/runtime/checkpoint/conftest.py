@@ -72,34 +72,57 @@ class Bench:
         self.writers, self.deadline_s = writers, deadline_s
         self.saved = 0
 
-    def begin(self, state, tag=None, *, files=None, step=None, rank=0, world_size=1, nonce=None,
-              keep=0, pace=None, other_tier=None, durably=None, stored=None):  # fmt: skip
+    def begin(
+        self,
+        state,
+        tag=None,
+        *,
+        files=None,
+        step=None,
+        rank=0,
+        world_size=1,
+        nonce=None,
+        keep=0,
+        pace=None,
+        other_tier=None,
+        durably=None,
+        stored=None,
+    ):
         """``stored``: gives an announced step and what the checkpoint says of it."""
         files = files or Files()
         self.saved += 1
         step = self.saved if step is None else step
         attempt = Attempt(
-            self.folder, tag or f"step{step}", nonce or f"n{self.saved}", step, rank, world_size,
-            versions={"torch": torch.__version__}, other_tier=other_tier,
-        )  # fmt: skip
+            self.folder,
+            tag or f"step{step}",
+            nonce or f"n{self.saved}",
+            step,
+            rank,
+            world_size,
+            versions={"torch": torch.__version__},
+            other_tier=other_tier,
+        )
         commit = Commit(attempt, files, self.deadline_s)
         commit.begin()
         planned = [
-            PlannedFile(
-                Path(f"rank{rank}_{name}.pt"), lay_out(value, self.live, stream_device=True)
-            )
+            PlannedFile(Path(f"rank{rank}_{name}.pt"), lay_out(value, self.live, stream_device=True))
             for name, value in state.items()
         ]
         announced, page = (None, None) if stored is None else stored(attempt)
         if page is not None:
             planned.append(PlannedFile(Path(stored_name(rank)), plain(page)))
         writer = BlockWriter(
-            attempt.staging, planned, files, self.budget, self.bounce, pace or Pace(None),
-            writers=self.writers, progress_deadline_s=self.deadline_s, turns=self.live.turns,
-        )  # fmt: skip
-        return Job(
-            attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced
+            attempt.staging,
+            planned,
+            files,
+            self.budget,
+            self.bounce,
+            pace or Pace(None),
+            writers=self.writers,
+            progress_deadline_s=self.deadline_s,
+            turns=self.live.turns,
         )
+        return Job(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
 
     def save(self, state, tag=None, **options):
         """Saves and waits; raises what went wrong."""
@@ -119,9 +142,6 @@ def bench(tmp_path):
 def some_state(seed=0, elements=20_000):
     generator = torch.Generator().manual_seed(seed)
     return {
-        "optim_states": {
-            "fp32": [torch.randn(elements, generator=generator) for _ in range(3)],
-            "step": seed,
-        },
+        "optim_states": {"fp32": [torch.randn(elements, generator=generator) for _ in range(3)], "step": seed},
         "model_states": {"buffers": torch.arange(7), "name": "model"},
     }

@@ -36,11 +36,14 @@ LOOKS = {
     "glob": lambda f: glob.glob(os.path.join(f, "st*")),
     "walk": lambda f: any(a_file(f).endswith(n) for _, _, names in os.walk(f) for n in names),
     "load": lambda f: torch.load(a_file(f), weights_only=True)["step"] == 3,
-    "child": lambda f: subprocess.run(
-        [sys.executable, "-S", "-c", "import os, sys; sys.exit(not os.path.exists(sys.argv[1]))",
-         a_file(f)], check=False,
-    ).returncode == 0,
-}  # fmt: skip
+    "child": lambda f: (
+        subprocess.run(
+            [sys.executable, "-S", "-c", "import os, sys; sys.exit(not os.path.exists(sys.argv[1]))", a_file(f)],
+            check=False,
+        ).returncode
+        == 0
+    ),
+}
 
 
 @pytest.mark.parametrize("look", LOOKS)

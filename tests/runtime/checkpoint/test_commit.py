@@ -102,9 +102,7 @@ def two_ranks(tmp_path, files0=None, files1=None, *, step1=7, deadline_s=20.0, b
             files.armed = False  # faults are counted from the background on
         state = {f"part{rank}": some_state(rank)["optim_states"]}
         step = step1 if rank == 1 else 7
-        jobs.append(
-            bench.begin(state, "t", files=files, rank=rank, world_size=2, nonce="n", step=step)
-        )
+        jobs.append(bench.begin(state, "t", files=files, rank=rank, world_size=2, nonce="n", step=step))
     for files in (files0, files1):
         if files is not None:
             files.armed = True
@@ -306,10 +304,13 @@ def test_a_file_that_may_not_grow(tmp_path):
 @pytest.fixture
 def small_tmpfs(tmp_path):
     mount = shutil.which("mount")
-    made = mount and subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True,
-        check=False,
-    ).returncode == 0  # fmt: skip
+    made = (
+        mount
+        and subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     if not made:
         pytest.skip("mounting a tmpfs needs privileges that are not here")
     yield tmp_path

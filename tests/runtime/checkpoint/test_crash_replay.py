@@ -71,9 +71,9 @@ def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
     class Careless(RecordingFiles):
         def on_fsync(self, _, descriptor):
             path_is_payload = any(
-                op.kind == "write" and op.touches == self.open_files[descriptor]
-                and len(op.args[1]) >= 4096 for op in self.ops
-            )  # fmt: skip
+                op.kind == "write" and op.touches == self.open_files[descriptor] and len(op.args[1]) >= 4096
+                for op in self.ops
+            )
             if not path_is_payload:
                 super().on_fsync(_, descriptor)
 

@@ -64,9 +64,7 @@ def test_a_drain_locks_no_pages(tiers, monkeypatch):
     """It copies from file to file: no GPU reads or writes its buffer."""
     Bench(tiers.fast).save(some_state(1), "a")
     locked = []
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *a: locked.append(a) or 0, cudaHostUnregister=lambda *a: 0
-    )
+    runtime = SimpleNamespace(cudaHostRegister=lambda *a: locked.append(a) or 0, cudaHostUnregister=lambda *a: 0)
     monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory.torch.cuda, "cudart", lambda: runtime)
     memory.Slots(1, 4096).close()
@@ -166,9 +164,13 @@ def test_a_kill_at_every_point_leaves_both_tiers_consistent(tmp_path):
     bench.save(some_state(2), "b")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), *points],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120, check=True,
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     fired = dict(line.split() for line in done.stdout.splitlines())
     assert fired == dict.fromkeys(points, str(int(signal.SIGKILL)))
     for point in points:

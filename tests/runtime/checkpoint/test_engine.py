@@ -36,9 +36,7 @@ def make(subgroup=20_000, **zero):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     del config["optimizer"]
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)
     return engine, Batches(2, SIZES["tiny"].sequence)
 
 
@@ -63,9 +61,7 @@ def bits(engine):
 
 
 def same(one, other):
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture
@@ -75,9 +71,7 @@ def engines(only_rank):
     def build(plan=None, *, stage3_gather_16bit_weights_on_model_save=False, **options):
         from ebbtide.runtime.checkpoint import install
 
-        engine, batches = make(
-            stage3_gather_16bit_weights_on_model_save=stage3_gather_16bit_weights_on_model_save
-        )
+        engine, batches = make(stage3_gather_16bit_weights_on_model_save=stage3_gather_16bit_weights_on_model_save)
         made.append(engine)
         lazy = install(engine, plan, **options) if plan is not None else None
         return engine, batches, lazy
@@ -311,11 +305,15 @@ def test_conversions_read_it(engines, tmp_path):
     assert (tmp_path / "zero_to_fp32.py").exists()
     to_universal(
         Namespace(
-            input_folder=str(tmp_path / "global_step1"), output_folder=str(tmp_path / "uni"),
-            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+            input_folder=str(tmp_path / "global_step1"),
+            output_folder=str(tmp_path / "uni"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
             inject_missing_state=False,
         )
-    )  # fmt: skip
+    )
     fp32 = torch.load(tmp_path / "uni/zero/norm.weight/fp32.pt", weights_only=True)
     assert torch.equal(fp32.view(-1), whole["norm.weight"])
 
@@ -551,13 +549,9 @@ def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines,
 
 
 @pytest.mark.parametrize("error", [None, OSError("the disk is full")])
-def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(
-    engines, tmp_path, monkeypatch, error
-):
+def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(engines, tmp_path, monkeypatch, error):
     """Behind the save it writes files of its own, the last of which says that it is complete."""
-    monkeypatch.setattr(
-        "ebbtide.runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers"
-    )
+    monkeypatch.setattr("ebbtide.runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers")
     engine, batches, lazy = engines(CheckpointPlan(mode="sync"))
     train(engine, batches, 0, 1)
     folder = tmp_path / "checkpoint-1"
@@ -608,8 +602,7 @@ def test_malicious_pickles_are_refused(engines, tmp_path, which):
         engine.load_checkpoint(str(tmp_path), tag="t")
     for only_module in (True, False):
         with pytest.raises(Exception):  # noqa: B017, PT011 - DeepSpeed's own paths, too
-            engine.load_checkpoint(str(tmp_path), tag="t", load_module_only=only_module,
-                                   load_optimizer_states=False)  # fmt: skip
+            engine.load_checkpoint(str(tmp_path), tag="t", load_module_only=only_module, load_optimizer_states=False)
     assert not mark.exists()
 
 

@@ -92,9 +92,13 @@ def begin(folder, step):
 
     Commit.begin = waiting  # in this process, which is about to die
     job = Bench(folder).begin(
-        some_state(step, elements=3000), "state", step=step, files=Deferred(real), durably=real,
+        some_state(step, elements=3000),
+        "state",
+        step=step,
+        files=Deferred(real),
+        durably=real,
         nonce=os.urandom(4).hex(),
-    )  # fmt: skip
+    )
     Commit.begin = start
     job._when_over = lambda: _over(job)
     trainers_folder.settle(folder)
@@ -116,8 +120,9 @@ def test_what_stock_would_have_is_resumed_from_after_any_number_of_kills(tmp_pat
         kills += status != 0
         lines = journal.read_text().split("\n") if journal.exists() else []
         journal.unlink(missing_ok=True)
-        told = {word: [int(line.split()[1]) for line in lines if line.startswith(word)]
-                for word in ("resumed", "saved")}  # fmt: skip
+        told = {
+            word: [int(line.split()[1]) for line in lines if line.startswith(word)] for word in ("resumed", "saved")
+        }
         assert all(step >= stock for step in told["resumed"]), (number, lines)
         stock = max([stock, *told["saved"]])
     assert kills > RUNS // 2

@@ -23,9 +23,14 @@ from hypothesis import strategies as st
 from tests.runtime.checkpoint.conftest import BLOCK, some_state
 
 RANK = RankManifest(
-    rank=0, world_size=1, nonce="n", tag="t", step=3, versions={"torch": "2"},
+    rank=0,
+    world_size=1,
+    nonce="n",
+    tag="t",
+    step=3,
+    versions={"torch": "2"},
     files=[FileRecord(path="a.pt", size_bytes=5, block_bytes=4, hashes=[block_hash(b"x")] * 2)],
-)  # fmt: skip
+)
 
 
 def sealed(body):

@@ -127,9 +127,7 @@ def test_nothing_stays_behind_when_all_goes_well(tmp_path):
     saved(tmp_path / "checkpoint-10", 10)
     rotate_while_saving(tmp_path, "payload_fsynced", lambda: None)
     assert os.listdir(tmp_path) == ["checkpoint-20"]
-    assert sorted(os.listdir(tmp_path / "checkpoint-20")) == [
-        "latest", "state", "trainer_state.json"
-    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path / "checkpoint-20")) == ["latest", "state", "trainer_state.json"]
 
 
 def test_without_hard_links_the_deletion_waits_for_the_commit(tmp_path, monkeypatch):
@@ -141,9 +139,7 @@ def test_without_hard_links_the_deletion_waits_for_the_commit(tmp_path, monkeypa
     gate = Gate("payload_fsynced")
     job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
     seen = []
-    rotating = threading.Thread(
-        target=lambda: (shutil.rmtree(tmp_path / "checkpoint-10"), seen.append(job.running))
-    )
+    rotating = threading.Thread(target=lambda: (shutil.rmtree(tmp_path / "checkpoint-10"), seen.append(job.running)))
     rotating.start()
     with ours():
         assert (tmp_path / "checkpoint-10/state/ebbtide.json").exists()
@@ -177,11 +173,12 @@ def test_a_live_process_is_left_alone(tmp_path):
     gate = Gate("payload_fsynced")
     job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
     shutil.rmtree(tmp_path / "checkpoint-10")
-    listing = "import sys, pathlib; from ebbtide.runtime.checkpoint.protocol.rotation import " \
-        "settle_below; settle_below(pathlib.Path(sys.argv[1]))"  # fmt: skip
+    listing = (
+        "import sys, pathlib; from ebbtide.runtime.checkpoint.protocol.rotation import "
+        "settle_below; settle_below(pathlib.Path(sys.argv[1]))"
+    )
     with ours():
-        subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True,
-                       cwd=Path(__file__).parents[3])  # fmt: skip
+        subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True, cwd=Path(__file__).parents[3])
         assert not (tmp_path / "checkpoint-10").exists()
     gate.opened.set()
     assert job.wait(30)
@@ -307,9 +304,7 @@ def test_two_ranks_place_and_sync_together(tmp_path):
         real = Files()
         state = {f"part{rank}": some_state(rank)["optim_states"]}
         jobs.append(
-            Bench(tmp_path).begin(
-                state, "t", files=Deferred(real), durably=real, rank=rank, world_size=2, nonce="n"
-            )
+            Bench(tmp_path).begin(state, "t", files=Deferred(real), durably=real, rank=rank, world_size=2, nonce="n")
         )
     for job in jobs:
         job.start()
@@ -329,11 +324,7 @@ def test_a_rank_that_never_syncs_is_an_error_and_the_older_checkpoint_stays(tmp_
         bench = Bench(tmp_path / "checkpoint-20", deadline_s=0.5)
         stuck = Gate("placed") if rank else real
         state = {f"part{rank}": some_state(rank)["optim_states"]}
-        jobs.append(
-            bench.begin(
-                state, "t", files=Deferred(stuck), durably=real, rank=rank, world_size=2, nonce="n"
-            )
-        )
+        jobs.append(bench.begin(state, "t", files=Deferred(stuck), durably=real, rank=rank, world_size=2, nonce="n"))
     guard(jobs[0])
     for job in jobs:
         job.start()
@@ -525,9 +516,7 @@ def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, 
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(
-    tmp_path, settled
-):
+def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(tmp_path, settled):
     """``save_only_model``: it never comes to `save_checkpoint`, but to its last file."""
 
     def complete_and_die():

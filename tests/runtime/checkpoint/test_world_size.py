@@ -13,10 +13,7 @@ from tests.runtime.contract.training import DEVICES, attached, start, train
 from tests.runtime.forked_ranks import launch
 
 STAGES = (3, 2)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL: one rank per GPU"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL: one rank per GPU")]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +38,15 @@ def to_universal(source, target, stage):
 
     main(
         Namespace(
-            input_folder=str(source), output_folder=str(target), num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True,
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
             inject_missing_state=stage < 3,
         )
-    )  # fmt: skip
+    )
 
 
 def gone_on(folder, stage, *, plan):

@@ -38,10 +38,7 @@ def saved_apart(engine, folder):
     """Each rank under a tag of its own: what there is then, with the tensors of each file."""
     tag = f"rank{torch.distributed.get_rank()}"
     engine.save_checkpoint(str(folder), tag=tag)
-    mine = {
-        path.name: dict(tensors_of(torch.load(path, weights_only=False)))
-        for path in (folder / tag).glob("*.pt")
-    }
+    mine = {path.name: dict(tensors_of(torch.load(path, weights_only=False))) for path in (folder / tag).glob("*.pt")}
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")), mine
 
 
@@ -62,9 +59,12 @@ def alike(one, other):
 def save(stage, folder):
     rank = int(os.environ["RANK"])
     engine = attached(
-        start(stage=stage), ["host", "device"], list(DEVICES)[-1], seed=rank,
+        start(stage=stage),
+        ["host", "device"],
+        list(DEVICES)[-1],
+        seed=rank,
         checkpoint=CheckpointPlan(restore_random=True),
-    )  # fmt: skip
+    )
     train_on(engine, STEPS)
     seed(rank)
     engine.save_checkpoint(str(folder / "checkpoints"))

@@ -52,18 +52,18 @@ def trainable(model):
 
 # Parameters leave the device after each pass, whatever comes next, and are gathered ahead.
 EVERY_PASS = {
-    "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 60_000,
-    "stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 300,
-}  # fmt: skip
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 60_000,
+    "stage3_prefetch_bucket_size": 40_000,
+    "stage3_param_persistence_threshold": 300,
+}
 CASES = {
     "clipping": {},
     "clips_hard": {"clipping": 0.01},
     "no_clipping": {"clipping": 0.0},
     "accumulation": {"accumulation": 3},
     "fp32": {"precision": "fp32"},
-    "fp32_accumulation": {
-        "accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}},
-    },
+    "fp32_accumulation": {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
     "no_persistent_parameters": {"stage3_param_persistence_threshold": 0},
     "small_buckets": {"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 10_000},
     "l2_adam": {"extra": l2_adam()},
@@ -72,20 +72,23 @@ CASES = {
     "no_overlap": {"overlap_comm": False},
     "frozen_parameters": {"model": frozen, "parameters": trainable},
     "one_subgroup": {"subgroup_size": 10**9},
-    "offloaded_parameters": {
-        "offload_param": {"device": "cpu", "pin_memory": True}, "accumulation": 3, **EVERY_PASS,
-    },
+    "offloaded_parameters": {"offload_param": {"device": "cpu", "pin_memory": True}, "accumulation": 3, **EVERY_PASS},
     "offloaded_and_frozen": {
         "offload_param": {"device": "cpu", "buffer_count": 4, "max_in_cpu": 0},
-        "model": frozen, "parameters": trainable, **EVERY_PASS,
+        "model": frozen,
+        "parameters": trainable,
+        **EVERY_PASS,
     },
-}  # fmt: skip
+}
 
 
 ZERO_3_ONLY = {
-    "no_persistent_parameters", "frozen_parameters", "one_subgroup", "offloaded_parameters",
+    "no_persistent_parameters",
+    "frozen_parameters",
+    "one_subgroup",
+    "offloaded_parameters",
     "offloaded_and_frozen",
-}  # fmt: skip
+}
 DEVICE = list(DEVICES)[-1]
 # Every case on ZeRO-3 and 2; without copies between memories, and on ZeRO-1, what differs there.
 EVERYWHERE = [
@@ -184,13 +187,8 @@ def plans(draw):
     }
 
 
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]),
-    saved=st.integers(1, STEPS // 2 - 1),
-)  # fmt: skip
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]), saved=st.integers(1, STEPS // 2 - 1))
 def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumulation, saved):
     """Every step's loss and norm, and all state at the end; the checkpoint goes on being written
     while one more step trains, which is lost.
@@ -283,23 +281,19 @@ def overflowing(engine, boundaries=1):
     return state, torch.stack(losses).nan_to_num(7.0), skipped
 
 
-FP16 = {"precision": "fp16", "clipping": 0.0,
-        "extra": {"fp16": {"enabled": True, "loss_scale": 16}}}  # fmt: skip
+FP16 = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": {"enabled": True, "loss_scale": 16}}}
 
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_an_overflow_of_what_the_next_batches_do_not_reach(
-    stage, device, accumulation, monkeypatch
-):
+def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, monkeypatch):
     """In ZeRO-3's sums it stays until their next gradient, and counts in every step until then."""
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
 
     def new():
-        return start(model=Switching(), stage=stage, accumulation=accumulation,
-                     subgroup_size=9000, **FP16)  # fmt: skip
+        return start(model=Switching(), stage=stage, accumulation=accumulation, subgroup_size=9000, **FP16)
 
     expected = overflowing(new())
     assert expected[2] > 1
@@ -409,9 +403,7 @@ def test_a_planted_race_is_caught(plant, stage):
     """One wait removed and the op before it delayed: the comparison must see it."""
     import time
 
-    ours = attached(
-        engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1
-    )
+    ours = attached(engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1)
     executor = ours.optimizer._ebbtide.executor
     name, slow = PLANTS[plant]
     lane = executor.lanes[name]

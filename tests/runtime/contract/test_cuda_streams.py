@@ -43,9 +43,17 @@ def attached(engine, pattern, **fields):
 
 @pytest.mark.parametrize(
     "case",
-    ["clipping", "no_clipping", "accumulation", "fp32_accumulation", "small_buckets",
-     "no_persistent_parameters", "offloaded_parameters", "offloaded_and_frozen"],
-)  # fmt: skip
+    [
+        "clipping",
+        "no_clipping",
+        "accumulation",
+        "fp32_accumulation",
+        "small_buckets",
+        "no_persistent_parameters",
+        "offloaded_parameters",
+        "offloaded_and_frozen",
+    ],
+)
 def test_stocks_bits(fake, case):
     ours = attached(engine_for(case), MIX, homes=HOMES if "offloaded" in case else None, **AHEAD)
     assert_same(outcome(ours), stock(case))
@@ -230,10 +238,12 @@ RACES = {
     "an update does not wait for its gradient": (GradientOps, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
     "the next sum is fetched before it is home": (
-        ebbtide.runtime.execution.session, "gradient_template", without_waits,
+        ebbtide.runtime.execution.session,
+        "gradient_template",
+        without_waits,
     ),
     "offloaded parameters come in before their update": (Executor, "updates_of", no_updates),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("race", list(RACES))

@@ -75,18 +75,19 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
     """DeepSpeed adds up on the device under ZeRO-1, and what accumulates wider than it travels."""
-    engine = attached(
-        start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None,
-        device_sums=sums,
-    )  # fmt: skip
+    engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)
     train(engine, 3)
     sizes = engine.optimizer.sizes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
-        name="w", layers=layers, subgroups=sizes, zero_stage=stage, gradient_accumulation_steps=3,
+        name="w",
+        layers=layers,
+        subgroups=sizes,
+        zero_stage=stage,
+        gradient_accumulation_steps=3,
         grad_bytes_per_param=4 if extra else 2,
-    )  # fmt: skip
+    )
     plan = own.plan.model_copy(update={"overlap_forward": False})
     for kind in (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D):
         told = Counter(op.subgroup for op in build_schedule(work, plan, 1).of_kind(kind))
@@ -142,9 +143,7 @@ def test_gradients_are_read_and_written_between_micro_batches(stage):
     def new():
         return start(stage=stage, accumulation=3, clipping=0.05)
 
-    assert_same(
-        micro_steps(attached(new(), MIX, DEVICE, device_sums=2), change), micro_steps(new(), change)
-    )
+    assert_same(micro_steps(attached(new(), MIX, DEVICE, device_sums=2), change), micro_steps(new(), change))
     ours, theirs = shown.values()
     assert len(ours) == len(theirs) > 0
     assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))
@@ -162,10 +161,7 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
     """
 
     def new():
-        return start(
-            model=Experts(ROUTES), accumulation=accumulation, subgroup_size=9000, stage=stage,
-            clipping=4.0,
-        )  # fmt: skip
+        return start(model=Experts(ROUTES), accumulation=accumulation, subgroup_size=9000, stage=stage, clipping=4.0)
 
     engine = attached(new(), MIX, DEVICE, subgroup=5_000, device_sums=99)
     session, apart = engine.optimizer._ebbtide, []
@@ -178,8 +174,13 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
         if stage == 3:
             homes = [["device"], ["host", "device"]][number % 2]
             early = [99, 0, 2][number // 2 % 3]
-            fields |= {"speculate": early, "speculate_visits": early, "homes": homes,
-                       "growing": [3, 0, 1, 2][number % 4], "prefetch": number % 3}  # fmt: skip
+            fields |= {
+                "speculate": early,
+                "speculate_visits": early,
+                "homes": homes,
+                "growing": [3, 0, 1, 2][number % 4],
+                "prefetch": number % 3,
+            }
         session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
         pieces = session.homes.slices.values()
         apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)
@@ -265,9 +266,7 @@ def test_what_sums_take_is_told_to_the_byte(stage, sums):
     held = Holding.of(ADAM, 2, 2, stage=stage, micro_batches=2)
     plan, amounts = own.plan, tally(sizes, own.plan.placements)
     stay = sum(sizes[s] for s in chosen(engine))
-    before, told = (
-        held.bytes(amounts, plan.staging_slots, plan.host_slots, summed=n) for n in (0, stay)
-    )
+    before, told = (held.bytes(amounts, plan.staging_slots, plan.host_slots, summed=n) for n in (0, stay))
     # They leave from where they are: the room for gradients under way is that of the others.
     assert sum(sizes) * 2 < GRADIENTS_UNDER_WAY_BYTES
     assert told["device"] == before["device"]
@@ -276,9 +275,13 @@ def test_what_sums_take_is_told_to_the_byte(stage, sums):
     assert told["host"] == own.host_bytes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
-        name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, zero_stage=stage,
+        name="w",
+        layers=layers,
+        subgroups=sizes,
+        subgroup_size=SUBGROUP,
+        zero_stage=stage,
         gradient_accumulation_steps=2,
-    )  # fmt: skip
+    )
     assert footprint(work, plan)["host"] == told["host"]
     engine.destroy()
 
@@ -309,9 +312,13 @@ def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
 
 @pytest.mark.parametrize(
     ("device", "options"),
-    [("unified", {"accumulation": 2}), (DEVICE, {}), (DEVICE, {"accumulation": 2, "stage": 1}),
-     (DEVICE, {"accumulation": 2, "stage": 2, "extra": FP32_SUMS})],
-)  # fmt: skip
+    [
+        ("unified", {"accumulation": 2}),
+        (DEVICE, {}),
+        (DEVICE, {"accumulation": 2, "stage": 1}),
+        (DEVICE, {"accumulation": 2, "stage": 2, "extra": FP32_SUMS}),
+    ],
+)
 def test_where_no_sum_would_leave_the_device_none_is_kept(device, options):
     if device not in DEVICES:
         pytest.skip("this device's memory is not the host's")

@@ -42,10 +42,8 @@ PATTERNS = {
 GRADIENTS = {
     "bf16": {},
     "accumulated in bf16": {"accumulation": 2},
-    "accumulated in fp32": {
-        "accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}},
-    },
-}  # fmt: skip
+    "accumulated in fp32": {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
+}
 
 
 def allocated_device_bytes(executor):
@@ -64,9 +62,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     options = GRADIENTS[gradients]
     micro_batches = options.get("accumulation", 1)
     homes = ["device", "host"] if stage == 3 else ["device"]
-    engine = attached(
-        start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, homes=homes
-    )
+    engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, homes=homes)
     own = engine.optimizer._ebbtide
     if micro_batches > 1:  # what is kept from one window to the next is there from the second on
         train(engine, 2 * micro_batches)
@@ -86,10 +82,15 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     assert needed == told["host"]
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
-        name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP,
+        name="w",
+        layers=layers,
+        subgroups=sizes,
+        subgroup_size=SUBGROUP,
         device_base_bytes=2 * sum(sizes),
-        grad_bytes_per_param=kept, zero_stage=stage, gradient_accumulation_steps=micro_batches,
-    )  # fmt: skip
+        grad_bytes_per_param=kept,
+        zero_stage=stage,
+        gradient_accumulation_steps=micro_batches,
+    )
     whole = footprint(work, own.plan)
     gone = moved_out(work, [n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
     base = max(0, work.device_base_bytes - 2 * gone)
@@ -129,21 +130,27 @@ def test_slots_that_grow_are_there_between_backward_and_the_next_forward(specula
     each = slot_bytes(work, own.plan)
     assert there == [each, 3 * each, 3 * each] * 3
     assert len(made) == 3 * 2, "each step takes two anew"
-    held = [footprint(work, own.plan.model_copy(update={"growing_slots": grown}))["device"]
-            for grown in (own.plan.growing_slots, ())]  # fmt: skip
+    held = [
+        footprint(work, own.plan.model_copy(update={"growing_slots": grown}))["device"]
+        for grown in (own.plan.growing_slots, ())
+    ]
     assert held[0] - held[1] == 2 * each
     engine.destroy()
 
 
 @pytest.mark.parametrize("speculate", [1, 99])
-@pytest.mark.parametrize(
-    "pattern", [["host"], ["host", "device", "resident", "stored"], ["device"], ["stored"]]
-)
+@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"], ["device"], ["stored"]])
 def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
     engine = attached(
-        start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate,
-        speculate_stored=min(speculate, 2), host_slots=2,
-    )  # fmt: skip
+        start(),
+        pattern,
+        DEVICE,
+        seed=None,
+        speculate=speculate,
+        speculate_visits=speculate,
+        speculate_stored=min(speculate, 2),
+        host_slots=2,
+    )
     own = engine.optimizer._ebbtide
     train(engine, 2)
     sizes = tuple(s.elements for s in own.executor.states)
@@ -152,8 +159,7 @@ def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
     assert any(own.plan.guessed)
     told = footprint(work, own.plan)
     assert told["host"] == host_bytes(engine.optimizer)
-    sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True)
-               if RECIPES[p].gradient == "host")  # fmt: skip
+    sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if RECIPES[p].gradient == "host")
     assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     named = own.plan.model_copy(update={"subgroups": sizes})
     assert needed_bytes(named, 2) == host_bytes(engine.optimizer)
@@ -201,9 +207,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     monkeypatch.setattr(GradientOps, "_make_room", lambda *_: None)
     engine = start(accumulation=2)
     seen.clear()
-    ebbtide.runtime.attach(
-        engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6))
-    )
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6)))
     train(engine, 4)
     engine.destroy()
     assert max(seen)[0] > 2 * most, "nothing else bounds them"
@@ -267,9 +271,12 @@ def measured(tmp_path_factory, deepspeed_ops):
     folder = tmp_path_factory.mktemp("measured")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.measured_memory", str(folder)], env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.runtime.measured_memory", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

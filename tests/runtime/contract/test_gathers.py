@@ -41,16 +41,22 @@ CASES = {
     "nothing is kept or asked for ahead": (ByteGPT, {**ALONE, "stage3_max_reuse_distance": 0}),
     "some of them": (ByteGPT, {**ALONE, "stage3_max_reuse_distance": 60_000}),
     "the bucket keeps what it sees": (
-        ByteGPT, {**ALONE, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 50_000},
+        ByteGPT,
+        {**ALONE, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 50_000},
     ),
     "small ones stay for micro-batches": (
-        ByteGPT, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
-                  "stage3_param_persistence_threshold": 300, "accumulation": 3},
+        ByteGPT,
+        {
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 300,
+            "accumulation": 3,
+        },
     ),
     "computed again": (Recomputing, {**ALONE, "stage3_max_reuse_distance": 0}),
     "computed again, with reuse": (Recomputing, {**ALONE, "stage3_max_reuse_distance": 60_000}),
     "another's parameter": (ReadsAnothersParameter, {**ALONE, "stage3_max_reuse_distance": 0}),
-}  # fmt: skip
+}
 
 
 def fetched(engine):
@@ -67,9 +73,7 @@ def simulated(workload, plan):
 @pytest.mark.parametrize("case", list(CASES))
 def test_what_comes_in_is_what_is_fetched(case):
     model, config = CASES[case]
-    engine = attached(
-        start(model=model(SIZES["tiny"]), **OFFLOAD, **config), ["host"], "emulated", seed=None
-    )
+    engine = attached(start(model=model(SIZES["tiny"]), **OFFLOAD, **config), ["host"], "emulated", seed=None)
     own = engine.optimizer._ebbtide
     train(engine, 7 * config.get("accumulation", 1))
     told = simulated(observed_workload(own.engine, own.timeline()), own.plan)
@@ -83,9 +87,15 @@ def test_what_a_config_says_before_anything_runs(reuse, recompute):
     """A model as people have it, by the numbers of its config alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-             "num_attention_heads": 4, "num_key_value_heads": 2,
-             "tie_word_embeddings": False}  # fmt: skip
+    shape = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
     zero = {"stage3_max_reuse_distance": reuse, "stage3_param_persistence_threshold": 100}
     if reuse < 10**9:  # how far DeepSpeed looks ahead depends on modules without parameters too
         zero["stage3_prefetch_bucket_size"] = 0
@@ -95,19 +105,20 @@ def test_what_a_config_says_before_anything_runs(reuse, recompute):
         model.gradient_checkpointing_enable({"use_reentrant": True})
         model.enable_input_require_grads()
     engine = attached(
-        start(model=model, accumulation=2, subgroup_size=5_000, **OFFLOAD, **zero), ["host"],
-        "emulated", seed=None, subgroup=5_000,
-    )  # fmt: skip
+        start(model=model, accumulation=2, subgroup_size=5_000, **OFFLOAD, **zero),
+        ["host"],
+        "emulated",
+        seed=None,
+        subgroup=5_000,
+    )
     tokens = torch.arange(16).view(1, 16)
     for _ in range(14):
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
         engine.step()
-    config = {"zero_optimization": {"stage": 3, "sub_group_size": 5_000, **zero, **OFFLOAD},
-              "bf16": {"enabled": True}}  # fmt: skip
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": 5_000, **zero, **OFFLOAD}, "bf16": {"enabled": True}}
     job = Job.of_deepspeed(
-        {"model_type": "llama", **shape}, config, micro_batch=1, accumulation=2, sequence=16,
-        recompute=recompute,
-    )  # fmt: skip
+        {"model_type": "llama", **shape}, config, micro_batch=1, accumulation=2, sequence=16, recompute=recompute
+    )
     work = job.workload(preset("h100-node"))
     engine.optimizer.wait()
     assert set(fetched(engine)) == {simulated(work, plan_for(engine, ["host"], 5_000))}
@@ -172,8 +183,7 @@ def alive_as_stock(folder, rank=0):
     def ours():
         return attached(born_partitioned(), pattern, "emulated", seed=rank, homes=homes)
 
-    notes = [a_life(new(), folder / name, rank)
-             for name, new in (("stock", born_partitioned), ("ours", ours))]  # fmt: skip
+    notes = [a_life(new(), folder / name, rank) for name, new in (("stock", born_partitioned), ("ours", ours))]
     wrong = [i for i, (a, b) in enumerate(zip(*notes, strict=True)) if not torch.equal(a, b)]
     there = loaded(born_partitioned(), folder / "ours", rank)
     back = loaded(ours(), folder / "stock", rank)

@@ -107,8 +107,9 @@ def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped
     begun, state, losses = steps_with(engine, change)
     assert begun == [len(state)] * STEPS, "each step guesses, whatever became of the last one"
     _, others, theirs = steps_with(guessing(placement, 0), change)
-    assert all(torch.equal(a, b) for mine, other in zip(state, others, strict=True)
-               for a, b in zip(mine, other, strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)
+    )
     assert torch.equal(losses, theirs)
 
 
@@ -141,5 +142,6 @@ def test_what_a_wrong_guess_has_written_over_is_read_again_in_its_turn(read_s, u
     _, state, losses = steps_with(engine, change)
     _, others, theirs = steps_with(guessing("stored", 0), overflown)
     assert torch.equal(losses, theirs)
-    assert all(torch.equal(a, b) for mine, other in zip(state, others, strict=True)
-               for a, b in zip(mine, other, strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)
+    )

@@ -65,9 +65,7 @@ def guessed(engine):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"]
-)
+@pytest.mark.parametrize("case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"])
 def test_right_guesses(case, overlap, pattern):
     engine, counts = guessing(engine_for(case), pattern, overlap_forward=overlap)
     count = guessed(engine)
@@ -102,14 +100,20 @@ def stock_where_some_steps_clip():
 
 
 ORDERS = [{}, {"order_seed": 3}]
-SLOTS = [{"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9}, {"speculate_visits": 2},
-         {"growing": 3, "prefetch": 2}]  # fmt: skip
+SLOTS = [
+    {"staging_slots": 1},
+    {"staging_slots": 9, "prefetch": 9},
+    {"speculate_visits": 2},
+    {"growing": 3, "prefetch": 2},
+]
 HOST_SLOTS = [{"speculate_stored": 1, "host_slots": slots} for slots in (1, 2)]
 MIXED = ["host", "device", "resident", "device", "stored"]
 ACTING = [  # where nothing visits or nothing is stored the other fields give the same plan
-    (["host"], ORDERS), (["device"], ORDERS + SLOTS), (["stored"], ORDERS + HOST_SLOTS),
+    (["host"], ORDERS),
+    (["device"], ORDERS + SLOTS),
+    (["stored"], ORDERS + HOST_SLOTS),
     (MIXED, ORDERS + SLOTS + HOST_SLOTS),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("mixed", "fields"), [(m, f) for m, every in ACTING for f in every])
@@ -131,8 +135,7 @@ def stock_where_some_steps_overflow():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "growing"),
-    [(p, n) for p in PATTERNS.values() for n in (0, 2)[: 1 + ("device" in p)]],
+    ("pattern", "growing"), [(p, n) for p in PATTERNS.values() for n in (0, 2)[: 1 + ("device" in p)]]
 )
 def test_overflows(growing, monkeypatch, pattern):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -215,18 +218,14 @@ def another_moment_in_place(engine, number):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [another_rate, another_gradient, another_master, another_master_in_place,
-     another_moment_in_place],
-)  # fmt: skip
+    "change", [another_rate, another_gradient, another_master, another_master_in_place, another_moment_in_place]
+)
 def test_what_changes_between_backward_and_step(change, pattern):
     if pattern == ["stored"] and change in (another_master_in_place, another_moment_in_place):
         pytest.skip("nobody reads what is written to a view of stored state without a word")
     engine, counts = guessing(start(clipping=0.0), pattern)
     assert_same(steps(engine, change), stock_steps(change))
-    assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(
-        begun == 0 for begun, _ in counts
-    )
+    assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(begun == 0 for begun, _ in counts)
 
 
 @pytest.mark.parametrize("change", [another_master_in_place, another_moment_in_place])
@@ -294,9 +293,8 @@ def test_a_checkpoint_in_flight(tmp_path, pattern):
 
 @pytest.mark.parametrize(
     ("placement", "name", "each_bytes"),
-    [("host", "speculate", 14), ("device", "speculate_visits", 14),
-     ("stored", "speculate_stored", 2)],
-)  # fmt: skip
+    [("host", "speculate", 14), ("device", "speculate_visits", 14), ("stored", "speculate_stored", 2)],
+)
 def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name, each_bytes):
     engine, _ = guessing(start(clipping=0.0), [placement], **{name: 2})
     session = engine.optimizer._ebbtide
@@ -317,7 +315,5 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name, 
 def test_flat_partitions_are_refused(name):
     engine = start(stage=2)
     with pytest.raises(PlanError, match=rf"plan\.{name} must be 0 under ZeRO-2"):
-        ebbtide.runtime.attach(
-            engine, plan_for(engine, ["host"], **{name: 1}, overlap_forward=False), device="cpu"
-        )
+        ebbtide.runtime.attach(engine, plan_for(engine, ["host"], **{name: 1}, overlap_forward=False), device="cpu")
     engine.destroy()

@@ -96,9 +96,10 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     parameters = parameter_storages(engine) if stage == 2 else []
     emptied = []
     monkeypatch.setattr(
-        get_accelerator(), "empty_cache",
+        get_accelerator(),
+        "empty_cache",
         lambda: emptied.append(on_device(engine, device) == 0 and not alive(parameters)),
-    )  # fmt: skip
+    )
     engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
     assert emptied[-1], "before everything was gone"
     engine.offload_states()  # nothing more to do

@@ -30,12 +30,19 @@ DEVICE = list(DEVICES)[-1]
 MIX = ["host", "device", "resident"]
 LARGE = 70_000  # elements: two of DeepSpeed's subgroups
 CUT = {
-    "subgroups": {}, "one": {"subgroup_size": 10**9}, "hard": {"clipping": 0.01},
-    "l2": CASES["l2_adam"], "groups": {"parameters": two_groups}, "buckets": CASES["small_buckets"],
-    "frozen": CASES["frozen_parameters"], "fp32": {"precision": "fp32"},
-    "sums": {"accumulation": 3}, "wide sums": CASES["fp32_accumulation"],
-    "away": CASES["offloaded_parameters"], "away and frozen": CASES["offloaded_and_frozen"],
-}  # fmt: skip
+    "subgroups": {},
+    "one": {"subgroup_size": 10**9},
+    "hard": {"clipping": 0.01},
+    "l2": CASES["l2_adam"],
+    "groups": {"parameters": two_groups},
+    "buckets": CASES["small_buckets"],
+    "frozen": CASES["frozen_parameters"],
+    "fp32": {"precision": "fp32"},
+    "sums": {"accumulation": 3},
+    "wide sums": CASES["fp32_accumulation"],
+    "away": CASES["offloaded_parameters"],
+    "away and frozen": CASES["offloaded_and_frozen"],
+}
 
 
 def coarse(case="subgroups"):
@@ -54,15 +61,15 @@ def stock(case="subgroups"):
     return outcome(coarse(case))
 
 
-@pytest.mark.parametrize(("case", "device"), [
-    *itertools.product(CUT, [DEVICE]), *itertools.product(["subgroups", "sums"], list(DEVICES)[:1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [*itertools.product(CUT, [DEVICE]), *itertools.product(["subgroups", "sums"], list(DEVICES)[:1])],
+)
 def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
     engine = coarse(case)
     own = len(engine.optimizer.fp16_groups)
     homes = ["host", "device"] if "away" in case or case == "one" else None
-    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums",
-               homes=homes)  # fmt: skip
+    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums", homes=homes)
     assert len(ours.optimizer._ebbtide.executor.states) > own
     assert_same(outcome(ours), stock(case))
 
@@ -85,8 +92,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     """DeepSpeed's subgroups are in it; state streams from where it is; and so does a resume."""
     saving = cut(coarse(), pattern)
     train(saving, 3)
-    layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live,
-                     stream_device=True)  # fmt: skip
+    layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live, stream_device=True)
     subgroups = saving.optimizer._ebbtide.executor.states
     assert {e.source.subgroup for e in layout.extents} >= set(range(len(subgroups)))
     assert layout.copied_bytes < 1_000
@@ -135,8 +141,7 @@ def look(engine, number):
     del number
     engine.seen = getattr(engine, "seen", [])
     engine.seen.append(state_of(engine))
-    grads = {str(i): safe_get_full_grad(p).clone()
-             for i, p in enumerate(engine.module.parameters())}  # fmt: skip
+    grads = {str(i): safe_get_full_grad(p).clone() for i, p in enumerate(engine.module.parameters())}
     engine.seen.append(grads)
     flat = engine.optimizer.fp32_partitioned_groups_flat
     engine.seen.append({str(i): part.detach().cpu().clone() for i, part in enumerate(flat)})
@@ -181,8 +186,7 @@ def test_what_is_written_between_backward_and_step():
 
 
 @pytest.mark.skipif(
-    Version(deepspeed.__version__) < Version("0.19"),
-    reason="DeepSpeed itself moves no offloaded optimizer's states",
+    Version(deepspeed.__version__) < Version("0.19"), reason="DeepSpeed itself moves no offloaded optimizer's states"
 )
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_state_and_parameters_go_away_and_come_back(device):
@@ -196,8 +200,7 @@ def test_state_and_parameters_go_away_and_come_back(device):
         homes.append({state.parameter_home for state in states})
         ends = [state.wire.data_ptr() + state.wire.nbytes for state in states]
         parts = [p.ds_tensor for p in engine.module.parameters()]
-        assert all(any(s.wire.data_ptr() <= p.data_ptr() < e for s, e in
-                       zip(states, ends, strict=True)) for p in parts)  # fmt: skip
+        assert all(any(s.wire.data_ptr() <= p.data_ptr() < e for s, e in zip(states, ends, strict=True)) for p in parts)
 
     result = outcome(ours, 6, each=each)
     assert_same(result, stock())
@@ -210,10 +213,7 @@ def test_another_plan_of_the_same_pieces():
     ours = cut(coarse())
 
     def each(engine, number):
-        switch_plan(
-            engine,
-            plan_for(engine, [["resident"], ["host"], ["device"], MIX][number % 4], pieces=True),
-        )
+        switch_plan(engine, plan_for(engine, [["resident"], ["host"], ["device"], MIX][number % 4], pieces=True))
 
     assert_same(outcome(ours, each=each), stock())
 
@@ -230,8 +230,7 @@ def test_their_footprint_is_what_is_allocated(pattern):
     train(ours, 1)
     resident = [s for s in own.executor.states if s.placement == "resident"]
     ours.destroy()
-    flats = {p.untyped_storage().data_ptr() for p in ours.optimizer.__dict__[
-        "fp32_partitioned_groups_flat"]}  # fmt: skip
+    flats = {p.untyped_storage().data_ptr() for p in ours.optimizer.__dict__["fp32_partitioned_groups_flat"]}
     assert all(s.p.untyped_storage().data_ptr() in flats for s in resident), "device memory is left"
 
 
@@ -248,9 +247,7 @@ def test_guesses_stored_state_and_own_steps_are_not_for_pieces():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
-@pytest.mark.parametrize(
-    ("granted", "homes"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
-)
+@pytest.mark.parametrize(("granted", "homes"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])])
 def test_a_refused_page_lock_leaves_stock(fake, granted, homes):
     """The last time when parameters have moved."""
     engine = coarse()
@@ -262,9 +259,9 @@ def test_a_refused_page_lock_leaves_stock(fake, granted, homes):
     assert_same(outcome(engine), stock())
 
 
-@pytest.mark.parametrize("options", [
-    {"stage": 1}, {"stage": 2}, {}, {"offload_param": {"device": "cpu"}, "accumulation": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, {"stage": 2}, {}, {"offload_param": {"device": "cpu"}, "accumulation": 2}]
+)
 def test_auto_cuts_what_is_large(options, monkeypatch):
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     options = {"subgroup_size": 10**9, **options}
@@ -277,9 +274,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
     assert_same(outcome(engine), stock)
 
 
-@pytest.mark.parametrize("options", [
-    {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}},
-])  # fmt: skip
+@pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
     """Where an optimizer steps on each."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)

@@ -20,9 +20,11 @@ from tests.runtime.plain_engine import ADAMW, EmulatedTorch, PlainEngine, Unifie
 SUBGROUP = 1500
 STEPS = 4
 PATTERNS = {
-    "host": ["host"], "device": ["device"], "resident": ["resident"],
+    "host": ["host"],
+    "device": ["device"],
+    "resident": ["resident"],
     "mixed": ["host", "device", "resident", "device"],
-}  # fmt: skip
+}
 
 
 def model():
@@ -42,10 +44,7 @@ def torch_alone(steps=STEPS, clip=None, accumulation=1):
     """Masters, moments, parameters and losses of a plain loop over `torch.optim.AdamW`."""
     module = model()
     groups = cut(list(module.parameters()), SUBGROUP)
-    masters = [
-        torch.nn.Parameter(torch.cat([p.detach().flatten() for p in group]).float())
-        for group in groups
-    ]
+    masters = [torch.nn.Parameter(torch.cat([p.detach().flatten() for p in group]).float()) for group in groups]
     optimizer, losses = torch.optim.AdamW(masters, foreach=False, **ADAMW), []
     for step in range(steps):
         for micro in range(accumulation):
@@ -68,9 +67,7 @@ def torch_alone(steps=STEPS, clip=None, accumulation=1):
                 param.data.copy_(part.view_as(param))
                 param.grad = None
     kept = [optimizer.state[m] for m in masters]
-    state = [
-        (m.detach(), s["exp_avg"], s["exp_avg_sq"]) for m, s in zip(masters, kept, strict=True)
-    ]
+    state = [(m.detach(), s["exp_avg"], s["exp_avg_sq"]) for m, s in zip(masters, kept, strict=True)]
     return state, [p.detach() for p in module.parameters()], losses
 
 
@@ -79,9 +76,13 @@ def planned(pattern, overlap=True, **fields):
     placements = [pattern[i % len(pattern)] for i in range(count)]
     slots = min(2, placements.count("device"))
     return Plan(
-        subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=slots,
-        prefetch=min(1, slots), overlap_forward=overlap, **fields,
-    )  # fmt: skip
+        subgroup_size=SUBGROUP,
+        placement=Plan.runs(placements),
+        staging_slots=slots,
+        prefetch=min(1, slots),
+        overlap_forward=overlap,
+        **fields,
+    )
 
 
 def engine_of(pattern, kind=EmulatedTorch, overlap=True, **settings):

@@ -63,8 +63,7 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(home):
     """DeepSpeed asks in each module for the parameters of modules to come. Here their update does
     not end before the first module's forward has: who waits for it there waits for ever.
     """
-    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6,
-              "stage3_max_live_parameters": 10**9}  # fmt: skip
+    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
     ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, homes=[home])
     train(ours, 3)
     batch = Batches(2, SIZES["tiny"].sequence).at(3, ours.device)

@@ -12,24 +12,26 @@ from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 from tests.runtime.stock_builds import runs_here, stock_op
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() == 1, reason="NCCL takes no two ranks on one GPU"
-)
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL takes no two ranks on one GPU")
 DEADLINE_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
 def launch(folder, environment):
     port = free_port()
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", str(port), str(SCRIPT), str(folder),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port),
+        str(SCRIPT),
+        str(folder),
+    ]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     try:
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
-            check=False,
-        )  # fmt: skip
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     finally:
         remove_shared_buffers(port)
 

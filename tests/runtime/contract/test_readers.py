@@ -197,10 +197,7 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
         seen.append((notes, outcome(engine, 4, each=look)))
     (stock_notes, stock), (our_notes, ours) = seen
     assert len(stock_notes) == len(our_notes) > 60
-    assert all(
-        a.shape == b.shape and torch.equal(a, b)
-        for a, b in zip(stock_notes, our_notes, strict=True)
-    )
+    assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(stock_notes, our_notes, strict=True))
     assert torch.equal(ours[1], stock[1])
 
 
@@ -330,8 +327,7 @@ def test_the_basic_optimizers_state_dict_is_new_and_whole(stage):
     for engine in (start(stage=stage), attached(start(stage=stage), MIX, LAST)):
         train(engine, 2)
         state = engine.basic_optimizer.state_dict()["state"]
-        seen.append({(i, k): v.clone() for i, s in state.items() for k, v in s.items()
-                     if torch.is_tensor(v)})  # fmt: skip
+        seen.append({(i, k): v.clone() for i, s in state.items() for k, v in s.items() if torch.is_tensor(v)})
         engine.destroy()
     assert any(value.abs().sum() > 0 for value in seen[0].values())
     assert_equal(seen[1], seen[0])

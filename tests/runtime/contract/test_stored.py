@@ -180,9 +180,7 @@ def free_memory(monkeypatch, at_first, later=0):
 @pytest.fixture
 def known_machine(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "ebbtide.runtime.replan.auto.measured_machine", lambda drives: asked.append(drives) or node()
-    )
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: asked.append(drives) or node())
     return asked
 
 
@@ -195,9 +193,7 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
     assert_same(outcome(engine), outcome(start(subgroup_size=30_000)))
 
 
-def test_of_a_config_for_a_drive_what_memory_holds_stays_there(
-    tmp_path, known_machine, monkeypatch
-):
+def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_machine, monkeypatch):
     """And a resume stores what the run before did, whatever is free then."""
     free_memory(monkeypatch, FREE_BYTES)
     engine = on_a_drive(tmp_path, "auto")
@@ -221,9 +217,7 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(
     assert_same(outcome(again, 6, first=6), outcome(stock, 6, first=6))
 
 
-def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(
-    tmp_path, known_machine, monkeypatch
-):
+def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
     """Where one subgroup less would fit: two stored with one slot, not all of them."""
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
@@ -237,9 +231,7 @@ def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(
     assert_same(outcome(engine), stock("clipping"))
 
 
-def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(
-    tmp_path, known_machine, monkeypatch
-):
+def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(tmp_path, known_machine, monkeypatch):
     free_memory(monkeypatch, 10**12)
     engine = on_a_drive(tmp_path, "auto")
     assert engine.optimizer._ebbtide.plan.count("stored") == 0
@@ -263,9 +255,8 @@ def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
         monkeypatch.setattr(ExtentStore, "read", read)
     else:
         monkeypatch.setattr(
-            Executor, "_host_slot",
-            lambda self, s, _: self.host_slots[0].views(self.states[s].elements),
-        )  # fmt: skip
+            Executor, "_host_slot", lambda self, s, _: self.host_slots[0].views(self.states[s].elements)
+        )
     ours = outcome(attached(start(), ["stored"], LAST, seed=3))
     assert not same(ours, stock("clipping"))
 

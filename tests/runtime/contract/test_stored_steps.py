@@ -27,9 +27,7 @@ LAST = list(DEVICES)[-1]
 
 def stored(folder, pattern=("stored",), keep=1):
     checkpoint = CheckpointPlan(keep=keep, copy_budget_bytes=2**22)
-    return attached(
-        start(), list(pattern), LAST, storage_dir=str(folder / "state"), checkpoint=checkpoint
-    )
+    return attached(start(), list(pattern), LAST, storage_dir=str(folder / "state"), checkpoint=checkpoint)
 
 
 def saved(folder, steps, pattern=("stored",), keep=1):
@@ -238,9 +236,8 @@ def test_a_folder_that_has_moved_is_resumed_from_and_one_that_is_missed_is_named
         lost.load_checkpoint(tmp_path / "ck")
     lost.destroy()
     found = attached(
-        start(), ["stored"], LAST, storage_dir=str(tmp_path / "elsewhere"),
-        checkpoint=CheckpointPlan(keep=1),
-    )  # fmt: skip
+        start(), ["stored"], LAST, storage_dir=str(tmp_path / "elsewhere"), checkpoint=CheckpointPlan(keep=1)
+    )
     found.load_checkpoint(tmp_path / "ck")
     assert_same(outcome(found, 2, first=2), undisturbed(2, 2))
 

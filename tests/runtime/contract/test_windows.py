@@ -104,8 +104,7 @@ UNMANAGED = "bs bbs bz bbz bbs"
 
 
 @pytest.mark.parametrize(
-    ("stage", "device", "micro"),
-    [(s, d, 1) for s, d in WHERE[:3]] + [(s, d, 2) for s, d in WHERE[1:3]],
+    ("stage", "device", "micro"), [(s, d, 1) for s, d in WHERE[:3]] + [(s, d, 2) for s, d in WHERE[1:3]]
 )
 def test_accumulation_that_the_loop_manages(stage, device, micro):
     from deepspeed.runtime import constants
@@ -174,8 +173,7 @@ def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
 
     def new():
         accumulation = 2 if loop.count("s") > 8 else 1
-        return start(model=Experts(ROUTES), accumulation=accumulation, stage=stage, clipping=0.05,
-                     extra=MASTERS_16)  # fmt: skip
+        return start(model=Experts(ROUTES), accumulation=accumulation, stage=stage, clipping=0.05, extra=MASTERS_16)
 
     sums = {"subgroup": 10**9, "device_sums": 9}
     ours = follow(attached(new(), ["host"], DEVICE, **sums), loop)
@@ -206,8 +204,9 @@ def test_sums_in_another_precision_than_the_parameters(monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     results = []
     for plan in (False, True):
-        engine = start(stage=1, accumulation=2, precision="fp16", clipping=0.05,
-                       extra={"data_types": {"grad_accum_dtype": "bf16"}})  # fmt: skip
+        engine = start(
+            stage=1, accumulation=2, precision="fp16", clipping=0.05, extra={"data_types": {"grad_accum_dtype": "bf16"}}
+        )
         if plan:
             attached(engine, MIX, DEVICE, device_sums=2)
         results.append(follow(engine, "bs" * 6 + "bbs" + "bs"))
@@ -223,9 +222,13 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 
     def new():
         return start(
-            model=Experts(routes), accumulation=2, subgroup_size=9000, stage=stage,
-            clipping=0.05, extra={"data_types": {"grad_accum_dtype": grad_dtype}},
-        )  # fmt: skip
+            model=Experts(routes),
+            accumulation=2,
+            subgroup_size=9000,
+            stage=stage,
+            clipping=0.05,
+            extra={"data_types": {"grad_accum_dtype": grad_dtype}},
+        )
 
     actions = "bs" * len(routes.split())
     ours = follow(attached(new(), MIX, device, subgroup=5_000, device_sums=sums), actions)

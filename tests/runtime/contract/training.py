@@ -44,9 +44,7 @@ def slowed(*rates: float) -> Device:
     return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
-def plan_for(
-    engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any
-) -> Plan:
+def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any) -> Plan:
     """The pattern repeated over the engine's subgroups, or over pieces of them; below ZeRO-3 the
     plan cuts them.
 
@@ -102,11 +100,7 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
 
 
 def train(
-    engine: Any,
-    steps: int = 6,
-    first: int = 0,
-    each: Callable[[Any, int], None] | None = None,
-    batches: Any = None,
+    engine: Any, steps: int = 6, first: int = 0, each: Callable[[Any, int], None] | None = None, batches: Any = None
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Losses and gradient norms of some micro-steps."""
     batches = batches or Batches(2, SIZES["tiny"].sequence)
@@ -149,9 +143,7 @@ def same(ours: Any, stock: Any) -> bool:
     return not differences(ours[0], stock[0]) and torch.equal(ours[1], stock[1])
 
 
-def attached(
-    engine: Any, pattern: list[str], device: str, seed: int | None = 1, **fields: Any
-) -> Any:
+def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1, **fields: Any) -> Any:
     """The engine under a plan, with delays."""
     ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
     if seed is not None:

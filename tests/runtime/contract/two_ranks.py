@@ -48,10 +48,7 @@ class Reordered(ByteGPT):
         return result
 
 
-def run(
-    pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT,
-    **config,
-):  # fmt: skip
+def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT, **config):
     """``away``: the micro-steps behind which states go away and come back, in mid-window too;
     ``overlaps``: which ranks' plans overlap forward.
     """
@@ -63,10 +60,22 @@ def run(
     elif pattern:
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
-        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
-                 speculate_visits=speculate, speculate_stored=speculate, host_slots=9,
-                 device_sums=2, growing=speculate and 2, pieces="subgroup_size" in config,
-                 overlap_forward=overlaps == "all" or rank == 0)  # fmt: skip
+        attached(
+            engine,
+            own,
+            device,
+            seed=rank,
+            subgroup=UNEVEN,
+            homes=homes,
+            speculate=speculate,
+            speculate_visits=speculate,
+            speculate_stored=speculate,
+            host_slots=9,
+            device_sums=2,
+            growing=speculate and 2,
+            pieces="subgroup_size" in config,
+            overlap_forward=overlaps == "all" or rank == 0,
+        )
     if fail and rank == 1:
 
         def die(op):
@@ -95,9 +104,7 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
     for pattern, device in tried:
         ours = run(pattern, device, speculate=speculate, away=away, overlaps=overlaps, **config)
         found[f"{name}: {pattern} on {device}"] = (
-            not differences(ours[0], stock[0])
-            and torch.equal(ours[1], stock[1])
-            and ours[2] == stock[2]
+            not differences(ours[0], stock[0]) and torch.equal(ours[1], stock[1]) and ours[2] == stock[2]
         )
     return found
 
@@ -108,10 +115,10 @@ def a_gather_ahead_holds_nobody_up():
     The second rank's end later still: what the first one gathers when may not depend on its own.
     """
     rank = torch.distributed.get_rank()
-    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6,
-              "stage3_max_live_parameters": 10**9}  # fmt: skip
-    engine = attached(start(subgroup_size=UNEVEN, **config), ["host"], DEVICE, seed=None,
-                      subgroup=UNEVEN, homes=["host", "device"])  # fmt: skip
+    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
+    engine = attached(
+        start(subgroup_size=UNEVEN, **config), ["host"], DEVICE, seed=None, subgroup=UNEVEN, homes=["host", "device"]
+    )
     train(engine, 3, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
     batch = Batches(2, SIZES["tiny"].sequence, rank=rank).at(3, engine.device)
     first, order = engine.module.bytes_in, []
@@ -143,38 +150,37 @@ def main():
     deepspeed.init_distributed()
     answer_once()
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    found = compare("default") | compare(
-        "no persistent", stage3_param_persistence_threshold=0, **AWAY
-    )
+    found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0, **AWAY)
     found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare(
-        "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
-        clipping=4.0, away=(0, 2),
-    )  # fmt: skip
+        "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2, clipping=4.0, away=(0, 2)
+    )
     for name, more in (("pieces", {"away": (0, 2)}), ("pieces, host", AWAY)):
-        found |= compare(name, [(["host", "device", "resident"], DEVICE)], accumulation=2,
-                         subgroup_size=40_000, **more)  # fmt: skip
+        found |= compare(name, [(["host", "device", "resident"], DEVICE)], accumulation=2, subgroup_size=40_000, **more)
     found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
     found |= compare("autocast", precision="fp32", extra=autocast)
-    found |= compare("autocast, reordered", model=Reordered, precision="fp32", accumulation=2,
-                     extra=autocast)  # fmt: skip
+    found |= compare("autocast, reordered", model=Reordered, precision="fp32", accumulation=2, extra=autocast)
     found |= compare("autocast, partitioned", precision="fp32", extra=autocast, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     for stage in (1, 2):
         found |= compare(
-            f"round robin, stage {stage}", stage=stage, accumulation=stage,
-            round_robin_gradients=True, away=(0, 2),
-        )  # fmt: skip
+            f"round robin, stage {stage}", stage=stage, accumulation=stage, round_robin_gradients=True, away=(0, 2)
+        )
     for stage in (1, 2, 3):
         found |= compare(
-            f"own step, stage {stage}", [("auto", DEVICE)], stage=stage, accumulation=2,
-            clipping=0.1, extra=OWN, **(AWAY if stage == 3 else {}),
-        )  # fmt: skip
+            f"own step, stage {stage}",
+            [("auto", DEVICE)],
+            stage=stage,
+            accumulation=2,
+            clipping=0.1,
+            extra=OWN,
+            **(AWAY if stage == 3 else {}),
+        )
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:
             use_build(patch, "avx2")

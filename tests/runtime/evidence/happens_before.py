@@ -78,9 +78,7 @@ class Order:
                 begin, until, by, tick, wrote, did = old
                 known = by == actor or mine[by] >= tick
                 if begin < end and first < until and (write or wrote) and not known:
-                    self.races[
-                        f"{what} by {_name(actor)}; unordered with {did} by {_name(by)}"
-                    ] += 1
+                    self.races[f"{what} by {_name(actor)}; unordered with {did} by {_name(by)}"] += 1
                 if not (write and first <= begin and until <= end and known):
                     kept.append(old)
             kept.append((first, end, actor, mine[actor], write, what))

@@ -28,10 +28,12 @@ BLOCK = 1024
 TRITONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Gradient and parameter on the device: what accumulates in 16 bits or in fp32, and kept gradients.
 WIRES = [
-    (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
-    (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,17 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     from triton.backends.nvidia.compiler import CUDABackend
 
     kernel = KERNELS[form.kernel]
-    types = {"grad_ptr": f"*{TRITONS[form.grad]}", "out_ptr": f"*{TRITONS[form.out]}", "n": "i32",
-             "tail_begin": "i32", "VARIANT": "constexpr", "BLOCK": "constexpr"}  # fmt: skip
+    types = {
+        "grad_ptr": f"*{TRITONS[form.grad]}",
+        "out_ptr": f"*{TRITONS[form.out]}",
+        "n": "i32",
+        "tail_begin": "i32",
+        "VARIANT": "constexpr",
+        "BLOCK": "constexpr",
+    }
     names = kernel.arg_names
     signature = {n: types.get(n, "*fp32" if n.endswith("_ptr") else "fp32") for n in names}
-    sixteens = [i for i, n in enumerate(names) if form.aligned and signature[n] in
-                ("*fp32", "*bf16", "*fp16", "i32")]  # fmt: skip
+    sixteens = [i for i, n in enumerate(names) if form.aligned and signature[n] in ("*fp32", "*bf16", "*fp16", "i32")]
     source = _source(kernel, signature, {"VARIANT": form.variant, "BLOCK": BLOCK}, sixteens)
     target = GPUTarget("cuda", form.architecture, 32)
     with pytest.MonkeyPatch.context() as patch:
@@ -83,9 +90,7 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     return dict(made.asm)
 
 
-def _source(
-    kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]
-) -> Any:
+def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]) -> Any:
     """``sixteens``: places of the arguments that are multiples of 16."""
     from triton.compiler import ASTSource
 
@@ -125,8 +130,9 @@ def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
     return path
 
 
-def run(function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-        scalars: list[float], tail: int) -> None:  # fmt: skip
+def run(
+    function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, scalars: list[float], tail: int
+) -> None:
     """One update, as `ebbtide.runtime.kernels.device.device_update` launches it."""
     n = grad.numel()
     arguments: list[Any] = [ctypes.c_uint64(t.data_ptr()) for t in (*state, grad, out)]

@@ -49,35 +49,48 @@ static inline u32 fma1_wrong(u32 x, u32 y, u32 z) {
 _SIMPLE = {  # what the destination becomes, of its operands
     "mul.wide.u32": "(u64)(u32){1} * (u64)(u32){2}",
     "mul.wide.s32": "(u64)((int64_t)(int32_t){1} * (int64_t)(int32_t){2})",
-    "cvt.s64.s32": "(u64)(int64_t)(int32_t){1}", "mov.pred": "({1}) != 0",
+    "cvt.s64.s32": "(u64)(int64_t)(int32_t){1}",
+    "mov.pred": "({1}) != 0",
     "cvt.u64.u32": "(u64)(u32){1}",
-    "neg.s32": "0u - {1}", "neg.f32": "{1} ^ 0x80000000u",
-    "setp.lt.s64": "(int64_t){1} < (int64_t){2}", "setp.lt.s32": "(int32_t){1} < (int32_t){2}",
-    "selp.f32": "{3} ? {1} : {2}", "selp.b32": "{3} ? {1} : {2}",
-    "fma.rn.f32": "fma1({1}, {2}, {3})", "mul.rn.f32": "mul1({1}, {2})",
-    "add.rn.f32": "add1({1}, {2})", "sub.rn.f32": "sub1({1}, {2})",
-    "div.rn.f32": "b(f({1}) / f({2}))", "sqrt.rn.f32": "b(std::sqrt(f({1})))",
+    "neg.s32": "0u - {1}",
+    "neg.f32": "{1} ^ 0x80000000u",
+    "setp.lt.s64": "(int64_t){1} < (int64_t){2}",
+    "setp.lt.s32": "(int32_t){1} < (int32_t){2}",
+    "selp.f32": "{3} ? {1} : {2}",
+    "selp.b32": "{3} ? {1} : {2}",
+    "fma.rn.f32": "fma1({1}, {2}, {3})",
+    "mul.rn.f32": "mul1({1}, {2})",
+    "add.rn.f32": "add1({1}, {2})",
+    "sub.rn.f32": "sub1({1}, {2})",
+    "div.rn.f32": "b(f({1}) / f({2}))",
+    "sqrt.rn.f32": "b(std::sqrt(f({1})))",
     "fma.rn.f32x2": "two(fma1(lo({1}), lo({2}), lo({3})), fma1(hi({1}), hi({2}), hi({3})))",
     "mul.rn.f32x2": "two(mul1(lo({1}), lo({2})), mul1(hi({1}), hi({2})))",
     "add.rn.f32x2": "two(add1(lo({1}), lo({2})), add1(hi({1}), hi({2})))",
-    "cvt.f32.bf16": "(u32){1} << 16", "cvt.f32.f16": "half({1})",
-    "cvt.rn.bf16.f32": "to_bf16({1})", "cvt.rn.f16.f32": "to_half({1})",
+    "cvt.f32.bf16": "(u32){1} << 16",
+    "cvt.f32.f16": "half({1})",
+    "cvt.rn.bf16.f32": "to_bf16({1})",
+    "cvt.rn.f16.f32": "to_half({1})",
     "cvt.rn.bf16x2.f32": "(u32)to_bf16({1}) << 16 | to_bf16({2})",
     "cvt.rn.f16x2.f32": "(u32)to_half({1}) << 16 | to_half({2})",
-    **{f"{op}.{t}": f"{{1}} {sign} {{2}}"
-       for op, sign in (("and", "&"), ("or", "|"), ("xor", "^"), ("shl", "<<"), ("add", "+"))
-       for t in ("b32", "b64", "s32", "s64")},
-}  # fmt: skip
+    **{
+        f"{op}.{t}": f"{{1}} {sign} {{2}}"
+        for op, sign in (("and", "&"), ("or", "|"), ("xor", "^"), ("shl", "<<"), ("add", "+"))
+        for t in ("b32", "b64", "s32", "s64")
+    },
+}
 MUTATED = {  # the arithmetic, and what an inexact device would make of it
-    "fma.rn.f32": "fma1_wrong({1}, {2}, {3})", "mul.rn.f32": "mul1_wrong({1}, {2})",
-    "add.rn.f32": "add1_wrong({1}, {2})", "div.rn.f32": "mul1({1}, b(1.0f / f({2})))",
-    "sqrt.rn.f32": "mul1({1}, b(1.0f / std::sqrt(f({1}))))", "selp.f32": "{3} ? {2} : {1}",
+    "fma.rn.f32": "fma1_wrong({1}, {2}, {3})",
+    "mul.rn.f32": "mul1_wrong({1}, {2})",
+    "add.rn.f32": "add1_wrong({1}, {2})",
+    "div.rn.f32": "mul1({1}, b(1.0f / f({2})))",
+    "sqrt.rn.f32": "mul1({1}, b(1.0f / std::sqrt(f({1}))))",
+    "selp.f32": "{3} ? {2} : {1}",
     "cvt.rn.bf16x2.f32": "(u32)to_bf16({1}) << 16 | (u16)({2} >> 16)",
-    "fma.rn.f32x2": "two(fma1_wrong(lo({1}), lo({2}), lo({3})),"
-                    " fma1_wrong(hi({1}), hi({2}), hi({3})))",
+    "fma.rn.f32x2": "two(fma1_wrong(lo({1}), lo({2}), lo({3})), fma1_wrong(hi({1}), hi({2}), hi({3})))",
     "mul.rn.f32x2": "two(mul1_wrong(lo({1}), lo({2})), mul1_wrong(hi({1}), hi({2})))",
     "add.rn.f32x2": "two(add1_wrong(lo({1}), lo({2})), add1_wrong(hi({1}), hi({2})))",
-}  # fmt: skip
+}
 _BITS = {"b16": 16, "u16": 16, "b32": 32, "u32": 32, "f32": 32, "b64": 64, "u64": 64}
 _LINE = re.compile(r"(?:@(!?)%p(\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 

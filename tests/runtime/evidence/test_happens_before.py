@@ -34,9 +34,7 @@ pytestmark = [
 
 def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
     """Trains under a plan; what was accessed in which order."""
-    fake.latest_s = (
-        30.0  # nothing runs, and no event is seen to be reached, before it is waited for
-    )
+    fake.latest_s = 30.0  # nothing runs, and no event is seen to be reached, before it is waited for
     order = Order(fake)
     order.install(patch)
     with order.watching():
@@ -68,32 +66,50 @@ def never_paused(engine, steps):
 
 
 GUESSES = {
-    "speculate": 99, "speculate_visits": 99, "speculate_stored": 2, "host_slots": 2,
+    "speculate": 99,
+    "speculate_visits": 99,
+    "speculate_stored": 2,
+    "host_slots": 2,
     "pattern": ["device", "host", "stored", "device"],
-}  # fmt: skip
+}
 CASES = {
-    **{f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None) for case in (
-        "clipping", "accumulation", "small_buckets", "no_persistent_parameters",
-        "parameter_groups", "no_overlap", "offloaded_parameters")},
+    **{
+        f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None)
+        for case in (
+            "clipping",
+            "accumulation",
+            "small_buckets",
+            "no_persistent_parameters",
+            "parameter_groups",
+            "no_overlap",
+            "offloaded_parameters",
+        )
+    },
     "readers": (lambda: engine_for("clipping"), read_between),
-    "sums on the device": (
-        lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward,
-        {"device_sums": 99}),
+    "sums on the device": (lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward, {"device_sums": 99}),
     "guesses": (lambda: start(clipping=0.0), None, GUESSES),
     "guesses of which some are wrong": (
-        lambda: start(clipping=at_a_bound_that_some_steps_reach()), never_paused, GUESSES),
+        lambda: start(clipping=at_a_bound_that_some_steps_reach()),
+        never_paused,
+        GUESSES,
+    ),
     "slots that grow": (lambda: start(clipping=0.0), None, {**GUESSES, "growing": 3}),
     "slots that grow, accumulation": (
-        lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2), never_paused,
-        {**GUESSES, "growing": 2, "staging_slots": 1, "prefetch": 2}),
+        lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2),
+        never_paused,
+        {**GUESSES, "growing": 2, "staging_slots": 1, "prefetch": 2},
+    ),
     "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, GUESSES),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
-    **{f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
-       for case in ("clipping", "accumulation", "fp32_accumulation")},
-    **{f"ZeRO-{stage}, full buckets": (
-        lambda stage=stage: start(reduce_bucket_size=17_000, stage=stage), None)
-       for stage in (3, 2)},
-}  # fmt: skip
+    **{
+        f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
+        for case in ("clipping", "accumulation", "fp32_accumulation")
+    },
+    **{
+        f"ZeRO-{stage}, full buckets": (lambda stage=stage: start(reduce_bucket_size=17_000, stage=stage), None)
+        for stage in (3, 2)
+    },
+}
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -178,47 +194,40 @@ def come_at_once(self, state, come=Visits.come):
 
 
 MUTANTS = {
-    "a gradient is copied before it is there": (
-        "ZeRO-3, accumulation", with_gradients(reduced=False)),
-    "an update does not wait for its gradient": (
-        "ZeRO-3, clipping", without(needs_arrival=False)),
-    "the next sum is fetched before the last is home": (
-        "ZeRO-3, accumulation", with_gradients(after=())),
-    "gradients' memory is reduced into again": (
-        "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
+    "a gradient is copied before it is there": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
+    "an update does not wait for its gradient": ("ZeRO-3, clipping", without(needs_arrival=False)),
+    "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
+    "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
-    "ops do not wait for those of their step": (
-        "ZeRO-3, clipping", submitted_without(now=())),
+    "ops do not wait for those of their step": ("ZeRO-3, clipping", submitted_without(now=())),
     "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
     "a visit comes while another leaves": ("ZeRO-3, clipping", (Visits, "come", come_at_once)),
-    "a slot grows where activations are still read": (
-        "slots that grow", deaf(Growing, "more", "current_event")),
-    "a sum is read before it is there": (
-        "ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
-    "a sum is added to while it leaves": (
-        "sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
-    "a parameter is read before it is copied": (
-        "ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
+    "a slot grows where activations are still read": ("slots that grow", deaf(Growing, "more", "current_event")),
+    "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
+    "a sum is added to while it leaves": ("sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
+    "a parameter is read before it is copied": ("ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
     "a parameter is copied to where another is still read": (
-        "ZeRO-3, offloaded_parameters", deaf(Partitions, "bring", "current_event")),
-}  # fmt: skip
+        "ZeRO-3, offloaded_parameters",
+        deaf(Partitions, "bring", "current_event"),
+    ),
+}
 # Memory that is given away too early is the allocator's to notice: tests/runtime/contract/
 # test_cuda_streams.py takes this wait away.
 ALLOCATED = "a slot makes room while it is in use"
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
     # Of the step before, parameters have come home: its forward has waited for them, and the norm.
-    "ops do not wait for those of the step before": (
-        "ZeRO-3, clipping", submitted_without(before=())),
+    "ops do not wait for those of the step before": ("ZeRO-3, clipping", submitted_without(before=())),
     # Attaching ends with copies between host and device that hold the host up until all is there.
-    "lanes begin before their memory is theirs": (
-        "ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
+    "lanes begin before their memory is theirs": ("ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
     # The norm has been read on the host before updates start, after all gradients of its stream.
     "updates do not wait for the norm": ("ZeRO-3, clipping", without(needs_norm=False)),
     # The passes have waited for their copies, and the norm has been read behind them.
     "a parameter is written while it is copied": (
-        "ZeRO-3, offloaded_parameters", (Executor, "launch", launched_behind_no_copy)),
-}  # fmt: skip
+        "ZeRO-3, offloaded_parameters",
+        (Executor, "launch", launched_behind_no_copy),
+    ),
+}
 
 
 # -- the list of waits, from the code ------------------------------------------------------------
@@ -232,8 +241,7 @@ TEMPLATES = {
     "after": "the next sum is fetched before the last is home",
 }
 NO_WAITS = {"op", "ahead", "needs_gradient", "guessed", "summed"}  # which, and when
-STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters",
-           "updates_of", "current_event"}  # fmt: skip
+STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters", "updates_of", "current_event"}
 # Who makes a stream wait: the mutant that takes it away; "": its waits are in other rows.
 WAITERS = {
     "devices/lane.py: wait_on": "",

@@ -16,28 +16,37 @@ from tests.runtime.evidence.kernels_ptx import ARCHITECTURES, WIRES, Form, compi
 
 pytest.importorskip("triton")
 STEPS = 2
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, -3e-39, 1.17549435e-38, 3e38, -3e38, float("inf"),
-           float("-inf"), float("nan")]  # fmt: skip
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-40,
+    -3e-39,
+    1.17549435e-38,
+    3e38,
+    -3e38,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
 NEWER = [gpu for gpu in ARCHITECTURES if gpu in (90, 100)]
 RULE_OF = {
     (kind.name, kind(**settings).step(group, 1).variant): (kind, settings, group)
-    for kind in RULES for settings, group in kind.trials
-}  # fmt: skip
+    for kind in RULES
+    for settings, group in kind.trials
+}
 FORMS = [
-    Form(*key, *wire, architecture)
-    for key, wire, architecture in itertools.product(RULE_OF, WIRES, ARCHITECTURES)
+    Form(*key, *wire, architecture) for key, wire, architecture in itertools.product(RULE_OF, WIRES, ARCHITECTURES)
 ] + [  # a parameter's own slice of a subgroup begins anywhere
-    Form(*key, *WIRES[0], architecture, aligned=False)
-    for key, architecture in itertools.product(RULE_OF, NEWER)
+    Form(*key, *WIRES[0], architecture, aligned=False) for key, architecture in itertools.product(RULE_OF, NEWER)
 ]
 
 
 def values(size, generator, dtype=torch.float32):
     """About 10^size each, the special ones among them."""
     n = len(size)
-    made = torch.randn(n, generator=generator) * 10.0 ** (
-        size + torch.randint(-2, 3, (n,), generator=generator)
-    )
+    made = torch.randn(n, generator=generator) * 10.0 ** (size + torch.randint(-2, 3, (n,), generator=generator))
     made[torch.randperm(n, generator=generator)[: 8 * len(SPECIAL)]] = torch.tensor(SPECIAL * 8)
     return made.to(dtype)
 
@@ -99,9 +108,7 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
                 bad[form.name, n, tail] = found
     assert not bad
     with capsys.disabled():
-        print(
-            f"\nptx: {len(kernels)} forms, {len(sources)} different, {elements} elements, 0 differ"
-        )
+        print(f"\nptx: {len(kernels)} forms, {len(sources)} different, {elements} elements, 0 differ")
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
@@ -124,8 +131,9 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
     """Mutants: one instruction of each place rounds twice, cuts off, divides by a reciprocal."""
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
-    loaded = library([ptx_to_cpp.translate(kernels[form]["ptx"], form.name, places)
-                      for form, places in mutants.items()])  # fmt: skip
+    loaded = library(
+        [ptx_to_cpp.translate(kernels[form]["ptx"], form.name, places) for form, places in mutants.items()]
+    )
     which, hidden = ctypes.c_int.in_dll(loaded, "mutant"), []
     for form, places in mutants.items():
         for place, op in places.items():
@@ -159,9 +167,10 @@ def test_ptx_is_assembled_without_another_fusion(kernels):
             continue
         ops = ptx_to_cpp.opcodes(asm["ptx"])
         listing = sass(asm["cubin"])
-        wanted = [ops.count("mul.rn.f32") + 2 * ops.count("mul.rn.f32x2"),
-                  sum(ops.count(f"{op}.rn.f32") for op in ("add", "sub"))
-                  + 2 * ops.count("add.rn.f32x2")]  # fmt: skip
+        wanted = [
+            ops.count("mul.rn.f32") + 2 * ops.count("mul.rn.f32x2"),
+            sum(ops.count(f"{op}.rn.f32") for op in ("add", "sub")) + 2 * ops.count("add.rn.f32x2"),
+        ]
         single = counted(listing, r"\bFMUL\b(?!\.)", r"\bFADD\b(?!\.)")
         double = counted(listing, r"\bFMUL2\b", r"\bFADD2\b")
         found = [one + 2 * two for one, two in zip(single, double, strict=True)]

@@ -25,9 +25,11 @@ from tests.runtime.evidence.test_happens_before import (
 )
 
 AHEAD = {
-    "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6,
-    "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 0,
-}  # fmt: skip
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 10**6,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 0,
+}
 CASES = {
     "ZeRO-3": {"clipping": 0.1},
     "ZeRO-3, gathers ahead": AHEAD,
@@ -38,18 +40,17 @@ CASES = {
 }
 MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
-    "a gradient is copied before it is reduced": (
-        "ZeRO-3, accumulation", with_gradients(reduced=False)),
-    "the next sum is fetched before the last is home": (
-        "ZeRO-3, accumulation", with_gradients(after=())),
+    "a gradient is copied before it is reduced": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
+    "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
     "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
     "ops do not wait for those of their step": ("ZeRO-3", submitted_without(now=())),
     "a visit comes while another leaves": ("ZeRO-3", (Visits, "come", come_at_once)),
-    "gradients' memory is reduced into again": (
-        "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
+    "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "a parameter is read before it is copied": (
-        "ZeRO-3, parameters on the host", (Partitions, "bring", brought_at_once)),
-}  # fmt: skip
+        "ZeRO-3, parameters on the host",
+        (Partitions, "bring", brought_at_once),
+    ),
+}
 
 
 def races(case, mutant=None):

@@ -46,17 +46,23 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(
-    config: dict[str, Any], net: torch.nn.Module, samples: list[Any], steps: int
-) -> tuple[Any, list[float]]:
+def fit(config: dict[str, Any], net: torch.nn.Module, samples: list[Any], steps: int) -> tuple[Any, list[float]]:
     """The engine at the end, and the losses."""
     module = Module(net, steps)
     trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        strategy=OnTheCpu(config=config), precision="bf16-mixed", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=0.5, accumulate_grad_batches=1, default_root_dir=tempfile.mkdtemp(),
-    )  # fmt: skip
+        max_steps=steps,
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        strategy=OnTheCpu(config=config),
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=1,
+        default_root_dir=tempfile.mkdtemp(),
+    )
     held = {}
 
     class Keep(pl.Callback):
@@ -64,8 +70,6 @@ def fit(
             held["engine"] = trainer.strategy.model
 
     trainer.callbacks.append(Keep())
-    loader = torch.utils.data.DataLoader(
-        samples, batch_size=config["train_micro_batch_size_per_gpu"]
-    )
+    loader = torch.utils.data.DataLoader(samples, batch_size=config["train_micro_batch_size_per_gpu"])
     trainer.fit(module, loader)
     return held["engine"], module.losses

@@ -110,9 +110,7 @@ def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
         initialize(config_with({"plan": "auto"}, offload_optimizer=nvme))
 
 
-def test_where_nothing_is_offloaded_stock_trains_and_checkpoints_may_still_be_asked_for(
-    front_door, plan, caplog
-):
+def test_where_nothing_is_offloaded_stock_trains_and_checkpoints_may_still_be_asked_for(front_door, plan, caplog):
     for key in ({"plan": "auto"}, {"plan": plan}, {"plan": "auto", "checkpoint": {"keep": 1}}):
         config = config_with(key, offload=False)
         config["optimizer"]["params"]["torch_adam"] = True  # a fused one is a minute to compile

@@ -25,9 +25,13 @@ def folder(tmp_path):
 def tune_run(folder, *command, path=""):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), path])}
     done = subprocess.run(
-        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command], cwd=folder, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split()
 
@@ -69,8 +73,7 @@ def test_a_spawned_worker(folder):
 def test_a_process_that_never_imports_deepspeed_meets_nothing_of_ours(folder):
     (folder / "runtime.py").write_text("print('mine')\n")
     (folder / "plain.py").write_text(
-        "import sys, runtime\n"
-        "print([m for m in ('ebbtide', 'torch', 'click') if m in sys.modules])"
+        "import sys, runtime\nprint([m for m in ('ebbtide', 'torch', 'click') if m in sys.modules])"
     )
     assert tune_run(folder, sys.executable, "plain.py") == ["mine", "[]"]
 
@@ -117,8 +120,11 @@ def test_enabling_twice_and_disabling(folder):
 
 def test_the_command_must_exist(folder):
     done = subprocess.run(
-        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", "no-such-launcher"], cwd=folder,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", "no-such-launcher"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "must be a program on PATH, but got 'no-such-launcher'" in done.stderr

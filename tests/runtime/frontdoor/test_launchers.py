@@ -12,9 +12,17 @@ from studies.bench.rank import free_port
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = (
     ["deepspeed", "--hostfile=", "--num_gpus=1", "--master_port={port}"],
-    ["accelerate", "launch", "--cpu", "--num_processes=1", "--num_machines=1",
-     "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port={port}"],
-)  # fmt: skip
+    [
+        "accelerate",
+        "launch",
+        "--cpu",
+        "--num_processes=1",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--main_process_port={port}",
+    ],
+)
 
 
 @pytest.mark.slow
@@ -29,10 +37,16 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
     for words in LAUNCHERS:
         command = [word.format(port=free_port()) for word in words]
         command += ["train.py", f"{command[0]}.txt"]
-        started.append(subprocess.Popen(
-            [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command], cwd=tmp_path,
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     for process in started:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output

@@ -34,10 +34,21 @@ def profiled(folder):
 def planned(folder, *more):
     work, device = profiled(folder)
     arguments = [
-        "plan", "--machine", f"{folder}/machine.json", "--workload", f"{folder}/workload.json",
-        "--memory-margin", "0", "--gpu-memory", f"{device + 4 * work.params}",
-        "--host-memory", f"{10 * work.params}", "-o", f"{folder}/plan.json", *more,
-    ]  # fmt: skip
+        "plan",
+        "--machine",
+        f"{folder}/machine.json",
+        "--workload",
+        f"{folder}/workload.json",
+        "--memory-margin",
+        "0",
+        "--gpu-memory",
+        f"{device + 4 * work.params}",
+        "--host-memory",
+        f"{10 * work.params}",
+        "-o",
+        f"{folder}/plan.json",
+        *more,
+    ]
     said = CliRunner().invoke(main, arguments)
     assert said.exit_code == 0, said.output
     return Plan.load(folder / "plan.json"), said.output
@@ -62,13 +73,13 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
 def test_a_config_that_offloads_to_a_drive_is_what_tune_plan_reads(front_door, tmp_path):
     config = config_with(None)
     config["zero_optimization"]["offload_optimizer"] = {
-        "device": "nvme", "nvme_path": str(tmp_path / "drive"), "pipeline_read": True,
-    }  # fmt: skip
+        "device": "nvme",
+        "nvme_path": str(tmp_path / "drive"),
+        "pipeline_read": True,
+    }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     emitted = tmp_path / "out.json"
-    made, _ = planned(
-        tmp_path, "--ds-config", str(tmp_path / "ds.json"), "--emit-deepspeed", str(emitted)
-    )
+    made, _ = planned(tmp_path, "--ds-config", str(tmp_path / "ds.json"), "--emit-deepspeed", str(emitted))
     assert made.count("stored") > 0
     assert made.storage_dir == str(tmp_path / "drive" / "ebbtide_state")
     engine = initialize(json.loads(emitted.read_text()))

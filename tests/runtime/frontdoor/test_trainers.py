@@ -46,11 +46,26 @@ def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspee
     script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", "torchrun", "--nproc-per-node=2",
-             f"--master-port={port}", str(script), str(tmp_path), *trainers.TRAINERS],
-            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500,
+            [
+                sys.executable,
+                "-m",
+                "ebbtide.tuner.cli",
+                "run",
+                "--",
+                "torchrun",
+                "--nproc-per-node=2",
+                f"--master-port={port}",
+                str(script),
+                str(tmp_path),
+                *trainers.TRAINERS,
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
             env={**child_environment, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
     finally:
         remove_shared_buffers(port)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -60,27 +75,36 @@ def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspee
 
 TRAINER_CASES = {
     "its own optimizer and schedule, accumulation of DeepSpeed's": {
-        "gradient_accumulation_steps": 2, "max_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
         "config": {
-            "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "fp16": {"enabled": False},
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "fp16": {"enabled": False},
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupLR", "params": {
-                "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            },
         },
-        "max_grad_norm": 1.0, "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.1,
     },
     "fp32": {"bf16": False, "max_steps": 6},
     "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 6},
     "generation between steps": {"callbacks": trainers.generating, "max_steps": 4},
     "save_only_model": {
-        "save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_only_model": True,
+        "max_steps": 4,
         "save_total_limit": 1,
     },
     "below ZeRO-3": {
         "max_steps": 6,
         "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -106,17 +130,18 @@ def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
     and still on its way.
     """
     options = {
-        "wrap": trainers.with_lora, "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
-        "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1,
+        "wrap": trainers.with_lora,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_total_limit": 1,
         "load_best_model_at_end": True,
-    }  # fmt: skip
+    }
     folders = {name: tmp_path / name for name in ("stock", "ours")}
-    stock, key = trainers.outcome(
-        trainers.with_trainer, None, output_dir=str(folders["stock"]), **options
-    )
-    ours, _ = trainers.outcome(
-        trainers.with_trainer, key, output_dir=str(folders["ours"]), **options
-    )
+    stock, key = trainers.outcome(trainers.with_trainer, None, output_dir=str(folders["stock"]), **options)
+    ours, _ = trainers.outcome(trainers.with_trainer, key, output_dir=str(folders["ours"]), **options)
     assert differences(ours[0], stock[0]) == ()
     assert ours[1] == stock[1]
     saved = {}
@@ -140,15 +165,11 @@ def convert(checkpoint, out):
 
 
 @pytest.mark.slow
-def test_the_end_of_training_leaves_a_checkpoint_for_stock_and_for_zero_to_fp32(
-    front_door, tmp_path
-):
+def test_the_end_of_training_leaves_a_checkpoint_for_stock_and_for_zero_to_fp32(front_door, tmp_path):
     stock, _ = trainers.with_trainer(None, max_steps=1)
     trainers.forget_accelerate()
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    (state, _), _ = trainers.outcome(
-        trainers.with_trainer, trainers.key_for(stock), output_dir=str(tmp_path), **saving
-    )
+    (state, _), _ = trainers.outcome(trainers.with_trainer, trainers.key_for(stock), output_dir=str(tmp_path), **saving)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     found = convert(tmp_path / "checkpoint-4", tmp_path / "converted")
     masters = {name for name in state if name.endswith("/fp32")}

@@ -37,10 +37,16 @@ def model(**fields: Any) -> Any:
 
     torch.manual_seed(0)
     settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 64, "attn_implementation": "eager", "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "attn_implementation": "eager",
+        "pad_token_id": 0,
+    }
     return AutoModelForCausalLM.from_config(LlamaConfig(**settings | fields))
 
 
@@ -48,8 +54,7 @@ def samples(count: int = 2 * STEPS * BATCH) -> list[dict[str, torch.Tensor]]:
     """Random tokens, as a dataset of any of the three."""
     rng = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, (count, SEQUENCE), generator=rng)
-    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}
-            for row in tokens]  # fmt: skip
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens]
 
 
 def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
@@ -60,11 +65,13 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "zero_optimization": {
-            "stage": 3, "sub_group_size": SUBGROUP, "offload_optimizer": {"device": "cpu"},
+            "stage": 3,
+            "sub_group_size": SUBGROUP,
+            "offload_optimizer": {"device": "cpu"},
             "stage3_param_persistence_threshold": 100,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
-    }  # fmt: skip
+    }
     made |= extra
     return made if key is None else {**made, "ebbtide": key}
 
@@ -77,8 +84,7 @@ def key_for(engine: Any) -> dict[str, Any]:
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     overlap = engine.zero_optimization_stage() == 3
     placements = [PATTERN[i % len(PATTERN)] for i in range(count)]
-    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), prefetch=1,
-                overlap_forward=overlap)  # fmt: skip
+    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), prefetch=1, overlap_forward=overlap)
 
     return {"plan": plan.model_dump(mode="json"), "device": "emulated"}
 
@@ -88,19 +94,25 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
     import transformers
 
     arguments: dict[str, Any] = {
-        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 1e-2,
-        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
-        "bf16": True, "disable_tqdm": True, "warmup_steps": 3, "max_grad_norm": 0.5,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": True,
+        "disable_tqdm": True,
+        "warmup_steps": 3,
+        "max_grad_norm": 0.5,
         "output_dir": tempfile.mkdtemp(),
-    }  # fmt: skip
+    }
     config = ds_config(key, **options.pop("config", {}))
     wrap, callbacks = options.pop("wrap", lambda net: net), options.pop("callbacks", list)()
     made = transformers.TrainingArguments(**arguments | options, deepspeed=config)
     net = wrap(model())
     data = samples()
-    trainer = transformers.Trainer(
-        model=net, args=made, train_dataset=data, eval_dataset=data[:3], callbacks=callbacks
-    )
+    trainer = transformers.Trainer(model=net, args=made, train_dataset=data, eval_dataset=data[:3], callbacks=callbacks)
     trainer.train()
     return trainer.deepspeed, logged(trainer) + saved_models(Path(made.output_dir))
 
@@ -122,29 +134,32 @@ def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]
 
     words = {"<pad>": 0, **{f"w{n}": n for n in range(1, VOCABULARY)}}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>", eos_token="w1",
-    )  # fmt: skip
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="w1"
+    )
     made = trl.SFTConfig(
-        max_steps=6, per_device_train_batch_size=BATCH, learning_rate=1e-2, logging_steps=1,
-        report_to="none", save_strategy="no", use_cpu=True, bf16=True, disable_tqdm=True,
-        output_dir=tempfile.mkdtemp(), deepspeed=ds_config(key, **options),
-    )  # fmt: skip
+        max_steps=6,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=True,
+        disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        deepspeed=ds_config(key, **options),
+    )
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples()]
     trainer = trl.SFTTrainer(
-        model=model(), args=made, train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )  # fmt: skip
+        model=model(), args=made, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
     trainer.train()
     return trainer.deepspeed, logged(trainer)
 
 
 def logged(trainer: Any) -> list[Any]:
     """What a transformers' Trainer logged, less its times."""
-    return [
-        {k: v for k, v in row.items() if not k.endswith(_TIMED)}
-        for row in trainer.state.log_history
-    ]
+    return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in trainer.state.log_history]
 
 
 def with_lora(net: Any) -> Any:
@@ -166,8 +181,7 @@ class Words(torch.nn.Module):
 
     def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
         logits = self.head(torch.tanh(self.embed(input_ids)))
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(),
-                                                 labels[:, 1:].flatten())  # fmt: skip
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return {"loss": loss, "logits": logits}
 
 
@@ -184,9 +198,12 @@ def generating() -> list[Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             prompt = torch.tensor([[3, 5, 7]])
             tokens = kwargs["model"].generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=4,
+                do_sample=False,
+                pad_token_id=0,
+            )
             state.log_history.append({"generated": tokens.tolist()})
 
     return [Generate()]

@@ -138,9 +138,8 @@ def engine_on(place, drive, case):
     ebbtide.runtime.storage.workers.TOLD_AFTER_S = STALL_S / 4
     checkpoint = CheckpointPlan(keep=2, deadline_s=DEADLINE_S, verify_reads=case.verify_reads)
     return attached(
-        start(), ["stored"], list(DEVICES)[-1], seed=None, storage_dir=str(place / "state"),
-        checkpoint=checkpoint,
-    )  # fmt: skip
+        start(), ["stored"], list(DEVICES)[-1], seed=None, storage_dir=str(place / "state"), checkpoint=checkpoint
+    )
 
 
 def digest(engine):

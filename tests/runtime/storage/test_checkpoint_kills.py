@@ -39,9 +39,15 @@ class Killing(Files):
 @contextmanager
 def opened(place, files, keep):
     store = ExtentStore.open(
-        [Drive(place / "state")], SIZES, keep=keep, depth=2, block_bytes=BLOCK, deadline_s=20.0,
-        files=files, stands=stands,
-    )  # fmt: skip
+        [Drive(place / "state")],
+        SIZES,
+        keep=keep,
+        depth=2,
+        block_bytes=BLOCK,
+        deadline_s=20.0,
+        files=files,
+        stands=stands,
+    )
     try:
         yield store, StoredSteps(lambda: store, lambda: frozenset(ELEMENTS), lambda: None)
     finally:
@@ -77,9 +83,13 @@ def run(place, files, keep, note=lambda *_: None):
                 return held, held.describe([StoredTensor("f", ("a", 0), s, 0) for s in ELEMENTS])
 
             job = bench.begin(
-                {"memory": {"step": step}}, files=files, step=step, keep=keep, stored=stored,
+                {"memory": {"step": step}},
+                files=files,
+                step=step,
+                keep=keep,
+                stored=stored,
                 nonce=f"{os.getpid()}.{step}",
-            )  # fmt: skip
+            )
             job.start()
         finish(job, note)
 

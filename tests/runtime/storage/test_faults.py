@@ -242,9 +242,8 @@ mapped[0]
 def test_a_page_that_does_not_come_has_a_last_word(tmp_path, whose):
     """Reading a mapped page that the drive fails to deliver is no error but a signal."""
     done = subprocess.run(
-        [sys.executable, "-c", CUT, str(tmp_path), whose], capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", CUT, str(tmp_path), whose], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == -signal.SIGBUS, done.stderr
     told = re.findall("ebbtide: state on storage could not be read from (.*?): ", done.stderr)
     assert told == ([str(next(tmp_path.glob("**/*.extents")))] if whose == "ours" else [])

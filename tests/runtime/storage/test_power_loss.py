@@ -23,9 +23,7 @@ def state(subgroup, version):
 
 def opened(root, files=None, keep=1):
     drives = [Drive(root / "one", 1.0), Drive(root / "other", 1.0)]
-    return ExtentStore.open(
-        drives, SIZES, keep=keep, depth=1, block_bytes=BLOCK, deadline_s=20, files=files
-    )
+    return ExtentStore.open(drives, SIZES, keep=keep, depth=1, block_bytes=BLOCK, deadline_s=20, files=files)
 
 
 def run(files, keep):

@@ -13,21 +13,28 @@ from tests.runtime.storage.faulty_training import RESUMED_STEPS, STEPS
 
 INTACT = "the steps that were committed before are intact"
 SAID = {  # of the faulty run: what its error says; nothing: there is none
-    "full at begin": "No space left on device", "full": f"ENOSPC); {INTACT}",
+    "full at begin": "No space left on device",
+    "full": f"ENOSPC); {INTACT}",
     "read": f"failed: Input/output error (EIO); {INTACT}",
     "sync": f"failed: Input/output error (EIO); {INTACT}",
-    "commit": "steps.json failed: Input/output error", "short": "", "stalls": "",
+    "commit": "steps.json failed: Input/output error",
+    "short": "",
+    "stalls": "",
     "stall of a sync": "",
     "hang": "must go on within 2 s, but no block arrived for",
     "torn, all reads checked": "a block is torn, or bits have flipped",
     "flipped, all reads checked": "a block is torn, or bits have flipped",
-    "torn at the end": "", "flipped master": "", "read at resume": "",
-}  # fmt: skip
+    "torn at the end": "",
+    "flipped master": "",
+    "read at resume": "",
+}
 # Of a run that resumes and cannot; who resumes from the checkpoint before can.
 THEN_SAID = {
-    "torn, all reads checked": "bits have flipped", "torn at the end": "bits have flipped",
-    "flipped master": "The newest one that is: ", "read at resume": "Input/output error (EIO)",
-}  # fmt: skip
+    "torn, all reads checked": "bits have flipped",
+    "torn at the end": "bits have flipped",
+    "flipped master": "The newest one that is: ",
+    "read at resume": "Input/output error (EIO)",
+}
 DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}  # on the drive
 
 
@@ -36,8 +43,11 @@ def found(deepspeed_ops, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     done = subprocess.run(
         [sys.executable, "-m", "tests.runtime.storage.faulty_training", str(folder)],
-        capture_output=True, text=True, check=False, timeout=400,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
     assert (folder / "found.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
@@ -69,9 +79,7 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")]
-)
+@pytest.mark.parametrize(("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")])
 def test_a_stall_is_told_while_it_is_waited_for(name, what, found):
     """Which subgroup's block meets the stall is a race between the ways in and out."""
     log = found[name][0]["log"]

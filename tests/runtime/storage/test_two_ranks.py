@@ -16,9 +16,7 @@ LAST = list(DEVICES)[-1]
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL takes no two ranks on one GPU")
-def test_two_ranks_store_and_resume_with_stocks_bits(
-    deepspeed_ops, tmp_path, child_environment, only_rank
-):
+def test_two_ranks_store_and_resume_with_stocks_bits(deepspeed_ops, tmp_path, child_environment, only_rank):
     alone = attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "one"))
     train(alone, 1)
     alone.save_checkpoint(tmp_path / "alone")
@@ -28,10 +26,19 @@ def test_two_ranks_store_and_resume_with_stocks_bits(
         told = tmp_path / f"rank{rank}.json"
         assert told.exists(), done.stderr[-3000:]
         assert json.loads(told.read_text()) == {
-            "trained": True, "adopted": True, "resumed": True, "gone back": True,
-            "imported": True, "exported": True, "replanned": True, "on a drive": True,
-            "stored on one": True, "refused": True, "failed": True, "went on": True,
-        }  # fmt: skip
+            "trained": True,
+            "adopted": True,
+            "resumed": True,
+            "gone back": True,
+            "imported": True,
+            "exported": True,
+            "replanned": True,
+            "on a drive": True,
+            "stored on one": True,
+            "refused": True,
+            "failed": True,
+            "went on": True,
+        }
     names = {path.name for path in (tmp_path / "state").glob("*.extents")}
     assert names == {"rank_00000.extents", "rank_00001.extents"}
     before = {path: path.read_bytes() for path in (tmp_path / "state").glob("*.extents")}

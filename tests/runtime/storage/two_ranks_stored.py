@@ -30,9 +30,7 @@ def engine_on(folder=None):
     engine = start(accumulation=ACCUMULATION, clipping=0.01)
     if folder is not None:
         rank = torch.distributed.get_rank()
-        attached(
-            engine, PATTERNS[rank], list(DEVICES)[-1], seed=rank, storage_dir=str(folder / "state")
-        )
+        attached(engine, PATTERNS[rank], list(DEVICES)[-1], seed=rank, storage_dir=str(folder / "state"))
     return engine
 
 
@@ -44,17 +42,12 @@ def steps(engine, first, count, folder=None):
             engine.save_checkpoint(str(folder / "ck"))
 
     batches = Batches(2, SIZES["tiny"].sequence, rank=torch.distributed.get_rank())
-    losses, norms = train(
-        engine, count * ACCUMULATION, first * ACCUMULATION, each=save, batches=batches
-    )
+    losses, norms = train(engine, count * ACCUMULATION, first * ACCUMULATION, each=save, batches=batches)
     return torch.stack(losses), norms[ACCUMULATION - 1 :: ACCUMULATION], all_state(engine)
 
 
 def alike(ours, stock):
-    return (
-        torch.equal(ours[0], stock[0]) and ours[1] == stock[1]
-        and differences(ours[2], stock[2]) == ()
-    )  # fmt: skip
+    return torch.equal(ours[0], stock[0]) and ours[1] == stock[1] and differences(ours[2], stock[2]) == ()
 
 
 def trained_and_resumed(folder, expected, later):
@@ -118,16 +111,22 @@ def on_a_drive(folder, plan, expected):
     """A config that was written for DeepSpeed's swapper."""
     config = ds_config(2, SUBGROUP, accumulation=ACCUMULATION, clipping=0.01, learning_rate=1e-3)
     config["zero_optimization"]["offload_optimizer"] = {
-        "device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True,
+        "device": "nvme",
+        "nvme_path": str(folder),
+        "pipeline_read": True,
+        "pipeline_write": True,
         "buffer_count": 5,
-    }  # fmt: skip
+    }
     config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
     ours, *_ = ebbtide.runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=config, device="emulated",
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        device="emulated",
         plan=plan.model_copy(update={"storage_dir": None}),
-    )  # fmt: skip
+    )
     same = alike(steps(ours, 0, STEPS), expected)
     rank = torch.distributed.get_rank()
     stored = folder / f"ebbtide_state/rank_{rank:05d}.extents"

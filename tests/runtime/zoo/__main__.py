@@ -30,9 +30,11 @@ from tests.runtime.zoo.training import STEPS, Outcome, stock, trained
 SUBGROUP = 5_000  # elements, for several subgroups of the tiny model
 DEADLINE = timedelta(minutes=3)  # of a collective: a rank that waits for ever ends with an error
 TOLD = {
-    "trains under a plan": "same bits under a plan", "left to DeepSpeed": "left to stock",
-    "refused: ": "refused under a plan only", "DeepSpeed itself": "refused by stock",
-}  # fmt: skip
+    "trains under a plan": "same bits under a plan",
+    "left to DeepSpeed": "left to stock",
+    "refused: ": "refused under a plan only",
+    "DeepSpeed itself": "refused by stock",
+}
 
 
 def main() -> None:
@@ -63,9 +65,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--table", type=Path, default=TABLE, help="a JSON file of such rows")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument(
-        "--streams", action="store_true",
-        help="on emulated streams, all placements in turn after the watched steps",
-    )  # fmt: skip
+        "--streams", action="store_true", help="on emulated streams, all placements in turn after the watched steps"
+    )
     parser.add_argument("--part", default="1/1", help="I/N: the I-th of N parts, from 1")
     parser.add_argument("--only", default="", help="a part of the names of those to try")
     return parser.parse_args()
@@ -75,9 +76,17 @@ def _on_ranks(ranks: int) -> int:
     """The same command in so many processes."""
     port = free_port()
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        "--master-port", str(port), "-m", "tests.runtime.zoo", *sys.argv[1:],
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(port),
+        "-m",
+        "tests.runtime.zoo",
+        *sys.argv[1:],
+    ]
     try:
         return subprocess.run(command, check=False).returncode
     finally:
@@ -101,11 +110,7 @@ def _tried(name: str, config: dict[str, Any], streams: bool) -> str:
     ours = trained(config, key, STEPS, mixed=streams)
     # ZenFlow's own process does not end with its engine: stock would hang here.
     alone = bool(ours.error) and "zenflow" in zero_of(config)
-    mine = (
-        "refused under a plan only"
-        if alone
-        else _verdict(stock(json.dumps(config, sort_keys=True)), ours)
-    )
+    mine = "refused under a plan only" if alone else _verdict(stock(json.dumps(config, sort_keys=True)), ours)
     verdict = _of_all_ranks(mine)
     said = under_a_plan(config)[0].detail
     told = next((v for k, v in TOLD.items() if said.startswith(k)), said)

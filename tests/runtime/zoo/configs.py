@@ -23,12 +23,19 @@ _BUCKETS, _LARGEST_BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 1_0
 _LEARNING_RATE = 1e-3
 # What transformers' Trainer puts in the place of "auto", by the end of the key.
 _FILLED: Mapping[str, Any] = {
-    "lr": _LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01,
-    "warmup_min_lr": 0, "warmup_max_lr": _LEARNING_RATE, "warmup_num_steps": 2,
-    "total_num_steps": 10, "reduce_bucket_size": HIDDEN * HIDDEN,
+    "lr": _LEARNING_RATE,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "warmup_min_lr": 0,
+    "warmup_max_lr": _LEARNING_RATE,
+    "warmup_num_steps": 2,
+    "total_num_steps": 10,
+    "reduce_bucket_size": HIDDEN * HIDDEN,
     "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
-    "stage3_param_persistence_threshold": 10 * HIDDEN, "gradient_clipping": 1.0,
-}  # fmt: skip
+    "stage3_param_persistence_threshold": 10 * HIDDEN,
+    "gradient_clipping": 1.0,
+}
 
 
 @dataclass(frozen=True)

@@ -21,37 +21,52 @@ from tests.runtime.zoo.training import plannable, trained
 
 PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
 STATES_16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-SGD = {
-    "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
-    "zero_allow_untested_optimizer": True,
-}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **PARAMS}}}
 
 
 def config(optimizer, stage, **changes):
     zero = {"stage": stage, "sub_group_size": 5_000, "offload_optimizer": {"device": "cpu"}}
-    made = {"bf16": {"enabled": True}, "gradient_clipping": 0.1, "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True, **changes}  # fmt: skip
+    made = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        **changes,
+    }
     return as_trained({**made, **({"optimizer": optimizer} if optimizer else {})})
 
 
 CONFIGS = {
     "torch_adam": config(TORCH_ADAM["optimizer"], 3, gradient_accumulation_steps=2),
-    "adam_l2": config({"type": "Adam", "params": {**TORCH_ADAM["optimizer"]["params"],
-                                                  "adam_w_mode": False}}, 2),
+    "adam_l2": config({"type": "Adam", "params": {**TORCH_ADAM["optimizer"]["params"], "adam_w_mode": False}}, 2),
     "sgd": config({"type": "SGD", "params": {"momentum": 0.9, **PARAMS}}, 2),
     "rmsprop": config({"type": "RMSprop", "params": {"centered": True, **PARAMS}}, 3),
     "nadam": config({"type": "NAdam", "params": PARAMS}, 1),
-    "client": config(None, 3, zero_force_ds_cpu_optimizer=False,
-                     scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}),
-    "masters_16": config({"type": "AdamW", "params": PARAMS}, 3, gradient_accumulation_steps=2,
-                         bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+    "client": config(
+        None, 3, zero_force_ds_cpu_optimizer=False, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    ),
+    "masters_16": config(
+        {"type": "AdamW", "params": PARAMS},
+        3,
+        gradient_accumulation_steps=2,
+        bf16={"enabled": True, "bf16_master_weights_and_grads": True},
+    ),
     "states_16": config({"type": "Adam", "params": PARAMS}, 2, bf16=STATES_16),
-    "fp16_masters": config({"type": "AdamW", "params": PARAMS}, 1, bf16={"enabled": False},
-                           fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
-    "overflow": config(None, 1, zero_force_ds_cpu_optimizer=False, bf16={"enabled": False},
-                       fp16={"enabled": True, "initial_scale_power": 24}),
-}  # fmt: skip
+    "fp16_masters": config(
+        {"type": "AdamW", "params": PARAMS},
+        1,
+        bf16={"enabled": False},
+        fp16={"enabled": True, "fp16_master_weights_and_grads": True},
+    ),
+    "overflow": config(
+        None,
+        1,
+        zero_force_ds_cpu_optimizer=False,
+        bf16={"enabled": False},
+        fp16={"enabled": True, "initial_scale_power": 24},
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +96,9 @@ def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
     assert ours.same(trained(narrow))
 
 
-@pytest.mark.parametrize(("stage", "extra"), [
-    (1, TORCH_ADAM), (3, TORCH_ADAM), (2, {"bf16": STATES_16}), (3, {"bf16": STATES_16}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "extra"), [(1, TORCH_ADAM), (3, TORCH_ADAM), (2, {"bf16": STATES_16}), (3, {"bf16": STATES_16})]
+)
 @pytest.mark.parametrize("back", [False, True], ids=["to_plan", "to_stock"])
 def test_save_and_resume_both_ways(stage, extra, back, tmp_path):
     def engine(plan):
@@ -132,19 +147,21 @@ def test_a_step_has_the_settings_of_its_launch():
         step = rule.next_step(optimizer, ours, 0)
         optimizer.param_groups[0]["lr"].fill_(100.0)
         gradient = torch.full((8,), 0.25, dtype=torch.bfloat16)
-        rule.update((ours.data,), [(0, 4, gradient[:4], 2.0), (4, 8, gradient[4:], 2.0)],
-                    torch.empty(8, dtype=torch.bfloat16), step, 1)  # fmt: skip
+        rule.update(
+            (ours.data,),
+            [(0, 4, gradient[:4], 2.0), (4, 8, gradient[4:], 2.0)],
+            torch.empty(8, dtype=torch.bfloat16),
+            step,
+            1,
+        )
         stock.grad = torch.full((8,), 0.5)
         expected.step()
     assert torch.equal(ours, stock)
-    assert torch.equal(optimizer.state[ours]["momentum_buffer"],
-                       expected.state[stock]["momentum_buffer"])  # fmt: skip
+    assert torch.equal(optimizer.state[ours]["momentum_buffer"], expected.state[stock]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize(
-    "extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"]
-)
+@pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
 def test_all_of_its_memory_is_told(extra, home):
     """Before anything is allocated, after, and once the first step has made the moments."""
     away = {"offload_param": {"device": "cpu"}} if home == "host" else {}
@@ -158,9 +175,7 @@ def test_all_of_its_memory_is_told(extra, home):
     held += [s.wire for s in states if home == "host"]
     held += [*optimizer._ebbtide.executor.parameter_slots, optimizer._rule._gradient]
     assert sum(t.nbytes for t in held) == host_bytes(optimizer) == told
-    plan = optimizer._ebbtide.plan.model_copy(
-        update={"subgroups": tuple(s.elements for s in states)}
-    )
+    plan = optimizer._ebbtide.plan.model_copy(update={"subgroups": tuple(s.elements for s in states)})
     config = {"bf16": {"enabled": True}, "optimizer": engine.config["optimizer"], **extra}
     check_host_memory(plan, config, told)
     with pytest.raises(ConfigError, match="host memory must hold"):
@@ -222,10 +237,10 @@ class CountingInState(torch.optim.Optimizer):
                 p -= self.state["calls"] * p.grad
 
 
-@pytest.mark.parametrize(("kind", "end", "kept"), [
-    (CountingInState, -6.0, {"calls": 3}),
-    (lambda parameters: torch.optim.SGD(parameters, lr=2.0), -6.0, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "end", "kept"),
+    [(CountingInState, -6.0, {"calls": 3}), (lambda parameters: torch.optim.SGD(parameters, lr=2.0), -6.0, {})],
+)
 def test_what_an_optimizer_keeps_in_its_state_is_kept_and_no_more(kind, end, kept):
     optimizer, out = after_three_steps(kind)
     assert torch.equal(out, torch.full((4,), end))

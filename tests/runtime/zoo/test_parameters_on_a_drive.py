@@ -36,21 +36,32 @@ def config(folder, in_host_memory, subgroup, **zero):
     """At most so many elements of the parameters stay in host memory. DeepSpeed's own prefetch from
     a drive fails in its second step.
     """
-    held = {"device": "nvme", "max_in_cpu": in_host_memory,
-            "buffer_count": 8, "buffer_size": 1_100_000}  # fmt: skip
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": held,
-            "sub_group_size": subgroup, "stage3_prefetch_bucket_size": 0, **zero}  # fmt: skip
-    made = as_trained({
-        "bf16": {"enabled": True}, "gradient_clipping": 0.1, "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-    })  # fmt: skip
+    held = {"device": "nvme", "max_in_cpu": in_host_memory, "buffer_count": 8, "buffer_size": 1_100_000}
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": held,
+        "sub_group_size": subgroup,
+        "stage3_prefetch_bucket_size": 0,
+        **zero,
+    }
+    made = as_trained(
+        {
+            "bf16": {"enabled": True},
+            "gradient_clipping": 0.1,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        }
+    )
     made["zero_optimization"]["offload_param"]["nvme_path"] = str(folder)
     return made
 
 
-@pytest.mark.parametrize(("model", "in_host_memory", "subgroup"), [
-    (MODEL, 10**9, 5_000), (MODEL, 15_000, 5_000), (LARGE, 1_500_000, 1_500_000),
-], ids=["in host memory", "too small for a drive", "on a drive"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "in_host_memory", "subgroup"),
+    [(MODEL, 10**9, 5_000), (MODEL, 15_000, 5_000), (LARGE, 1_500_000, 1_500_000)],
+    ids=["in host memory", "too small for a drive", "on a drive"],
+)
 def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup):
     made = config(tmp_path, in_host_memory, subgroup)
     stock, ours = trained(made, model=model), trained(made, EMULATED, mixed=True, model=model)

@@ -50,12 +50,7 @@ def plannable(config: Mapping[str, Any]) -> bool:
 
 
 def trained(
-    config: Mapping[str, Any],
-    key: Any = None,
-    steps: int = STEPS,
-    *,
-    mixed: bool = False,
-    model: ByteGPTConfig = MODEL,
+    config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False, model: ByteGPTConfig = MODEL
 ) -> Outcome:
     """Losses, norms, parameters, masters and moments after some steps.
 
@@ -117,9 +112,7 @@ def _mix(engine: Any) -> None:
     homes: list[ParameterHome] = ["host" if away and i % 2 else "device" for i in range(count)]
     placements = [MIX[(first + i) % len(MIX)] for i in range(count)]
     slots = {"staging_slots": 2, "prefetch": 1} if "device" in placements else {}
-    switch_plan(
-        engine, session.plan.placed(placements, parameter_home=Plan.home_runs(homes), **slots)
-    )
+    switch_plan(engine, session.plan.placed(placements, parameter_home=Plan.home_runs(homes), **slots))
 
 
 def _state(engine: Any) -> list[torch.Tensor]:

@@ -47,8 +47,14 @@ def test_what_a_question_costs_is_told_from_its_subgroups(size):
 
 
 def test_options_memory_link_and_accumulation_take_effect(server):
-    asked = {**LLAMA, "strategy": "twin_flow", "options": {"ratio": 0.5}, "accumulation": 4,
-             "link_bytes_per_s": 2e10, "timeline": True}  # fmt: skip
+    asked = {
+        **LLAMA,
+        "strategy": "twin_flow",
+        "options": {"ratio": 0.5},
+        "accumulation": 4,
+        "link_bytes_per_s": 2e10,
+        "timeline": True,
+    }
     answer = server.post("/simulate", asked).json()
     work, machine = workload(gradient_accumulation_steps=4)
     slower = machine.with_rates(h2d_bytes_per_s=2e10, d2h_bytes_per_s=2e10)
@@ -59,17 +65,22 @@ def test_options_memory_link_and_accumulation_take_effect(server):
 
 
 def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
-    config = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2,
-              "zero_optimization": {"sub_group_size": 2e8, "offload_optimizer": {"device": "cpu",
-                                    "ratio": 0.5}}}  # fmt: skip
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"sub_group_size": 2e8, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    }
     for asked, name, options in (
         ({"zero_stage": 2, "gpus": 4}, "zero_offload", {}),
         ({"tensor_parallel": 2, "gpus": 2}, "zero3_offload", {}),
         ({"ds_config": config, "gpus": 4}, "twin_flow", {"ratio": 0.5}),
     ):
         answer = server.post("/simulate", {**LLAMA, **asked}).json()
-        shape = {"zero_stage": asked.get("zero_stage"), "data_parallel": asked["gpus"],
-                 "tensor_parallel": asked.get("tensor_parallel", 1)}  # fmt: skip
+        shape = {
+            "zero_stage": asked.get("zero_stage"),
+            "data_parallel": asked["gpus"],
+            "tensor_parallel": asked.get("tensor_parallel", 1),
+        }
         model = {**MODELS["Llama 3 8B"], "_name_or_path": "Llama 3 8B"}
         machine = preset("h100-node")
         work = workload_from_model(model, machine, asked.get("ds_config"), **shape)
@@ -85,10 +96,9 @@ def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
         ({"sub_group_size": 1}, {}, "subgroup_size must cut"),
         ({"stage": 2}, {"zero_stage": 3}, "zero_optimization.stage is 2"),
         ({"stge": 3}, {}, "must be a key that DeepSpeed knows"),
-        ({"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}}, {},
-         "offload_param.device"),
+        ({"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}}, {}, "offload_param.device"),
     ],
-)  # fmt: skip
+)
 def test_a_deepspeed_config_that_cannot_be_planned_for_says_which_key(server, zero, asked, rule):
     config = {"bf16": {"enabled": True}, "zero_optimization": zero}
     refused = server.post("/answer", {**LLAMA, **asked, "ds_config": config})
@@ -132,8 +142,10 @@ def test_storage_takes_what_memory_cannot_hold(server):
     assert server.post("/answer", asked).json()["verdict"] == "impossible"
     ways = server.post("/ways-out", asked).json()["ways"]
     (size,) = (w["changes"]["storage_bytes"] for w in ways if "storage_bytes" in w["changes"])
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": {
-        "device": "nvme", "nvme_path": "/nvme"}}}  # fmt: skip
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+    }
     for more in ({"storage_bytes": size}, {"ds_config": config}):
         answer = server.post("/answer", {**asked, **more}).json()
         plan = Plan.model_validate(answer["plan"])
@@ -162,10 +174,13 @@ def test_what_fits_nowhere_says_what_is_missing(server):
     assert not any(row["fits"] for row in answer["rows"])
 
 
-@pytest.mark.parametrize("asked", [
-    {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
-    {"model": "Mixtral 8x7B", "machine": "a100-node"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
+        {"model": "Mixtral 8x7B", "machine": "a100-node"},
+    ],
+)
 def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
     assert server.post("/answer", asked | {"peers": False}).json()["verdict"] == "impossible"
     ways = server.post("/ways-out", asked).json()["ways"]
@@ -179,8 +194,7 @@ def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
 
 
 def test_an_answer_says_how_to_train_with_it(server, tmp_path):
-    given = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-             "train_micro_batch_size_per_gpu": 2}  # fmt: skip
+    given = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     asked = {**LLAMA, "gpus": 4, "ds_config": given, "peers": False}
     answer = server.post("/answer", asked).json()
     told, plan = answer["use"], Plan.model_validate(answer["plan"])
@@ -212,8 +226,7 @@ def test_a_nested_config_is_read_and_a_wrong_number_refused(server):
     seeing = {"model_type": "llava", "text_config": text, "vision_config": {"hidden_size": 9}}
     asked = {"machine": "h100-node", "model": seeing}
     assert (
-        server.post("/simulate", asked).json()["iteration_s"]
-        == (server.post("/simulate", LLAMA).json()["iteration_s"])
+        server.post("/simulate", asked).json()["iteration_s"] == (server.post("/simulate", LLAMA).json()["iteration_s"])
     )
     wrong = server.post("/simulate", asked | {"model": {**text, "intermediate_size": [1]}})
     assert wrong.status_code == 422
@@ -228,13 +241,17 @@ def test_layers_and_parameters_are_counted_as_the_models_makers_do(server):
 
 
 def test_what_if_as_json_and_csv(server):
-    asked = {**LLAMA, "strategies": ["zero3_offload", "superoffload"],
-             "gpu_memory_bytes": [40 * GIB, 80 * GIB],
-             "changes": {"h2d_bytes_per_s": [2e10, 5e10]}}  # fmt: skip
+    asked = {
+        **LLAMA,
+        "strategies": ["zero3_offload", "superoffload"],
+        "gpu_memory_bytes": [40 * GIB, 80 * GIB],
+        "changes": {"h2d_bytes_per_s": [2e10, 5e10]},
+    }
     rows = server.post("/what-if", asked).json()["rows"]
     work, machine = workload()
-    table = what_if(work, machine, ["zero3_offload", "superoffload"], [40 * GIB, 80 * GIB],
-                    h2d_bytes_per_s=[2e10, 5e10], n_jobs=1)  # fmt: skip
+    table = what_if(
+        work, machine, ["zero3_offload", "superoffload"], [40 * GIB, 80 * GIB], h2d_bytes_per_s=[2e10, 5e10], n_jobs=1
+    )
     assert [row["iteration_s"] for row in rows] == pytest.approx(list(table["iteration_s"]))
     assert [row["fits"] for row in rows] == list(table["fits"])
     text = server.post("/what-if", {**asked, "format": "csv"})
@@ -252,8 +269,7 @@ def test_goodput(server):
 
 
 def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
-    answers = [server.post("/answer", {**LLAMA, "mtbf_s": hours * 3600.0, "peers": False}).json()
-               for hours in (1, 24)]  # fmt: skip
+    answers = [server.post("/answer", {**LLAMA, "mtbf_s": hours * 3600.0, "peers": False}).json() for hours in (1, 24)]
     often, seldom = (answer["goodput"]["by_role"] for answer in answers)
     assert often["plan"]["goodput"] < seldom["plan"]["goodput"] < 1
     assert often["plan"]["interval_steps"] < seldom["plan"]["interval_steps"]
@@ -265,9 +281,7 @@ def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
     unsaved = plan.model_copy(update={"checkpoint": CheckpointPlan()})
     simulation = CheckpointSimulation(work, unsaved, machine)
     cost = simulation.cost(plan.checkpoint.model_copy(update={"interval_steps": 0}))
-    goodput = expected_goodput(
-        simulation.iteration_s, cost, Failures(3600.0, 60.0), plan.checkpoint.interval_steps
-    )
+    goodput = expected_goodput(simulation.iteration_s, cost, Failures(3600.0, 60.0), plan.checkpoint.interval_steps)
     assert often["plan"]["goodput"] == pytest.approx(goodput)
     waits_s = work.checkpoint_bytes / machine.storage_write_bytes_per_s.median
     assert often["stock"]["stall_s"] == pytest.approx(waits_s, rel=0.05)

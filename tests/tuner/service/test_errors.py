@@ -16,9 +16,19 @@ MACHINE = preset("h100-node").model_dump(mode="json")
 SPAN = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
 PLAN = {"subgroup_size": 10, "placement": [{"placement": "host", "count": 2}], "staging_slots": 0}
 INTERNALS = (
-    "pydantic", "Input should", "function-", "[type=", "Traceback", "constrained-", "NaN",
-    "JSON compliant", "arg is an empty", "unexpected keyword", "sqlite", "numpy",
-)  # fmt: skip
+    "pydantic",
+    "Input should",
+    "function-",
+    "[type=",
+    "Traceback",
+    "constrained-",
+    "NaN",
+    "JSON compliant",
+    "arg is an empty",
+    "unexpected keyword",
+    "sqlite",
+    "numpy",
+)
 
 CASES = [
     ("/simulate", {**LLAMA, "link_bytes_per_s": 1}, "link_bytes_per_s"),
@@ -31,25 +41,24 @@ CASES = [
     ("/simulate", {**LLAMA, "machine": 5}, "machine"),
     ("/simulate", {**LLAMA, "machine": "nowhere"}, "machine"),
     ("/simulate", {**LLAMA, "machine": {**MACHINE, "cpu_cores": 0}}, "machine.cpu_cores"),
-    ("/simulate", {**LLAMA, "machine": {k: v for k, v in MACHINE.items() if k != "cpu_cores"}},
-     "machine.cpu_cores"),
-    ("/simulate", {**LLAMA, "machine": {**MACHINE, "rank_shares": {"0": {}}}},
-     "machine.rank_shares"),
-    ("/simulate", {**LLAMA, "machine": {**MACHINE, "h2d_bytes_per_s": {
-        **MACHINE["h2d_bytes_per_s"], "q1": 1e30}}}, "machine.h2d_bytes_per_s.median"),
+    ("/simulate", {**LLAMA, "machine": {k: v for k, v in MACHINE.items() if k != "cpu_cores"}}, "machine.cpu_cores"),
+    ("/simulate", {**LLAMA, "machine": {**MACHINE, "rank_shares": {"0": {}}}}, "machine.rank_shares"),
+    (
+        "/simulate",
+        {**LLAMA, "machine": {**MACHINE, "h2d_bytes_per_s": {**MACHINE["h2d_bytes_per_s"], "q1": 1e30}}},
+        "machine.h2d_bytes_per_s.median",
+    ),
     ("/simulate", {"machine": "h200"}, "model"),
     ("/simulate", {**LLAMA, "model": "GPT-5"}, "model"),
     ("/simulate", {**LLAMA, "model": {k: v for k, v in MODEL.items() if k != "layers"}}, "model"),
     ("/simulate", {**LLAMA, "model": {**MODEL, "hidden": "64"}}, "model.hidden"),
     ("/simulate", {**LLAMA, "model": {"model_type": "x"}}, "model.model_type"),
     ("/simulate", {**LLAMA, "model": {**MODEL, "wings": 2}}, "model.wings"),
-    ("/simulate", {**LLAMA, "ds_config": {"zero_optimization": {"stage": 9}}},
-     "ds_config.zero_optimization.stage"),
+    ("/simulate", {**LLAMA, "ds_config": {"zero_optimization": {"stage": 9}}}, "ds_config.zero_optimization.stage"),
     ("/simulate", {**LLAMA, "ds_config": {"train_batch_size": "x"}}, "ds_config.train_batch_size"),
     ("/simulate", {**LLAMA, "strategy": "magic"}, "strategy"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"ratio": 2}}, "options.ratio"),
-    ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"workload": 1}},
-     "options.workload"),
+    ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"workload": 1}}, "options.workload"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"name": 1}}, "options.name"),
     ("/simulate", {**LLAMA, "plan": {**PLAN, "prefetch": 3}}, "plan.prefetch"),
     ("/simulate", {**LLAMA, "plan": PLAN}, "plan.placement"),
@@ -58,14 +67,13 @@ CASES = [
     ("/what-if", {**LLAMA, "changes": {"h2d_bytes_per_s": [1]}}, "changes.h2d_bytes_per_s"),
     ("/what-if", {**LLAMA, "strategies": ["magic"]}, "strategies"),
     ("/goodput", {"iteration_s": 1, "mtbf_s": 0}, "mtbf_s"),
-    ("/goodput", {"iteration_s": 1, "mtbf_s": 10, "persist_s": 1e9, "interval_steps": 1},
-     "persist_s"),
+    ("/goodput", {"iteration_s": 1, "mtbf_s": 10, "persist_s": 1e9, "interval_steps": 1}, "persist_s"),
     ("/jobs/search", {**LLAMA, "model": None, "workload": "x"}, "model"),
     ("/runs", {"name": "x", "spans": [{**SPAN, "end_s": -1}]}, "spans.0.end_s"),
     ("/runs", {"name": "x", "spans": [SPAN, {**SPAN, "kind": "nap"}]}, "spans.1.kind"),
     ("/runs", {"name": "x", "spans": [{**SPAN, "start_s": 2}]}, "spans.0.end_s"),
     ("/machines", {**MACHINE, "name": "a" * 100}, "name"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "key"), CASES)
@@ -133,8 +141,7 @@ def test_a_hosts_name_is_the_same_in_capitals(server):
 
 @pytest.mark.parametrize("mtbf_s", [5e-324, 1e-300])
 def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mtbf_s):
-    for path, body in (("/goodput", {"iteration_s": 1e9, "mtbf_s": mtbf_s}),
-                       ("/answer", {**LLAMA, "mtbf_s": mtbf_s})):  # fmt: skip
+    for path, body in (("/goodput", {"iteration_s": 1e9, "mtbf_s": mtbf_s}), ("/answer", {**LLAMA, "mtbf_s": mtbf_s})):
         response = server.post(path, body)
         assert response.status_code in (200, 422), response.text
         assert not [word for word in INTERNALS if word in response.text]
@@ -159,9 +166,7 @@ def test_of_alternatives_the_nearest_is_told():
     with pytest.raises(ValidationError) as caught:
         Scenario.model_validate(given)
     rows = {row.key: row for row in broken(caught.value, given)}
-    assert (
-        rows["machine.cpu_cores"].told == "machine.cpu_cores must be a whole number, but got 'many'"
-    )
+    assert rows["machine.cpu_cores"].told == "machine.cpu_cores must be a whole number, but got 'many'"
     assert "machine" not in rows
 
 

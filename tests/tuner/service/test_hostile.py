@@ -41,19 +41,18 @@ BODIES = {
     "null byte": json.dumps({**LLAMA, "machine": "h200\0"}),
     "unknown strategy": json.dumps({**LLAMA, "strategy": "magic"}),
     "unknown option": json.dumps({**LLAMA, "options": {"__class__": 1}}),
-    "an endless schedule": json.dumps({**LLAMA, "strategy": "ebbtide",
-                                       "options": {"iterations": 10**9}}),
-    "many layers": json.dumps({"model": {"layers": 10**8, "hidden": 64, "heads": 1,
-                                         "vocabulary": 8}}),
-    "many experts": json.dumps({"model": {"layers": 1000, "hidden": 64, "heads": 1,
-                                          "vocabulary": 8, "experts": 10**6}}),
-    "a huge model": json.dumps({"model": {"layers": 8, "hidden": 10**8, "heads": 1,
-                                          "vocabulary": 10**8}, "subgroup_size": 1}),
-    "layers as a string": json.dumps({"model": {"layers": "8", "hidden": 64, "heads": 1,
-                                                "vocabulary": 8}}),
+    "an endless schedule": json.dumps({**LLAMA, "strategy": "ebbtide", "options": {"iterations": 10**9}}),
+    "many layers": json.dumps({"model": {"layers": 10**8, "hidden": 64, "heads": 1, "vocabulary": 8}}),
+    "many experts": json.dumps(
+        {"model": {"layers": 1000, "hidden": 64, "heads": 1, "vocabulary": 8, "experts": 10**6}}
+    ),
+    "a huge model": json.dumps(
+        {"model": {"layers": 8, "hidden": 10**8, "heads": 1, "vocabulary": 10**8}, "subgroup_size": 1}
+    ),
+    "layers as a string": json.dumps({"model": {"layers": "8", "hidden": 64, "heads": 1, "vocabulary": 8}}),
     "a million subgroups": json.dumps({**LLAMA, "subgroup_size": 1000}),
     "a machine of nothing": json.dumps({**LLAMA, "machine": {}}),
-}  # fmt: skip
+}
 
 
 def memory_bytes(pid):
@@ -96,8 +95,7 @@ def test_rule_value_and_key_are_named(server):
 def test_memory_stays_flat_under_hostile_bodies(server):
     def batter():
         for body in BODIES.values():
-            server.client.post("/simulate", content=body,
-                               headers={"content-type": "application/json"})  # fmt: skip
+            server.client.post("/simulate", content=body, headers={"content-type": "application/json"})
 
     batter()
     before = memory_bytes(server.process.pid)
@@ -109,11 +107,9 @@ def test_memory_stays_flat_under_hostile_bodies(server):
 HUGE_PLANS = {
     "placements": {"placement": [{"placement": "host", "count": 10**12}]},
     "placements as text": {"placement": [{"placement": "host", "count": "1000000000000"}]},
-    "a span": {"placement": [{"placement": "host", "count": 4}],
-               "order": {"host": [[0, 10**12]]}},
-    "many spans": {"placement": [{"placement": "host", "count": 4}],
-                   "order": {"host": [[0, 4000], [4000, 0]] * 1000}},
-}  # fmt: skip
+    "a span": {"placement": [{"placement": "host", "count": 4}], "order": {"host": [[0, 10**12]]}},
+    "many spans": {"placement": [{"placement": "host", "count": 4}], "order": {"host": [[0, 4000], [4000, 0]] * 1000}},
+}
 
 
 @pytest.mark.parametrize("case", HUGE_PLANS)
@@ -121,8 +117,7 @@ HUGE_PLANS = {
 def test_a_plan_of_more_subgroups_than_memory_is_refused_unread(server, path, case):
     plan = {"subgroup_size": 10, **HUGE_PLANS[case]}
     span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
-    about = {"/simulate": LLAMA, "/runs": {"name": "x", "spans": [span]},
-             "/trace": {"scenario": LLAMA}, "/report": {}}  # fmt: skip
+    about = {"/simulate": LLAMA, "/runs": {"name": "x", "spans": [span]}, "/trace": {"scenario": LLAMA}, "/report": {}}
     response = server.post(path, {**about[path], "plan": plan}, timeout=5)
     assert response.status_code == 422
     assert "at most 4096 subgroups" in response.text
@@ -130,33 +125,38 @@ def test_a_plan_of_more_subgroups_than_memory_is_refused_unread(server, path, ca
 
 def test_a_body_beyond_the_limit_is_not_even_read(server):
     response = server.client.post(
-        "/simulate", content=b" " * (Quota.body_bytes + 1),
-        headers={"content-type": "application/json"},
-    )  # fmt: skip
+        "/simulate", content=b" " * (Quota.body_bytes + 1), headers={"content-type": "application/json"}
+    )
     assert response.status_code == 413
 
     def endless():  # without a length, in chunks
         for _ in range(40):
             yield b" " * 2**16
 
-    response = server.client.post(
-        "/simulate", content=endless(), headers={"content-type": "application/json"}
-    )
+    response = server.client.post("/simulate", content=endless(), headers={"content-type": "application/json"})
     assert response.status_code == 413
 
 
 def test_a_form_of_another_site_is_refused(server):
-    response = server.client.post("/simulate", content="model=x",
-                                  headers={"content-type": "text/plain"})  # fmt: skip
+    response = server.client.post("/simulate", content="model=x", headers={"content-type": "text/plain"})
     assert response.status_code == 415
     response = server.client.get("/machines", headers={"host": "evil.example"})
     assert response.status_code == 400
 
 
-@pytest.mark.parametrize("path", [
-    "/../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/static/../app.py", "/uplot/../../app.py",
-    "/..%2f..%2fetc%2fpasswd", "//etc/passwd", "/app.py", "/%00",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/static/../app.py",
+        "/uplot/../../app.py",
+        "/..%2f..%2fetc%2fpasswd",
+        "//etc/passwd",
+        "/app.py",
+        "/%00",
+    ],
+)
 def test_no_path_leaves_the_page(server, path):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 10) as raw:
@@ -186,8 +186,12 @@ def test_a_name_is_text_wherever_it_comes_back(server):
 def test_a_light_answer_does_not_wait_for_a_heavy_one(server):
     from concurrent.futures import ThreadPoolExecutor
 
-    heavy = {**LLAMA, "strategies": ["ebbtide"], "subgroup_size": 200_000_000,
-             "changes": {"h2d_bytes_per_s": [1e10 + 1e7 * i for i in range(6)]}}  # fmt: skip
+    heavy = {
+        **LLAMA,
+        "strategies": ["ebbtide"],
+        "subgroup_size": 200_000_000,
+        "changes": {"h2d_bytes_per_s": [1e10 + 1e7 * i for i in range(6)]},
+    }
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, "/what-if", heavy)
         server.post("/simulate", {**LLAMA, "link_bytes_per_s": 3.1e10})
@@ -231,8 +235,9 @@ def strict(tmp_path_factory):
     thread.join()
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "right-token", "Basic x",
-                                    "Bearer right-toke", "Bearer right-tokenx"])  # fmt: skip
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer", "right-token", "Basic x", "Bearer right-toke", "Bearer right-tokenx"]
+)
 def test_without_the_token_nothing_is_told(strict, header):
     headers = {"authorization": header} if header else {}
     for path in ("/machines", "/jobs", "/events", "/openapi.json"):

@@ -20,8 +20,7 @@ from tests.tuner.service.conftest import Server
 from tests.tuner.service.test_hostile import children
 
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
-GRID = {**SMALL, "strategies": ["zero3_offload"],
-        "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}  # fmt: skip
+GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}
 
 
 def ended(server, job, limit_s=60):
@@ -88,8 +87,7 @@ def test_a_job_that_is_cancelled_while_it_is_claimed_is_not_run(tmp_path, monkey
             return job
 
         monkeypatch.setattr(store, "claim", crossed)
-        posted = [(await line.submit("plan", {"n": n}, title))["id"]
-                  for n, title in enumerate(("cancelled", "run"))]  # fmt: skip
+        posted = [(await line.submit("plan", {"n": n}, title))["id"] for n, title in enumerate(("cancelled", "run"))]
         line.start()
         while line.state(posted[1])["state"] != "done":
             await asyncio.sleep(0.01)

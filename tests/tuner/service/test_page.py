@@ -13,8 +13,15 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium: apt-get install chromium to run the page's tests"
 )
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
 PATIENCE_MS = 120_000  # a browser among other tests; playwright's own is 30 s
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
@@ -119,8 +126,7 @@ def asked_of(page):
 
 def test_moving_sliders_shows_what_the_api_says(page, server):
     opened(page, server)
-    for slider, steps in (("gpus", 1), ("link_bytes_per_s", -3), ("micro_batch", 2),
-                          ("device_memory_bytes", -1)):  # fmt: skip
+    for slider, steps in (("gpus", 1), ("link_bytes_per_s", -3), ("micro_batch", 2), ("device_memory_bytes", -1)):
         move(page, slider, steps)
     asked = asked_of(page)
     assert set(asked) >= {"gpus", "link_bytes_per_s", "micro_batch", "device_memory_bytes"}
@@ -128,9 +134,7 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
     assert page.inner_text("#sentence") == expected["sentence"]
     for row in expected["rows"]:
         cells = page.locator(f"tr[data-label='{row['label']}'] td").all_inner_texts()
-        assert cells[0] == page.evaluate(
-            "async s => (await import('/format.js')).seconds(s)", row["iteration_s"]
-        )
+        assert cells[0] == page.evaluate("async s => (await import('/format.js')).seconds(s)", row["iteration_s"])
         assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
     held = {role: kinds["device"] for role, kinds in expected["memory"].items()}
     told = page.get_attribute("#kinds .chart svg", "aria-label")  # the device is first
@@ -172,8 +176,7 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
     page.wait_for_function("() => document.querySelector('#effort').textContent.includes('a job')")
     settled(page)
     assert page.input_value("#n-micro_batch") == "2"
-    expected = page.evaluate("async s => (await import('/format.js')).seconds(s)",
-                             plan["prediction"]["iteration_s"])  # fmt: skip
+    expected = page.evaluate("async s => (await import('/format.js')).seconds(s)", plan["prediction"]["iteration_s"])
     assert expected in page.locator(".tile").first.inner_text()
     page.go_back()
     page.wait_for_selector("#opened #opened-content ul")
@@ -228,8 +231,7 @@ def test_a_scenario_is_pinned_and_compared_and_one_thing_swept(page, server):
     before = page.locator(".tile-value").first.inner_text()
     page.click("#pin")
     move(page, "gpus", 1)
-    cells = {row.split("\t")[0]: row.split("\t")[1:]
-             for row in page.locator("#comparison tbody tr").all_inner_texts()}  # fmt: skip
+    cells = {row.split("\t")[0]: row.split("\t")[1:] for row in page.locator("#comparison tbody tr").all_inner_texts()}
     assert cells["GPUs"][:2] == ["1", "2"]
     assert cells["Iteration"][:2] == [before, page.locator(".tile-value").first.inner_text()]
     assert page.locator("#timelines .entry").count() == 3
@@ -259,8 +261,9 @@ def test_what_cannot_be_answered_leaves_nothing_to_press(page, server):
     opened(page, server)
     assert page.is_enabled("#save-plan")
     refused = json.dumps({"errors": [{"key": "machine", "rule": "must be known", "value": "x"}]})
-    page.route("**/api/v1/answer", lambda route: route.fulfill(
-        status=422, body=refused, content_type="application/json"))  # fmt: skip
+    page.route(
+        "**/api/v1/answer", lambda route: route.fulfill(status=422, body=refused, content_type="application/json")
+    )
     page.focus("#c-gpus")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("#answer.refused")
@@ -292,8 +295,9 @@ def test_configurations_are_searched_and_shown(page, server):
     rows = page.locator("#opened tbody tr")
     assert rows.count() == len(result["front"])
     assert result["remarks"][0] in page.inner_text("#opened")
-    number, found = next((n, row["configuration"]) for n, row in enumerate(result["front"])
-                         if row["configuration"]["micro_batch"] == 1)  # fmt: skip
+    number, found = next(
+        (n, row["configuration"]) for n, row in enumerate(result["front"]) if row["configuration"]["micro_batch"] == 1
+    )
     page.evaluate(SLOW_REQUESTS)  # what stands on the page meanwhile is no answer
     rows.nth(number).get_by_role("link").click()
     settled(page)
@@ -385,8 +389,10 @@ def test_the_report_draws_itself_without_a_network(browser, tmp_path):
     example = shipped_example()
     timelines = read_timelines((example / "trace.json").read_text())
     plan = Plan.load(example / "plan.json")
-    held = {"memory": {"device": {"state": 2**30}, "host": {"state": 2**29}},
-            "limits": {"device": 2**31, "host": 2**31}}  # fmt: skip
+    held = {
+        "memory": {"device": {"state": 2**30}, "host": {"state": 2**29}},
+        "limits": {"device": 2**31, "host": 2**31},
+    }
     predicted = plan.prediction.model_copy(update=held)
     path = tmp_path / "report.html"
     path.write_text(report_html(plan.model_copy(update={"prediction": predicted}), timelines))
@@ -398,8 +404,7 @@ def test_the_report_draws_itself_without_a_network(browser, tmp_path):
     assert page.locator("#timelines rect.op").count() > 10
     assert page.locator("#table tbody tr").count() > 3
     told = [page.locator("#kinds .chart svg").nth(n).get_attribute("aria-label") for n in (0, 1)]
-    assert told == ["GPU memory. Plan 1.0 GiB: state 1.0 GiB",
-                    "Host memory per rank. Plan 512 MiB: state 512 MiB"]  # fmt: skip
+    assert told == ["GPU memory. Plan 1.0 GiB: state 1.0 GiB", "Host memory per rank. Plan 512 MiB: state 512 MiB"]
     assert not problems
     _photograph(page, "report")
     context.close()
@@ -408,13 +413,18 @@ def test_the_report_draws_itself_without_a_network(browser, tmp_path):
 def test_what_a_user_names_stays_text(page, server, tmp_path):
     opened(page, server)
     evil = '<img src=x onerror="document.title=1">'
-    config = {"_name_or_path": evil, "model_type": "gpt2", "n_embd": 768, "n_layer": 12,
-              "n_head": 12, "vocab_size": 50257}  # fmt: skip
+    config = {
+        "_name_or_path": evil,
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     page.click("#upload summary")
     page.set_input_files("#file", tmp_path / "config.json")
-    page.wait_for_function("evil => document.querySelector('#context').textContent.includes(evil)",
-                           arg=evil)  # fmt: skip
+    page.wait_for_function("evil => document.querySelector('#context').textContent.includes(evil)", arg=evil)
     settled(page)
     assert page.locator("main img").count() == 0
     assert page.title() != "1"
@@ -426,13 +436,17 @@ def test_a_deepspeed_config_is_pasted_and_the_launcher_chosen(page, server):
     page.fill("#pasted", '{"zero_optimization": {"stage": 2,')
     page.press("#pasted", "Tab")
     assert "must be JSON" in page.inner_text("#file-told")
-    config = {"train_batch_size": 12, "gradient_accumulation_steps": 3, "fp16": {"enabled": True},
-              "zero_optimization": {"stage": 2, "sub_group_size": 10**8,
-                                    "offload_optimizer": {"device": "cpu"}}}  # fmt: skip
+    config = {
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": 3,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "sub_group_size": 10**8, "offload_optimizer": {"device": "cpu"}},
+    }
     page.fill("#pasted", json.dumps(config))
     page.press("#pasted", "Tab")
-    values = {key: page.input_value(f"#{key}") for key in
-              ("n-micro_batch", "n-accumulation", "c-zero_stage", "c-precision")}  # fmt: skip
+    values = {
+        key: page.input_value(f"#{key}") for key in ("n-micro_batch", "n-accumulation", "c-zero_stage", "c-precision")
+    }
     assert [*values.values()] == ["4", "3", "2", "fp16"]
     page.select_option("#c-zero_stage", "3")
     page.select_option("#c-offload", "parameters")
@@ -457,9 +471,7 @@ def test_what_cannot_be_answered_is_said_and_left_again(page, server):
     opened(page, server, "/?model=Llama+3+70B&machine=rtx4090")
     assert page.inner_text("#sentence").startswith("Nothing fits")
     page.select_option("#c-model", "Llama 3.2 1B")
-    page.wait_for_function(
-        "() => !document.querySelector('#sentence').textContent.startsWith('Nothing')"
-    )
+    page.wait_for_function("() => !document.querySelector('#sentence').textContent.startsWith('Nothing')")
 
 
 def test_where_nothing_fits_a_press_makes_it_fit(page, server):
@@ -523,12 +535,13 @@ def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, w
         page.emulate_media(color_scheme=scheme)
         for view in ("what-if", "work", "run"):
             page.click(f"#tab-{view}" if view != "run" else "#runs .card-title a")
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (
-                view, page.evaluate(BEYOND, width)
-            )  # fmt: skip
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (view, page.evaluate(BEYOND, width))
             found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-            serious = [f"{v['id']}: {v['nodes'][0]['html'][:120]}" for v in found["violations"]
-                       if v["impact"] in ("serious", "critical")]  # fmt: skip
+            serious = [
+                f"{v['id']}: {v['nodes'][0]['html'][:120]}"
+                for v in found["violations"]
+                if v["impact"] in ("serious", "critical")
+            ]
             assert not serious, (scheme, view, serious)
             _photograph(page, f"{view}_{width}_{scheme}")
     context.close()

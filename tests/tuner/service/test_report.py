@@ -46,8 +46,9 @@ def test_a_posted_run_is_read_back(timeline):
 def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path):
     out = tmp_path / "report.html"
     example = shipped_example()
-    result = CliRunner().invoke(main, ["report", str(example / "plan.json"), "--run",
-                                       str(example / "trace.json"), "-o", str(out)])  # fmt: skip
+    result = CliRunner().invoke(
+        main, ["report", str(example / "plan.json"), "--run", str(example / "trace.json"), "-o", str(out)]
+    )
     assert result.exit_code == 0, result.output
     text = out.read_text()
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", text)
@@ -67,9 +68,7 @@ def test_markup_in_a_plan_stays_text(plan):
     assert text.count("<script>") == 1
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"spans": 1}']
-)
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"spans": 1}'])
 def test_a_run_that_is_none_is_refused(tmp_path, content):
     run = tmp_path / "run.json"
     run.write_text(content)
@@ -83,8 +82,9 @@ def test_the_headline_says_what_the_plan_brings(plan):
     interval = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
     chosen = plan.prediction.model_copy(update={**interval, "lower_bound_s": 0.96})
     stock = chosen.model_copy(update={"strategy": "stock ZeRO-3 offload", "iteration_s": 2.1})
-    plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": 0.5,
-                                      "note": "needs 48.0 GiB more GPU memory"})  # fmt: skip
+    plain = chosen.model_copy(
+        update={"strategy": "no offload", "iteration_s": 0.5, "note": "needs 48.0 GiB more GPU memory"}
+    )
     made = plan.model_copy(update={"prediction": chosen, "alternatives": (stock,)})
     assert headline(made) == "Offload with this plan: 2.1x stock, 4% from the optimum."
     both = made.model_copy(update={"alternatives": (stock, plain)})
@@ -98,8 +98,9 @@ def test_the_headline_says_what_the_plan_brings(plan):
     assert "without a prediction" in headline(plan.model_copy(update={"prediction": None}))
 
 
-@pytest.mark.parametrize(("seconds", "choice"), [(0.5, "is 2.0x faster"), (0.95, "no difference"),
-                                                 (1.05, "no difference"), (1.2, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "choice"), [(0.5, "is 2.0x faster"), (0.95, "no difference"), (1.05, "no difference"), (1.2, None)]
+)
 def test_what_lies_within_the_interval_is_no_difference(plan, seconds, choice):
     spread = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
     chosen = plan.prediction.model_copy(update={**spread, "lower_bound_s": 0.96})
@@ -123,8 +124,5 @@ def test_of_a_runs_iterations_a_typical_one_is_shown():
     from ebbtide.tuner.service.timeline_view import window
 
     ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
-    spans = tuple(
-        Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i)
-        for i, end in enumerate(ends)
-    )
+    spans = tuple(Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i) for i, end in enumerate(ends))
     assert window(Timeline(spans, "measured")) == (9.0, 10.5)

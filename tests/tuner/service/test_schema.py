@@ -47,11 +47,6 @@ def test_the_schema_is_kept(server):
             probe()
         except Exception as failure:  # noqa: BLE001 - the other routes are tried all the same
             failures.append(f"{operation.method} {operation.path}: {failure!r} {failure}"[:2000])
-    print(
-        len(seconds),
-        "requests; the slowest:",
-        *sorted(seconds, key=lambda row: row[0])[-3:],
-        sep="\n",
-    )
+    print(len(seconds), "requests; the slowest:", *sorted(seconds, key=lambda row: row[0])[-3:], sep="\n")
     assert not failures, "\n\n".join(failures)
     assert len(seconds) >= EXAMPLES * 10
