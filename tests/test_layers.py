@@ -210,7 +210,7 @@ def test_every_package_has_modules_and_is_typed():
 
 
 MOST_FILES = 16  # in a folder: what one can look over
-MOST_LINES = 60  # of a function, its docstring included
+MOST_LINES = 55  # of a function's statements
 
 
 def test_no_folder_is_a_heap():
@@ -218,13 +218,17 @@ def test_no_folder_is_a_heap():
     assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
+def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the statements. A signature with one parameter a line and a docstring are quickly read."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
 def test_functions_can_be_read_at_once():
     long = {
-        f"{module}.{node.name}"
+        f"{module}.{node.name}": _body_lines(node)
         for module, path in modules().items()
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno >= MOST_LINES
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _body_lines(node) > MOST_LINES
     }
-    assert long == set()
+    assert long == {}
