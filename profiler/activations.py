@@ -1,4 +1,4 @@
-"""How much device memory each unit's forward leaves behind for its backward."""
+"""Device memory that each unit's forward keeps for its backward."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -72,11 +72,11 @@ class SavedTensors:
 
 
 class AllocatorDeltas:
-    """What the device's allocator holds after a unit more than before it, less gathered parameters.
+    """The growth of the device allocator over each unit, without gathered parameters.
 
     Args:
         in_use: bytes that the allocator has handed out.
-        gathered: bytes of them that are whole parameters, gathered for the moment.
+        gathered: bytes of whole parameters that are gathered at the moment.
     """
 
     costly = False
@@ -108,7 +108,7 @@ class AllocatorDeltas:
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
-    """Bytes of ZeRO-3 parameters that are whole at this moment, beside their partition."""
+    """Return the bytes of ZeRO-3 parameters that are gathered now, not counting their partitions."""
     total = 0
     for p in model.parameters():
         shard = getattr(p, "ds_tensor", None)

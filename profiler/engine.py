@@ -1,4 +1,4 @@
-"""Profiles a live engine: driven by us, or by whoever trains it."""
+"""Profiles of a live engine: driven by ebbtide, or by the user's own training loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,13 +46,13 @@ def profile_engine(
 
 
 class SampledProfile:
-    """Watches single steps of a live engine; the steps between them run as if nobody looked.
+    """A profile made of single steps of a live engine. The steps between them run unobserved.
 
-    For comparing a prediction with what it predicts on a machine whose speed drifts: the steps that
-    it is made of and those that are timed then come in turn.
+    Use it to compare a prediction with measurements on a machine with drifting speed: profiled
+    steps and timed steps alternate.
 
     Raises:
-        ValueError: an engine whose configuration cannot be profiled.
+        ValueError: the engine's configuration cannot be profiled.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -61,7 +61,7 @@ class SampledProfile:
         self._traces: list[Trace] = []
 
     def step(self, *batch: Any) -> Any:
-        """One watched step of a model that returns its loss; returns the loss."""
+        """Run one profiled step of a model that returns its loss, and return the loss."""
         watcher = Watcher(self._engine, first=not self._traces)
         try:
             watcher.begin()
@@ -74,33 +74,33 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """What all watched steps say; the first few of an engine should not be among them.
+        """Return the workload from all profiled steps. Do not profile an engine's first few steps.
 
         Raises:
-            ValueError: no step was watched.
+            ValueError: no step was profiled.
         """
         check_iterations(len(self._traces))
         return workload_of(self._engine, self._traces, type(self._engine.module).__name__)
 
 
 class PassiveProfile:
-    """Watches whoever trains ``engine``, whose ``step`` is wrapped until `stop`.
+    """A profile of an engine that the user trains. ``engine.step`` is wrapped until `stop`.
 
     The first `WARMUP_STEPS` optimizer steps are only counted. Micro-steps of gradient
-    accumulation belong to the step they end in; steps that fp16's loss scaler skipped are left
-    out, as they update nothing.
+    accumulation belong to the step that they end in. Steps that fp16's loss scaler skipped are
+    left out, because they update nothing.
 
     Attributes:
-        steps, needed: optimizer steps so far, and how many there must be.
-        workload: what was found, once there were enough steps.
-        problem: why there will be none; the engine is then as it was found.
+        steps, needed: optimizer steps so far, and the number required.
+        workload: the result, available after enough steps.
+        problem: the reason why no result will come. The engine is then unwrapped again.
 
     Args:
-        after_step: called after each optimizer step, outside all that is timed; what it raises
-            reaches the training loop.
+        after_step: called after each optimizer step, outside the timed part. Its exceptions reach
+            the training loop.
 
     Raises:
-        ValueError: iterations < 1, or an engine whose configuration cannot be profiled.
+        ValueError: iterations < 1, or the engine's configuration cannot be profiled.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PassiveProfile:
         return result
 
     def _advance(self) -> None:
-        """One more optimizer step is complete, its time filed in the trace it belongs to."""
+        """Count a complete optimizer step and add its time to its trace."""
         seen = (self._engine.global_steps, self._engine.skipped_steps)
         skipped, self._seen = seen[1] != self._seen[1], seen
         if self._watcher is None:

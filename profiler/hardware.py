@@ -1,4 +1,4 @@
-"""What the machine is: cores, memory, NUMA, limits, and the GPU's link."""
+"""Facts about the machine: cores, memory, NUMA nodes, limits, and the GPU's link."""
 
 import os
 import resource
@@ -26,7 +26,7 @@ class Hardware:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a `Machine`: what its fingerprint is taken of."""
+        """Return the `Machine` fields from which its fingerprint is computed."""
         return {
             "device_kind": "cuda" if self.gpu_name else "emulated",
             "device_name": self.gpu_name or self.cpu_name,

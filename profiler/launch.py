@@ -22,7 +22,7 @@ END_S = 10.0  # for an interrupted launcher to end its ranks
 
 
 class LaunchError(RuntimeError):
-    """No workload came back; ``output`` is the end of what launcher and script printed."""
+    """A launch that returned no workload. ``output`` is the end of the output of launcher and script."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -129,7 +129,7 @@ def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], 
 
 
 def _end_of(log: Path) -> str:
-    """What was printed last, up to where a rank failed: launchers have much to say after that."""
+    """Return the last lines of the log before the first rank's failure. Launchers print much after it."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     failed = next((n for n, line in enumerate(lines) if FAILED in line), len(lines))
     return "\n".join(lines[max(0, failed - SHOWN_LINES) : failed])

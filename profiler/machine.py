@@ -119,7 +119,7 @@ class _Wanted:
 
     @property
     def share_s(self) -> float:
-        """Of each stage that measures; ranks at once count as one more, and so does each drive."""
+        """Return the seconds for each measuring stage. Concurrent ranks and each drive count as stages."""
         return self.seconds / (len(STAGES) - 1 - (self.ranks == 1) + len(self.drives))
 
 
@@ -168,7 +168,7 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
 
 
 def _unstable(machine: Machine) -> list[str]:
-    """Of the rates whose own measurement has not told yet."""
+    """Return the names of rates with a wide spread that no warning has mentioned yet."""
     quantities = {
         "host Adam out of place": machine.host_adam_out_of_place,
         "stock host Adam": machine.stock_host_adam_params_per_s,
@@ -261,7 +261,7 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
-    """The disk, and what slows what else down."""
+    """Measure the disk and the slowdown between concurrent activities."""
     tell()
     with _folder(wanted.folder) as folder:
         disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
@@ -285,7 +285,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _build_kernels(cuda: bool) -> None:
-    """Once per machine, a minute: no part of what is timed."""
+    """Build the kernels, once per machine. It takes a minute that must not be timed."""
     host.load()
     adam.stock_ops()
     if cuda:

@@ -21,7 +21,7 @@ def host_bytes() -> int:
 
 
 def reset_host_peak() -> None:
-    """From here on `host_peak_bytes` counts anew."""
+    """Reset the counter of `host_peak_bytes`."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -32,11 +32,11 @@ def host_peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """From here on `peak_device_bytes` counts anew."""
+    """Reset the counter of `peak_device_bytes`."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_device_bytes() -> int:
-    """The most that tensors took on the device since `reset_peak`; 0 where nobody counts."""
+    """Return the peak of tensor bytes on the device since `reset_peak`, or 0 without CUDA."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Who else uses the host while it is measured, and what holds its cores back."""
+"""Other users of the host during a measurement, and limits on its cores."""
 
 import os
 import time
@@ -76,7 +76,7 @@ class HostWatch:
         )
 
     def _cores(self) -> int:
-        """Those that proc/stat counts, also the ones that we may not use."""
+        """Return the number of cores in proc/stat, including cores that this process may not use."""
         lines = self._text("proc/stat").splitlines()
         return max(1, sum(line.startswith("cpu") and line[3:4].isdigit() for line in lines))
 

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: its link, its clocks, and who else uses it."""
+"""NVML's view of a GPU: its link, its clocks and its other users."""
 
 import threading
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class GpuWatch:
         self.warnings.append(f"NVML does not tell the link's width and the clocks: {error}")
 
     def _look_for_neighbours(self) -> None:
-        """Before we use the device: whatever it does now, somebody else does."""
+        """Warn if the GPU is busy before the measurement begins: another process uses it then."""
         n, handle = self._nvml, self._handle
         busy = n.nvmlDeviceGetUtilizationRates(handle).gpu
         if busy > BUSY_PERCENT:
@@ -115,7 +115,7 @@ class GpuWatch:
 
 
 def handle_of(nvml: Any, index: int) -> Any:
-    """By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+    """Return the NVML handle by UUID. CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

@@ -1,4 +1,4 @@
-"""How far the ranks of a profiled script are, told through files in a folder that all see."""
+"""Progress of the ranks of a profiled script, exchanged through files in a shared folder."""
 
 import json
 import time
@@ -12,7 +12,7 @@ FAILED = "ebbtide.profiler.script: error:"  # begins the line that a failing ran
 
 @dataclass(frozen=True)
 class RankProgress:
-    """One rank: optimizer steps so far, steps needed, and what went wrong, if anything."""
+    """The progress of one rank: optimizer steps so far, steps needed, and an error if there was one."""
 
     steps: int = 0
     needed: int = 0
@@ -21,7 +21,7 @@ class RankProgress:
 
 
 class ProgressFile:
-    """A rank's own file in ``folder``, replaced as a whole; None: nobody wants to know."""
+    """A rank's own file in ``folder``, always replaced as a whole. With ``folder`` None, nothing is written."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._path = folder / f"rank-{rank}.json" if folder is not None else None
@@ -34,11 +34,11 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """What the ranks told last."""
+    """Return the latest progress of every rank."""
     return [RankProgress(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def first_error(ranks: list[RankProgress]) -> str:
-    """What went wrong first: the others' errors are mostly that one's echo. Empty: nothing."""
+    """Return the earliest error of the ranks, or an empty string. Later errors mostly follow from it."""
     failed = [rank for rank in ranks if rank.error]
     return min(failed, key=lambda rank: rank.at_s).error if failed else ""

@@ -1,1 +1,1 @@
-"""What a machine is capable of: its rates, alone, side by side and with all ranks at once."""
+"""Rates of a machine: alone, with concurrent work, and with all ranks at once."""

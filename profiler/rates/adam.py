@@ -15,7 +15,7 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 
 
 class AdamBuffers:
-    """One subgroup's state with a bf16 gradient and parameter, on the host or on CUDA."""
+    """Optimizer state of one subgroup with a bf16 gradient and parameter, on the host or on CUDA."""
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.state = [noise(elements, device) for _ in range(3)]
@@ -27,7 +27,9 @@ class AdamBuffers:
 
 
 def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
-    """Beside a GPU the runtime's host buffers lie in large pages, in which updates are faster."""
+    """Return buffers as the runtime allocates them: in large pages if there is a GPU, because updates are faster
+    there.
+    """
     buffers = AdamBuffers(elements)
     if torch.cuda.is_available():
         *buffers.state, buffers.gradient, buffers.wire = (

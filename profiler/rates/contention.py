@@ -1,4 +1,4 @@
-"""How much slower one thing is beside another: measured, not assumed."""
+"""Measured slowdown of one activity while another one runs."""
 
 import statistics
 import threading
@@ -18,7 +18,7 @@ Work = Callable[[], object]
 
 
 def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
-    """Speed of ``work`` beside ``neighbour`` over its speed alone; 1: they do not touch."""
+    """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown."""
     alone_s = statistics.median(repeat_s(work, budget_s / 2))
     stop = threading.Event()
 
@@ -39,12 +39,12 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
 def measure_contention(
     cuda: bool, elements: int, threads: int, file: FileToWrite, budget_s: float
 ) -> dict[str, Quantity]:
-    """``X_while_Y``: how fast X is beside Y, over X alone, for what a plan runs side by side.
+    """Measure the speed of X while Y runs, divided by the speed of X alone, for pairs that a plan runs concurrently.
 
-    Host Adam beside copies each way, copies beside the device's own work, writing beside host
-    Adam; each pair both ways. Without CUDA a copy is one in host memory, and the device's work
-    runs on a host core: those quantities say ``emulated``. Forward and backward (``passes``) run on
-    all cores then, and writing is measured beside them too.
+    The keys are ``X_while_Y``. The pairs are host Adam with copies each way, copies with the
+    device's own work, and writing with host Adam, each pair both ways. Without CUDA a copy is one in
+    host memory and the device's work runs on a host core: those quantities say ``emulated``. Forward
+    and backward (``passes``) then run on all cores, and writing is measured with them too.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"
@@ -79,8 +79,9 @@ def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: fl
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """What stands in for the device keeps to one core: a team that waits for a member whose core
-    is taken tells of the scheduler, not of memory.
+    """Keep the stand-in for the device on one core.
+
+    A thread team that waits for a member on a busy core would measure the scheduler, not memory.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -112,7 +113,7 @@ def _device_compute(cuda: bool) -> Work:
 
 
 def _on_stream(work: Callable[..., object]) -> Work:
-    """``work(stream)`` on a stream of its own, waited for alone: not for what runs beside it."""
+    """Return ``work`` bound to its own stream. The caller waits for that stream only."""
     stream = torch.cuda.Stream()
 
     def run() -> None:

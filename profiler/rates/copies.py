@@ -16,7 +16,7 @@ SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
 
 @dataclass(frozen=True)
 class CopyRates:
-    """What was measured; bandwidths in bytes/s."""
+    """Measured copy bandwidths in bytes/s."""
 
     h2d: Quantity
     d2h: Quantity

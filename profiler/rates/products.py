@@ -1,4 +1,4 @@
-"""What a model's forward and backward are made of: matrix products and device memory traffic."""
+"""The parts of a model's forward and backward: matrix products and device memory traffic."""
 
 from collections.abc import Callable
 

@@ -32,7 +32,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is given."""
+    """The settings that every rank receives."""
 
     ranks: int
     cores: int
@@ -52,13 +52,13 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Rates of one stage, in its unit per second: rank 0 alone, and each rank beside the others."""
+    """Rates of one stage, in its unit per second: rank 0 alone, and each rank while the others run."""
 
     alone: list[float]
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Rate of a rank beside the others over the rate alone."""
+        """Return a rank's rate while the others run, divided by its rate alone."""
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (
@@ -160,7 +160,7 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
 
 
 def _run(job: Job) -> dict[str, StageSamples]:
-    """Starts the ranks, collects what they measured; none is left behind."""
+    """Start the ranks, collect their measurements, and end every process."""
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     barrier = spawn.Barrier(job.ranks)
     enough = spawn.Array("i", len(STAGES))
@@ -182,10 +182,10 @@ def _run(job: Job) -> dict[str, StageSamples]:
 
 
 def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list[Any]]:
-    """Every rank's samples.
+    """Return the samples of every rank.
 
     Raises:
-        RuntimeError: one died, with what it said.
+        RuntimeError: a rank died. The message holds its last output.
     """
     result: dict[int, Any] = {}
     while len(result) < len(receivers):
@@ -209,7 +209,7 @@ def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list
 
 
 def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
-    """One rank's process; sends [(alone, together)] by stage, or what went wrong."""
+    """Run one rank's process: send [(alone, together)] by stage, or the error."""
     try:
         torch.set_num_threads(job.own_threads)
         if job.cuda:

@@ -1,1 +1,1 @@
-"""What ops run on: CUDA streams, or emulated ones."""
+"""Devices that ops run on: CUDA streams, or emulated ones."""

@@ -1,4 +1,4 @@
-"""What the executor asks of a device; as it stands, one whose memory is the host's."""
+"""The interface that the executor needs of a device. The base class keeps device memory in host memory."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """One worker per lane of the update."""
+        """Return one worker for each lane of the update."""
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """One step in device memory; ``state`` is the master and its moments in fp32."""
+        """Update one step in device memory. ``state`` is the fp32 master and its moments."""
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
@@ -123,11 +123,10 @@ class Device:
         return nullcontext()
 
     def take_back(self, end: Completion) -> None:
-        """What was allocated in `training_memory` has just been dropped, and others use it until
-        ``end``: the stream that computes waits, and with it whom the memory is given to next.
+        """Make the computing stream wait until ``end`` before dropped memory of `training_memory` is reused.
 
         Raises:
-            BackgroundError: that failed.
+            BackgroundError: the awaited op failed.
         """
         end.wait_host()
 

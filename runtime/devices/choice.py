@@ -1,4 +1,4 @@
-"""Which device a plan runs on."""
+"""The choice of the device that a plan runs on."""
 
 import torch
 from ebbtide.runtime.devices.base import Device

@@ -20,7 +20,7 @@ class Mark:
 
     @property
     def reached_s(self) -> float:
-        """On the host's clock. The event must have been reached."""
+        """Return the time on the host's clock at which the event was reached. It must have been reached."""
         if self._reached_s is None:
             assert self._before is not None
             dated_s = self._before.date_s(self.event)
@@ -31,17 +31,17 @@ class Mark:
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
-        """When another event was reached, best one that is seconds away."""
+        """Return the time at which another event was reached, preferably one within seconds of this mark."""
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When the training stream got somewhere.
+    """A point in time of the training stream.
 
     Attributes:
-        event: on that stream; None: the host's clock is the device's.
-        mark: what dates the event.
+        event: the event on that stream. None: the device uses the host's clock.
+        mark: the mark that dates the event.
     """
 
     host_s: float
@@ -50,12 +50,12 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Without waiting."""
+        """Return whether the moment is past, without waiting."""
         return self.event is None or bool(self.event.query())
 
     @property
     def reached_s(self) -> float:
-        """On the host's clock; it must be past."""
+        """Return the time on the host's clock. The moment must be past."""
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
 

@@ -59,7 +59,7 @@ class CudaDevice(Device):
         return lanes
 
     def _choose_gpu(self) -> None:
-        """On every thread of ours: a new thread's GPU is the first one, whatever the rank's is."""
+        """Select the rank's GPU on each of ebbtide's threads: a new thread starts on the first GPU."""
         torch.cuda.set_device(self.index)
 
     def _begin_host_lane(self) -> None:

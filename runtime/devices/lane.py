@@ -10,7 +10,7 @@ WAIT_DEADLINE_S = 600.0
 
 
 class Event(Protocol):
-    """What is used of ``torch.cuda.Event``."""
+    """The used part of ``torch.cuda.Event``."""
 
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
@@ -41,7 +41,7 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """One that has been issued already."""
+        """Return a completion that has been issued already."""
         completion = cls()
         completion.event = event
         completion.issued.set()
@@ -82,12 +82,12 @@ class Completion:
 
 
 class Lane:
-    """One worker that runs its ops in order: a thread of its own, or who submits them.
+    """A worker that runs its ops in order, on its own thread or on the submitting thread.
 
-    With a ``stream`` the thread only issues work to it; without one the op's body is the work (host
-    lane, emulated streams). The thread owns the order; nobody else submits to its stream.
+    With a ``stream`` the thread only issues work to it. Without one the op's body is the work (host
+    lane, emulated streams). The thread owns the order: no other thread submits to its stream.
 
-    The first error stops the lane: every later op, and everything that waits for one, gets it.
+    The first error stops the lane. Every later op, and everything that waits for one, gets the error.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Lane:
             self._thread.start()
 
     def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
-        """Queues ``body`` behind everything submitted before and behind ``waits``."""
+        """Queue ``body`` to run after everything submitted before and after ``waits``."""
         if self._thread is None:
             self._execute(body, waits, completion)
             return

@@ -32,10 +32,10 @@ class FluidPacer:
 
     @contextmanager
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
-        """The block ends no sooner than ``seconds`` at full speed take beside what else runs.
+        """Make the block last at least ``seconds`` of full speed, stretched by what runs at the same time.
 
         Args:
-            demand: what it takes of each capacity at full speed, per second.
+            demand: the share of each capacity at full speed, per second.
         """
         job = _Job(seconds, demand)
         self._begin(job)

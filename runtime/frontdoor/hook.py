@@ -26,13 +26,13 @@ _door = ""  # see `enable`
 
 
 def enable(door: str) -> None:
-    """Puts every engine whose DeepSpeed config has the key ``"ebbtide"`` under its plan.
+    """Put every engine with the key ``"ebbtide"`` in its DeepSpeed config under its plan.
 
-    Before or after ``import deepspeed``; a second call changes nothing. A name that was imported
-    out of DeepSpeed earlier (``from deepspeed import initialize``) is the stock one and stays it.
+    Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from
+    DeepSpeed earlier (``from deepspeed import initialize``) stays DeepSpeed's own.
 
     Args:
-        door: the module of ebbtide's whose ``initialize`` takes such a call: `own` imports it then.
+        door: the ebbtide module with the ``initialize`` that handles such a call. `own` imports it then.
     """
     global _door
     _door = door
@@ -104,7 +104,7 @@ def _is_ours(finder: Any) -> bool:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """``wrapper`` gets what it stands for first; a stand-in of somebody's may have none."""
+    """Replace ``owner.name`` by ``wrapper``, which gets the original as its first argument."""
     original = getattr(owner, name, None)
     if original is None or hasattr(original, ORIGINAL):
         return
@@ -140,7 +140,7 @@ def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _text(config: str) -> str:
-    """What DeepSpeed would read: a file, or JSON in base64."""
+    """Return the text that DeepSpeed would read: a file, or JSON in base64."""
     try:
         if os.path.exists(config):  # noqa: PTH110 - False for what is too long for a path
             return Path(config).read_text()

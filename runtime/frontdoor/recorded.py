@@ -1,4 +1,4 @@
-"""A DeepSpeed engine whose steps are recorded for `tune verify`: on one of its sides."""
+"""A DeepSpeed engine with recorded steps, for one side of `tune verify`."""
 
 import copy
 import inspect
@@ -47,7 +47,7 @@ def initialize(
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """This config keeps optimizer state or parameters off the device."""
+    """Return whether this config keeps optimizer state or parameters off the device."""
     zero = config.get("zero_optimization") or {}
     return any(
         zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none") for key in OFFLOADS[:3]
@@ -66,7 +66,7 @@ def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the key, and without what is no JSON."""
+    """Return the config without the key ``"ebbtide"`` and without values that are not JSON."""
     kept = {name: value for name, value in config.items() if name != KEY}
     return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
 
@@ -111,8 +111,10 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
 
 
 def perturb(engine: Any) -> None:
-    """Flips one bit of a parameter that all outputs depend on: of the last small one that is not
-    zero, else of the last; alike on all ranks that have it whole. Collective.
+    """Flip one bit of a parameter that all outputs depend on.
+
+    The parameter is the last small one that is not zero, otherwise the last one. Every rank that has
+    it whole flips the same bit. Collective.
     """
     settle(engine)
     own = {p.name: p for p in pieces(engine, frozen=False) if not p.name.endswith("/fp32")}

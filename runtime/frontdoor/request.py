@@ -1,4 +1,4 @@
-"""What stands under the key ``"ebbtide"`` of a DeepSpeed config."""
+"""The content of the key ``"ebbtide"`` of a DeepSpeed config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ class RequestError(PlanError):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the runtime for one engine.
+    """The user's request to the runtime for one engine.
 
     Attributes:
-        plan: ``"auto"`` measures, plans and switches while training; None: DeepSpeed's own
-            optimizer stays, only checkpoints are ebbtide's.
-        checkpoint: in the place of the plan's own; None: the plan's.
-        device: ``emulated`` runs real copies to a device that is not there, for trials.
+        plan: ``"auto"`` measures, plans and switches while training. None: DeepSpeed's own
+            optimizer stays, and only checkpoints are ebbtide's.
+        checkpoint: replaces the plan's checkpoint settings. None: the plan's own.
+        device: ``emulated`` runs real copies to a device that does not exist, for trials.
     """
 
     plan: Plan | Literal["auto"] | None
@@ -79,7 +79,7 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
 
 
 def _file(value: str, base: Path | None) -> Path:
-    """Where the script runs, else beside DeepSpeed's config file."""
+    """Return the path relative to the working directory, or to DeepSpeed's config file if it is not there."""
     path = Path(value)
     if base is not None and not path.exists() and (base / path).exists():
         return base / path

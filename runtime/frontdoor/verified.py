@@ -31,7 +31,7 @@ def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
 
 
 def _trains_alone() -> bool:
-    """This is no launcher: those are programs of torch's, DeepSpeed's and Accelerate's own."""
+    """Return whether this process is no launcher. Launchers are programs of torch, DeepSpeed and Accelerate."""
     words = [sys.argv[0] if sys.argv else "", *getattr(sys, "orig_argv", [])]
     return not any(
         name in word

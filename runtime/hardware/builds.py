@@ -25,14 +25,14 @@ def locks(root: Path) -> list[Path]:
 
 
 def is_stale(lock: Path) -> bool:
-    """Whether no process of this machine builds there any more."""
+    """Return whether no process of this machine builds there any more."""
     with contextlib.suppress(OSError):
         return time.time() - lock.stat().st_mtime > _YOUNG_S and not _built_in(lock.parent)
     return False
 
 
 def _built_in(folder: Path) -> bool:
-    """Whether some process has the folder for its working directory, as ninja has."""
+    """Return whether a process has the folder as its working directory, as ninja has."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
             if link.readlink() == folder.resolve():
@@ -41,7 +41,7 @@ def _built_in(folder: Path) -> bool:
 
 
 def told(lock: Path) -> str:
-    """What is waited for, since when, and what to do."""
+    """Return a message: the awaited build, since when, and what to do."""
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
     except OSError:
@@ -55,7 +55,7 @@ def told(lock: Path) -> str:
 
 @contextlib.contextmanager
 def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Inside, a warning says for which build this thread waits; again once nobody builds it."""
+    """Warn, inside the block, about the build that this thread waits for, and again if its builder died."""
     over = threading.Event()
     threading.Thread(
         target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds", daemon=True

@@ -1,4 +1,4 @@
-"""This host's cores, and which of them host updates run on: near the GPU, not the trainer's."""
+"""The host's cores, and the choice of cores for host updates: near the GPU, without the training thread's."""
 
 import os
 import platform
@@ -31,13 +31,13 @@ def update_cores(pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[st
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
-    """Those of the GPU's NUMA node that this process may use; all it may use if there are none."""
+    """Return the usable cores of the GPU's NUMA node, or all usable cores if there are none."""
     allowed = sorted(os.sched_getaffinity(0))
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 
 
 def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int) -> tuple[int, int]:
-    """How many ranks share this one's NUMA node, and which of them it is."""
+    """Return the number of ranks on this rank's NUMA node, and this rank's position among them."""
     ranks, rank = local_ranks(), int(os.environ.get("LOCAL_RANK") or 0)
     node = _node_of(pci_address, sysfs)
     if node is None or len(gpus) < ranks:

@@ -1,4 +1,4 @@
-"""What launchers and DeepSpeed's jobs leave on a host: ranks, ports, shared memory."""
+"""Traces of launchers and DeepSpeed jobs on a host: ranks, ports, shared memory."""
 
 import os
 import socket
@@ -26,12 +26,12 @@ def local_ranks() -> int:
 
 
 def one_node() -> bool:
-    """All ranks of the job are on this host."""
+    """Return whether all ranks of the job run on this host."""
     return int(os.environ.get("WORLD_SIZE") or 1) <= local_ranks()
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
+    """Return a free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

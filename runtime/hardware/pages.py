@@ -14,14 +14,16 @@ _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappi
 
 
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that shares no page with anything else: page locks reach no neighbour, and
-    O_DIRECT writes of a checkpoint take it as it is. In large pages where the system has them:
-    they are locked sooner, and a host update in them takes 7 to 10% less time (two cores).
+    """Allocate host memory that shares no page with other memory.
 
-    A forked process (a dataloader's worker) does not get these pages: it would copy each one that
-    either side writes to, and the GPU would go on with the one that is no longer ours. So a child
-    must not touch the optimizer's state or what is made of it: it gets a SIGSEGV. Workers that
-    save or read state are to be started by ``spawn``, or to be threads.
+    Page locks then touch no other tensor, and O_DIRECT writes of a checkpoint can read it in place.
+    The memory is in large pages where the system offers them: locking is faster, and a host update
+    takes 7 to 10% less time (two cores).
+
+    A forked process (a dataloader's worker) does not get these pages. A fork would copy each page
+    that either process writes to, and the GPU would go on with the old page. A child must therefore
+    not touch the optimizer's state: it gets a SIGSEGV. Start workers that save or read state by
+    ``spawn``, or use threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):

@@ -1,10 +1,10 @@
-"""Where a GPU is plugged in, as sysfs names it."""
+"""The PCI address of a GPU, as sysfs names it."""
 
 from typing import Any
 
 
 def pci_address(index: int) -> str | None:
-    """Of the GPU with torch's ``index``, like ``0000:3b:00.0``; None where torch does not tell."""
+    """Return the address of the GPU with torch's ``index``, like ``0000:3b:00.0``, or None if torch does not know it."""
     import torch
 
     return address_of(torch.cuda.get_device_properties(index))

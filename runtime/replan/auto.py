@@ -99,7 +99,7 @@ class _Automatic:
 
 
 def _folders(plan: Plan) -> list[str]:
-    """Those that it stores state in."""
+    """Return the folders in which the plan stores state."""
     return list(plan.drives) if plan.stores else []
 
 
@@ -152,7 +152,7 @@ def _median_s(timeline: Timeline, kind: OpKind) -> float:
 
 
 def _free_device_bytes(device: Device) -> int:
-    """What a plan may take: what is free at the fullest moment so far, less a margin."""
+    """Return the device bytes that a plan may use: free at the fullest moment so far, less a margin."""
     if device.name != "cuda":
         return 0  # host memory poses as device memory: nothing is won by moving state there
     free, total = torch.cuda.mem_get_info()

@@ -19,14 +19,14 @@ VARIABLE = "EBBTIDE_VERIFY"  # also in `ebbtide.runtime.frontdoor.verified`, whi
 
 @dataclass(frozen=True)
 class Job:
-    """What `tune verify` asks of every process of a run.
+    """The settings of `tune verify` for every process of a run.
 
     Attributes:
-        folder: where the ranks' files go.
+        folder: the folder for the ranks' files.
         side: ``plan`` (the config as it is), ``stock`` (without the key) or ``no-offload``.
         steps: optimizer steps, after which the process ends.
-        seed: of the generators that a script has not seeded itself.
-        perturb: one bit of one parameter is flipped before the first step.
+        seed: seed of the generators that a script has not seeded itself.
+        perturb: flip one bit of one parameter before the first step.
     """
 
     folder: str
