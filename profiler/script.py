@@ -109,7 +109,7 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Progress for whoever started the ranks."""
+        """Report the progress to the process that started the ranks."""
         steps = max((profile.steps for profile in self._profiles), default=0)
         self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
 
@@ -165,7 +165,7 @@ class ProfiledScript:
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> str:
-    """What ``python script arguments`` would do; returns how it failed, or nothing."""
+    """Run the script as ``python script arguments`` would. Return its failure, or an empty string."""
     ours = sys.argv, sys.path[0]
     sys.argv = [str(script), *arguments]
     # ``python -m`` put the current folder there, where ``python script`` has the script's.

@@ -28,7 +28,7 @@ def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors among the arguments; a batch that is one mapping is looked into."""
+    """Yield the named tensors among the arguments, including the entries of a batch that is a mapping."""
     for number, value in enumerate(args):
         if isinstance(value, Mapping):
             yield from _named((), value)

@@ -19,14 +19,14 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """What the hooks note during one step; times in seconds, synchronised on CUDA.
+    """Notes of the hooks during one step. Times are in seconds, synchronised on CUDA.
 
     Attributes:
         units: forward seconds by unit, all micro-batches together.
-        issued_s: what the host took to issue the units' forward, without waiting for the device;
-            of so many ``modules`` that hold parameters, each time that it did.
-        activations: bytes by unit, of the micro-batch that left most.
-        tokens: of this rank, all micro-batches together; None where a micro-batch did not tell.
+        issued_s: host seconds to issue the units' forward, without waiting for the device. ``modules``
+            counts the forwards of modules with parameters in that time.
+        activations: bytes by unit, of the micro-batch with the most.
+        tokens: of this rank, all micro-batches together. None if the count of one is unknown.
     """
 
     began_s: float = 0.0
@@ -243,9 +243,9 @@ def _now_s() -> float:
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules whose forward is timed: the members of lists of blocks, and what is beside them.
+    """Return the modules with a timed forward: the members of lists of blocks, and the other modules.
 
-    Names are paths, so that a parameter belongs to the unit whose name begins its own.
+    Names are paths. A parameter belongs to the unit with a name that begins the parameter's own.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():

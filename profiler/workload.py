@@ -56,10 +56,10 @@ def check_engine(engine: Any) -> None:
 
 
 def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
-    """What the traces of some steps say about the engine's workload.
+    """Return the engine's workload from the traces of some steps.
 
     Raises:
-        ValueError: a step came without forward or backward.
+        ValueError: a step had no forward or no backward.
     """
     from ebbtide.runtime.zero.checks import private
 
@@ -107,12 +107,12 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
 
 
 def module_issue_s(traces: Iterable[Trace]) -> float:
-    """What one module with parameters costs the host that issues it to a device."""
+    """Return the host seconds to issue one module with parameters to a device."""
     return _median(trace.issued_s / max(1, trace.modules) for trace in traces)
 
 
 def _fewer_threads() -> int | None:
-    """That stock's updates run on here; None: as many as there are cores."""
+    """Return the number of threads of stock's updates, or None if it is the number of cores."""
     threads = torch.get_num_threads()
     return threads if threads < len(near_cores(None)) else None
 
@@ -150,7 +150,7 @@ def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
 
 
 def _tokens(engine: Any, traces: list[Trace]) -> int | None:
-    """Of all data-parallel ranks, each taken to have as many as this one."""
+    """Return the tokens of all data-parallel ranks, assuming that each has as many as this one."""
     result = [trace.tokens for trace in traces]
     if any(not tokens for tokens in result):
         return None
@@ -169,8 +169,9 @@ def _median(values: Any) -> float:
 
 
 def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
-    """What ebbtide's gradient path takes instead on a machine without a GPU: a copy or a sum in
-    each of ``micro`` micro-batches, and a norm.
+    """Return the seconds of ebbtide's gradient path on a machine without a GPU.
+
+    It is a copy or a sum in each of ``micro`` micro-batches, and a norm.
     """
     times = [_gradients_home_s(optimizer) for _ in range(LEAST_STEPS)]
     copy_s, norm_s = (_median(part) for part in zip(*times, strict=True))
@@ -178,8 +179,9 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
 
 def _gradients_home_s(optimizer: Any) -> tuple[float, float]:
-    """To copy all gradients, from as far as the passes leave them, and for their norm; of more than
-    the caches hold a part stands for all.
+    """Return the seconds to copy all gradients out of the cache, and the seconds for their norm.
+
+    For gradients larger than the caches, a part is measured and scaled.
     """
     sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype

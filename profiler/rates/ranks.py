@@ -235,8 +235,9 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
 def _together(
     work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
-    """Goes on until every rank has enough: a sample taken beside idle ranks would tell a lie. One
-    that failed never has: it breaks the ``barrier``, which this one meets next.
+    """Repeat the work until every rank has enough samples: a sample taken while other ranks idle would be wrong.
+
+    A rank that failed never has enough. It breaks the ``barrier``, and this rank meets that next.
     """
     began_s = time.perf_counter()
     durations: list[float] = []

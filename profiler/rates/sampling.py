@@ -56,7 +56,7 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Why a measurement should not be called stable; empty if it is."""
+    """Return the reasons not to call a measurement stable. The list is empty if it is stable."""
     result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
@@ -70,7 +70,7 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Why a quantity's repeats do not say enough or do not agree; empty if they do."""
+    """Return the reasons why a quantity's repeats are too few or too different. The list is empty if they are fine."""
     if quantity.n < least:
         return [
             f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "

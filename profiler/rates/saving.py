@@ -1,7 +1,7 @@
-"""What ``save_checkpoint`` takes by itself, however many bytes there are: it goes by the tensor.
+"""The fixed cost of ``save_checkpoint``: it depends on the number of tensors, not on their bytes.
 
-The runtime lets ``torch.save`` write a file without its tensors' bytes, which stream behind, and
-reads what it wrote once with tensors that hold nothing, to see that loading will take it.
+The runtime lets ``torch.save`` write a file without the tensors' bytes, which are streamed later. It then
+reads the file once with empty tensors, to see that loading will accept it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Whether the simulator shares the node as it was measured to be shared."""
+"""A comparison of the node's measured contention with the simulator's."""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
@@ -16,9 +16,9 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Speed of ``work`` beside ``neighbour`` over its speed alone, as the simulator has it.
+    """Return the simulated speed of ``work`` while ``neighbour`` runs, divided by its speed alone.
 
-    None: one of them is nothing that a schedule holds.
+    Return None if a schedule has no op for one of them.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:
@@ -29,7 +29,7 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Where the measured contention and the simulator's are further apart than `TOLERANCE`."""
+    """Describe the pairs with measured and simulated contention further apart than `TOLERANCE`."""
     result = []
     for name, measured in machine.contention.items():
         work, _, neighbour = name.partition("_while_")
@@ -77,7 +77,7 @@ def with_writer_cost(machine: Machine) -> Machine:
 
 
 def _most(machine: Machine) -> float:
-    """All that the writers' threads could take."""
+    """Return the most that the writers' threads can use."""
     return CheckpointPlan().writers / machine.storage_write_bytes_per_s.median
 
 
@@ -89,7 +89,9 @@ def _cost_of_cores(machine: Machine, least: float, work: float, writing: float) 
 
 
 def _cost_for(machine: Machine, least: float, work: float, writing: float) -> float:
-    """Who runs first is the scheduler's choice; the simulator slows both alike."""
+    """Return the cost that gives the measured mean slowdown. The scheduler decides the order; the simulator slows both
+    equally.
+    """
     share = (work + writing) / 2
     low, high = least, max(least, _most(machine))
     for _ in range(40):
@@ -102,7 +104,7 @@ def _cost_for(machine: Machine, least: float, work: float, writing: float) -> fl
 
 
 def _ops(machine: Machine) -> dict[str, Op]:
-    """One op of each kind that is measured beside another."""
+    """Return one op of each kind with a measured contention."""
     return {
         "host_adam": Op(
             0,

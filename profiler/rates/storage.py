@@ -96,9 +96,10 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Of state that is stored there: with as many blocks under way each way as the store has, from
-    and to memory that no cache holds, part after part of a file of up to ``size_bytes``: what was
-    written a moment ago is not what is read.
+    """Measure a drive that will store state, with as many blocks in flight as the store has.
+
+    Blocks go from and to memory that no cache holds, through consecutive parts of a file of up to
+    ``size_bytes``, so that no block is read right after it was written.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -156,13 +157,13 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """At what share of its speed alone either goes while both do; the longer one ends alone."""
+    """Return the speed of each direction while both run, divided by its speed alone. The longer one ends alone."""
     shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
     return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
-    """At most ``size_bytes``, and no more than can be written `LEAST_FILES` times in the share."""
+    """Return at most ``size_bytes``, and no more than can be written `LEAST_FILES` times in the given time."""
     with file_to_write(path, BLOCK_BYTES) as probe:
         probe.write()
         block_s = timed_s(probe.write)
@@ -177,7 +178,7 @@ def _buffered(file: "FileToWrite", share_s: float) -> Quantity:
 
 
 def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
-    """Of one writer's thread, whole files over and over: what it takes from training's threads."""
+    """Measure the CPU seconds of one writer's thread that writes whole files repeatedly."""
     result: list[float] = []
     end = time.perf_counter() + share_s
     while not result or (time.perf_counter() < end and len(result) < MOST_CPU_SAMPLES):
@@ -211,14 +212,13 @@ class FileToWrite:
         from_memory: bool = False,
         blocks: range | None = None,
     ) -> None:
-        """All of it by so many threads, then fsync.
+        """Write the file with the given number of threads, then fsync.
 
         Args:
-            blocks: which; None: all.
-            from_memory: each block from a place of its own, not the same one again and again.
-            as_checkpoints: each block is gathered from memory into a buffer of its writer's and
-                hashed, as the runtime does where state does not lie aligned, which in files of
-                torch's is nearly everywhere.
+            blocks: the blocks to write. None: all.
+            from_memory: read each block from its own place in memory, not from one buffer.
+            as_checkpoints: gather each block into its writer's buffer and hash it, as the runtime does
+                for unaligned state. In torch's files nearly all state is unaligned.
         """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
@@ -272,7 +272,7 @@ class FileToWrite:
                 held.close()
 
     def read(self, readers: int = 1, blocks: range | None = None) -> None:
-        """All of it, or some of its blocks, by so many threads."""
+        """Read the file, or some of its blocks, with the given number of threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

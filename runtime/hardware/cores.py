@@ -48,7 +48,7 @@ def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None]
 
 
 def _share(cores: list[int], neighbours: tuple[int, int]) -> list[int]:
-    """This rank's part of a NUMA node's cores."""
+    """Return this rank's part of a NUMA node's cores."""
     on_node, number = neighbours
     count = len(cores) // on_node
     return cores[number * count : (number + 1) * count] or cores

@@ -39,10 +39,10 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Removes what DeepSpeed leaves behind in shared memory for the job on this port.
+    """Remove the shared memory that DeepSpeed leaves for the job on this port.
 
-    Its collectives on the host keep 66 MiB per rank there, and neither a killed rank nor one that
-    ends in good order takes them away: some hundred runs fill the machine's memory.
+    Its collectives on the host keep 66 MiB per rank there. Neither a killed rank nor one that
+    ends normally removes them: some hundred runs fill the machine's memory.
     """
     for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - it is there
         buffer.unlink(missing_ok=True)

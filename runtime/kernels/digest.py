@@ -1,7 +1,7 @@
-"""What a piece of a tensor is, in a few numbers that add up over pieces, whoever holds them.
+"""Digests of tensor pieces: a few numbers that add up over pieces, whichever rank holds them.
 
-`digest.cpp` says what they are. Host tensors go through it, at the speed of memory; others through
-torch, where they are: hashes are the same.
+`digest.cpp` defines the numbers. Host tensors go through it, at the speed of memory. Other tensors
+go through torch on their device: the hashes are the same.
 """
 
 import ctypes
@@ -25,17 +25,17 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Digest:
-    """Of the elements ``start`` to ``start + count`` of a tensor.
+    """The digest of the elements ``start`` to ``start + count`` of a tensor.
 
     Attributes:
         hash: equal for equal bits; one changed bit always changes it. Pieces' hashes are added
             modulo 2^64, and so are ``narrow`` ones.
-        narrow: the hash of the elements rounded to 16 bits, to nearest even; 0: not asked for.
+        narrow: the hash of the elements rounded to 16 bits, to nearest even. 0: not requested.
         bits: all words, or-ed.
-        not_finite: infinities and NaNs, which count as 0 below.
+        not_finite: the number of infinities and NaNs, which count as 0 below.
         squares: the sum of the elements' squares.
-        largest: absolute value.
-        sketch: sums of the elements with random signs; pieces' are added.
+        largest: the largest absolute value.
+        sketch: sums of the elements with random signs. Pieces' sketches are added.
     """
 
     hash: int
@@ -47,7 +47,7 @@ class Digest:
     sketch: tuple[float, ...]
 
     def packed(self) -> str:
-        """For a file; `unpacked` reads it."""
+        """Return the digest as text for a file. `unpacked` reads it."""
         return struct.pack(
             LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares, self.largest, *self.sketch
         ).hex()

@@ -31,11 +31,11 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class MissingCompilerError(RuntimeError):
-    """No C++ compiler: the host kernel cannot be built."""
+    """A missing or failing C++ compiler: the host kernel cannot be built."""
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels live: ``EBBTIDE_CACHE``, else ``$XDG_CACHE_HOME/ebbtide``."""
+    """Return the folder of compiled kernels: ``EBBTIDE_CACHE`` if set, otherwise ``$XDG_CACHE_HOME/ebbtide``."""
     explicit = os.environ.get("EBBTIDE_CACHE")
     if explicit:
         return Path(explicit)
@@ -68,10 +68,10 @@ def _build() -> Path:
 
 
 def build(source: Path) -> Path:
-    """The library made of one file of C++ beside this one, compiled once per machine.
+    """Return the library built from one C++ file of this folder. It is compiled once per machine.
 
     Raises:
-        MissingCompilerError: no compiler, or it refused the source.
+        MissingCompilerError: there is no compiler, or it refused the source.
     """
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -171,7 +171,7 @@ def host_update(
 
 
 def _addresses(state: Sequence[torch.Tensor]) -> Any:
-    """Of the master and two moments; null where there is no second."""
+    """Return the addresses of the master and two moments, null for a missing second moment."""
     return (ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in state))
 
 
@@ -205,7 +205,7 @@ def norm(tensor: torch.Tensor) -> float:
 
 @functools.cache
 def _norm_lanes() -> int:
-    """How many lanes torch sums squares in on this machine: found by trying; 0: none fits."""
+    """Find by trial the number of lanes in which torch sums squares on this machine. 0: none fits."""
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(n, generator=generator) for n in (5, 1003, 40009)]
     for lanes in (8, 4, 2):

@@ -39,11 +39,11 @@ class OwnStep:
 
 
 class OwnStepRule(UpdateRule):
-    """Runs the step of a private copy of the optimizer, whose groups hold a single master.
+    """A rule that runs the step of a private copy of the optimizer with one master in its groups.
 
-    The training thread makes steps; the lane of host updates runs them, one after the other. What
-    the optimizer keeps of a master stays in the live optimizer's ``state``, where checkpoints and
-    readers look for it; it alone knows which tensors those are.
+    The training thread makes steps, and the lane of host updates runs them one after the other. The
+    optimizer's state of a master stays in the live optimizer's ``state``, where checkpoints and
+    readers look for it. Only the optimizer knows which tensors belong to it.
     """
 
     name = "own step"
@@ -121,8 +121,8 @@ class OwnStepRule(UpdateRule):
             shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})
 
     def _follow(self, groups: list[dict[str, Any]]) -> None:
-        """What a schedule has changed since the step before; what the optimizer itself keeps in
-        its groups goes on from subgroup to subgroup.
+        """Copy the changes that a schedule made since the last step. Entries that the optimizer itself keeps in its
+        groups stay.
         """
         mine = self._mine
         if len(mine.param_groups) != len(groups):
@@ -143,9 +143,9 @@ class OwnStepRule(UpdateRule):
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
-    """What an optimizer keeps of each element of a master beside the master itself.
+    """Return the optimizer's state bytes for each element of a master, without the master itself.
 
-    torch's own are asked, with a parameter of two elements; others are taken for Adam.
+    torch's own optimizers are asked, with a parameter of two elements. Others are assumed to be like Adam.
     """
     rule = rule_class(optimizer)
     if rule is not None:

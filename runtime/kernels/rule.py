@@ -1,10 +1,10 @@
-"""What an optimizer's update is: its state, its scalars, its kernels, and the stock op it repeats.
+"""An optimizer's update rule: its state, its scalars, its kernels, and the stock op that it repeats.
 
 DeepSpeed's CPU ops update a tensor in a loop over whole vectors and leave the last ``length mod
-width`` elements to a scalar loop, in which the compiler fuses other products than the vector loop
-does. The width is that of the *build* (16 floats for AVX-512, 8 for AVX2, 4 for NEON; its scalar
-build has no vector loop at all), which need not be the widest that this machine knows: an op may
-have been built elsewhere, by another compiler or for another CPU. So the loaded op itself is asked.
+width`` elements to a scalar loop. There the compiler fuses other products than in the vector loop.
+The width is that of the *build* (16 floats for AVX-512, 8 for AVX2, 4 for NEON; its scalar
+build has no vector loop at all). It need not be the widest that this machine knows: an op may
+have been built on another machine, by another compiler or for another CPU. So the loaded op itself is asked.
 """
 
 import copy
@@ -73,15 +73,15 @@ class UpdateRule(ABC):
         return rule
 
     def ask(self, op: Any) -> None:  # noqa: B027 - most have nothing to ask
-        """Learns from the loaded op what else differs between DeepSpeeds.
+        """Learn from the loaded op the other differences between DeepSpeed versions.
 
         Raises:
-            UnknownRoundingError: none of the ways that are known has this op's bits.
+            UnknownRoundingError: no known variant has this op's bits.
         """
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """What of the optimizer belongs to no parameter group."""
+        """Return the optimizer's settings that belong to no parameter group."""
         del optimizer
         return {}
 
@@ -120,15 +120,16 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Host memory beside the state that a plan places, for subgroups of these elements and
-        masters of this precision, in bytes.
+        """Return the host bytes of state that a plan does not place, for subgroups of these sizes and
+        masters of this precision.
         """
         del sizes, master
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """What stock's scalar loop has left in the place of the fp32 ``gradient``, which it applied
-        to ``state`` as that was before. Of rules that spend.
+        """Return the fp32 ``gradient`` as stock's scalar loop leaves it after its update of ``state``.
+
+        Only for rules that overwrite the gradient.
         """
         raise NotImplementedError
 
@@ -138,7 +139,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the op's ``create_NAME`` and ``NAME_update`` take between their other arguments."""
+        """Return the additional arguments of the op's ``create_NAME`` and ``NAME_update``."""
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:  # noqa: B027 - most have none
         """Goes on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
@@ -149,8 +150,9 @@ class UpdateRule(ABC):
         return list({step.variant: step for step in steps}.values())
 
     def tail(self, elements: int, begin: int, end: int) -> int:
-        """How many of the last elements of ``begin:end`` stock's scalar loop updates, where stock
-        updates ``elements`` elements as one tensor.
+        """Return the number of last elements of ``begin:end`` that stock's scalar loop updates.
+
+        Stock updates ``elements`` elements as one tensor.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 
@@ -187,7 +189,7 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 
 
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
-    """Whether the rule and DeepSpeed's op make the same of subgroups of ``lengths`` elements."""
+    """Return whether the rule and DeepSpeed's op give the same bits for subgroups of ``lengths`` elements."""
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]
     created, updated = rule.stock_arguments(group)

@@ -58,12 +58,12 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Whether the loaded op takes ``pow`` at a step's second subgroup (see `BiasCorrection`).
+    """Return whether the loaded op uses ``pow`` at a step's second subgroup (see `BiasCorrection`).
 
-    Takes milliseconds, once per op.
+    It takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: neither way has this op's bits.
+        UnknownRoundingError: neither variant has this op's bits.
     """
     width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
     # A large step, so that the last bit of a bias correction shows in the parameter.

@@ -1,4 +1,4 @@
-"""What a kernel of any optimizer is given for one step."""
+"""The arguments of an optimizer kernel for one step."""
 
 from typing import ClassVar, Protocol
 
@@ -9,7 +9,8 @@ class UpdateStep(Protocol):
     """One step of one parameter group, ready for the kernels.
 
     Attributes:
-        kernel: the rule's name. variant: which of its forms (none, L2 or decoupled decay).
+        kernel: the rule's name.
+        variant: the form of weight decay (none, L2 or decoupled).
     """
 
     kernel: ClassVar[str]
