@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, by kind."""
+"""Errors of checkpoints, by kind."""
 
 
 class CheckpointError(RuntimeError):

@@ -24,7 +24,7 @@ class Files:
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
-        """Every system call passes here."""
+        """Make one system call. Every system call passes here."""
         return function(*args)
 
     def point(self, name: str) -> None:
@@ -54,11 +54,11 @@ class Files:
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
-        """As `fsync`, for a file whose length stays."""
+        """Flush a file with an unchanged length, as `fsync` does."""
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:
-        """Never retried on an error: the kernel may have dropped the dirty pages already."""
+        """Flush a file. An error is never retried: the kernel may have dropped the dirty pages already."""
         self._retry("fsync", os.fsync, descriptor)
 
     def close(self, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Which memory holds which subgroup's state, and when it may be overwritten."""
+"""The memory of each subgroup's state, and the time from which it may be overwritten."""
 
 import threading
 from bisect import bisect_right
@@ -14,7 +14,7 @@ EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrit
 
 
 class Persist(Protocol):
-    """What a running checkpoint offers to the update."""
+    """The interface of a running checkpoint for the update."""
 
     def release(self, subgroup: int) -> None:
         """Returns once the subgroup's live bytes are not needed any more."""
@@ -23,11 +23,11 @@ class Persist(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of which a checkpoint's file holds no bytes: they are committed where they lie.
+    """A tensor without bytes in a checkpoint's file: its bytes are committed where they are on storage.
 
     Attributes:
         file, path: the file in the checkpoint, and the tensor's place in its tree.
-        index: among the subgroup's tensors.
+        index: position among the subgroup's tensors.
     """
 
     file: str
@@ -40,11 +40,11 @@ class AnnouncedStep(Protocol):
     """The state on storage as it is after what was launched so far; it stays so until `settle`."""
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """What the checkpoint says of it."""
+        """Return the checkpoint's page about this step."""
         ...
 
     def prepare(self) -> None:
-        """Makes it durable beside the steps before; waits for its writes, on any thread."""
+        """Make the step durable, without replacing earlier steps. Waits for its writes, on any thread."""
         ...
 
     def settle(self, *, committed: bool) -> None:
@@ -57,13 +57,11 @@ class StoredState(Protocol):
 
     @property
     def subgroups(self) -> Callable[[], Collection[int]]:
-        """Those whose state lives there now."""
+        """Return the subgroups with state on storage now."""
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:
-        """Inside, state dicts are asked for files that hold nothing of it: who makes them does not
-        wait for what is on its way there.
-        """
+        """Make state dicts for files that hold no stored state, without waiting for writes in flight."""
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
@@ -75,11 +73,11 @@ class StoredState(Protocol):
         ...
 
     def problem(self, page: bytes) -> str:
-        """Why what a checkpoint says of its state cannot be loaded; empty: it can."""
+        """Return the reason why the page's stored state cannot be loaded, or an empty string."""
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Takes the state where it lies; the subgroups for which that could be done."""
+        """Adopt the state in place, and return the subgroups that could be adopted."""
         ...
 
     def read(
@@ -152,7 +150,7 @@ class LiveState:
         return result
 
     def stored_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Subgroup and number of a tensor whose bytes lie on storage; None: they do not."""
+        """Return subgroup and number of a tensor with bytes on storage, or None."""
         if self.stored is None or tensor.device.type != "cpu" or not tensor.numel():
             return None
         runs = self.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -164,7 +162,7 @@ class LiveState:
 
     @property
     def turns(self) -> list[int]:
-        """The subgroups in the order in which their updates come due."""
+        """Return the subgroups in the order of their next updates."""
         with self._lock:
             return list(self._tensors)
 

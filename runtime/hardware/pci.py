@@ -4,7 +4,7 @@ from typing import Any
 
 
 def pci_address(index: int) -> str | None:
-    """Return the address of the GPU with torch's ``index``, like ``0000:3b:00.0``, or None if torch does not know it."""
+    """Return the address of GPU number ``index``, like ``0000:3b:00.0``, or None if torch does not know it."""
     import torch
 
     return address_of(torch.cuda.get_device_properties(index))

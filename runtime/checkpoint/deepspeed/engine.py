@@ -100,7 +100,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # -- what the training loop calls
 
     def on_step(self, global_step: int) -> None:
-        """After each optimizer step: raises a failed checkpoint, saves at the planned interval.
+        """Raise the error of a failed checkpoint, and save at the planned interval. Called after each optimizer step.
 
         Raises:
             CheckpointError: an earlier checkpoint failed in the background; the cause is chained.
@@ -114,7 +114,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
 
     def wait(self) -> Report | None:
-        """Until the running checkpoint is committed; returns what the last one cost.
+        """Wait until the running checkpoint is committed, and return the report of the last one.
 
         Raises:
             CheckpointError: it failed; the cause is chained.
@@ -135,7 +135,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._drainer.wait()
 
     def finish(self) -> None:
-        """Until no checkpoint is in flight, whatever becomes of it, or it stands still."""
+        """Wait until no checkpoint is in flight, or until its writing makes no progress. Failures are not raised."""
         job = self._job
         if job is not None and not job.elsewhere:
             job.wait_while_moving(GRACE_S + 1.5 * OUTCOME_GRACE_S)
@@ -323,7 +323,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
     def _agree_to_begin(self, target: str) -> Verdict:
-        """All ranks must decide the same, although one may have finished where another has not."""
+        """Decide together on all ranks whether a save begins. One rank may have finished an earlier save before
+        another.
+        """
         if self.running and self._plan.busy == "replace":
             assert self._job is not None
             self._job.cancel()
@@ -377,13 +379,13 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def get_commit_info(self) -> None:
-        """Nothing for DeepSpeed to commit at the next step."""
+        """Return None: DeepSpeed has nothing to commit at the next step."""
 
     def cleanup(self) -> None:
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """In the background a file gets just the bytes of its tensors: no clones wanted."""
+        """Return whether a file gets just the bytes of its tensors, so that DeepSpeed need not clone them."""
         return self._save is None
 
     # -- loading: around engine.load_checkpoint
@@ -412,9 +414,7 @@ def _over(job: Job) -> None:
 
 
 def _by_an_error() -> bool:
-    """The script ends by an exception that nobody has caught, which Python shows before its exit:
-    what a Trainer has not completed, it never will.
-    """
+    """Return whether the script ends by an uncaught exception. A Trainer never completes its folder then."""
     return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
 
 

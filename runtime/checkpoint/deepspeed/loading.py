@@ -77,9 +77,9 @@ class Loading:
 
     @contextmanager
     def _stored(self, folder: Path, options: Mapping[str, Any]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """What lies on storage is taken where it lies; inside, what cannot be is read from there.
+        """Adopt stored state in place, and yield the tensors that must be read from storage.
 
-        Without the optimizer's states, or without the optimizer, its masters alone are wanted.
+        If the optimizer or its states are not loaded, only its masters are wanted.
         """
         page, stored = self.stored_page(folder), self._live.stored
         if page is None or stored is None:
@@ -92,8 +92,10 @@ class Loading:
 
     @contextmanager
     def _masters_for_weights(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Without the optimizer's states DeepSpeed makes ZeRO-3's weights of the masters of all
-        ranks, whose files it reads by itself: what is on storage is not in them.
+        """Add stored masters to the weights that DeepSpeed rebuilds without optimizer states.
+
+        DeepSpeed then builds ZeRO-3's weights from the masters of all ranks, and reads their files
+        itself. Stored masters are not in those files.
         """
         stored = self._live.stored
         if stored is None or options.get("load_optimizer_states", True):
@@ -117,12 +119,12 @@ class Loading:
                 zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
-        """Of this rank; None: all of the checkpoint is in its files."""
+        """Return this rank's page of stored state, or None if the files hold the whole checkpoint."""
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
 
     def stored_problem(self, folder: Path) -> str:
-        """Why this rank cannot have its state that lies on storage; empty: it can."""
+        """Return the reason why this rank cannot have its stored state, or an empty string."""
         page = self.stored_page(folder)
         if page is None:
             return ""
@@ -135,8 +137,9 @@ class Loading:
 
     @staticmethod
     def _passes_over(path: str, options: Mapping[str, Any]) -> bool:
-        """Whether DeepSpeed leaves the file alone: people keep the weights and delete the others.
-        Without ``load_optimizer_states`` ZeRO-3 takes the weights from those.
+        """Return whether DeepSpeed does not read the file. Users keep the weights and delete the other files.
+
+        Without ``load_optimizer_states`` ZeRO-3 takes the weights from the optimizer files.
         """
         weights = options.get("load_module_only") and options.get("load_optimizer_states", True)
         return bool(weights) and path.endswith("optim_states.pt")
@@ -194,5 +197,5 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
 
 
 def random_file(rank: int) -> str:
-    """Of this rank: below ZeRO-3 all ranks are given rank 0's client_state."""
+    """Return the name of this rank's file of random states. Below ZeRO-3 all ranks get rank 0's client_state."""
     return f"random_states_rank{rank:05d}.pt"

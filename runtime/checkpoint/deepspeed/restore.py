@@ -37,17 +37,17 @@ class Choice:
 
     @property
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         chosen = "no checkpoint verifies" if self.tag is None else f"resuming from {self.tag!r}"
         over = "; ".join(f"passed over {tag!r}: {why}" for tag, why in self.passed_over.items())
         return f"{chosen}{'; ' + over if over else ''}"
 
 
 def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
-    """The newest committed checkpoint of a folder whose every byte matches its manifest.
+    """Return the newest committed checkpoint of a folder with every byte as in its manifest.
 
     Args:
-        check: verifies one tag; the default reads all of it. Ranks pass one that shares the work.
+        check: verifies one tag. The default reads all of it; ranks pass a check that shares the work.
     """
     directory = Path(directory)
     check_one = check or (lambda tag: verify(directory, tag))
@@ -59,7 +59,7 @@ def counted(candidate: Committed) -> float:
 
 
 def committed_at(candidate: Committed) -> float:
-    """For folders that do not count their checkpoints together."""
+    """Return the commit time, to order checkpoints of folders with separate numbering."""
     return candidate.manifest.committed_unix_s
 
 
@@ -179,7 +179,7 @@ class Resumption:
         return ""  # DeepSpeed's own: nothing tells whether it is whole
 
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
-        """Of all ranks, each having read its share."""
+        """Return the problems found by all ranks, each reading its share."""
         share = (self._peers.rank, self._peers.world_size)
         problems = verify(directory, tag, share=share, needed=self._needed)
         missing = self.stored_problem(directory / tag)

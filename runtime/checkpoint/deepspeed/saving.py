@@ -1,4 +1,4 @@
-"""One call of ``engine.save_checkpoint`` in the foreground: from its attempt to its job."""
+"""The foreground part of ``engine.save_checkpoint``: from the attempt to the background job."""
 
 import warnings
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ebbtide.simulator.plan import CheckpointPlan
 
 @dataclass(frozen=True)
 class Means:
-    """What all saves of an engine write with, reserved once.
+    """The buffers and settings that all saves of an engine use, reserved once.
 
     Attributes:
         budget: slots for copy on update.
@@ -87,7 +87,7 @@ class Save:
         self.commit = Commit(attempt, self._files, means.plan.deadline_s)
 
     def covers(self, path: Path) -> bool:
-        """Whether the path lies in the checkpoint, whose folder has not got its name yet."""
+        """Return whether the path lies in the checkpoint, also before its folder has its final name."""
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:
@@ -109,7 +109,7 @@ class Save:
         self._planned.append(PlannedFile(Path(random_file(self.attempt.rank)), layout))
 
     def _announce(self) -> AnnouncedStep | None:
-        """What lives on storage stays as it is now; a page of the checkpoint says where it lies."""
+        """Freeze the state on storage as it is now, and write the page that says where it lies."""
         attempt, stored = self.attempt, self._means.live.stored
         if stored is None or not self._stored:
             return None

@@ -34,8 +34,8 @@ class Block:
     """One block of one file. Its state belongs to the persist's lock.
 
     Attributes:
-        subgroups: whose live state it holds.
-        slot: address of its copy in the reserved budget.
+        subgroups: the subgroups with live state in the block.
+        slot: address of the block's copy in the reserved budget.
     """
 
     file: int
@@ -50,7 +50,7 @@ class Block:
 
     @property
     def direct_address(self) -> int | None:
-        """Where its bytes lie whole and aligned, so that O_DIRECT takes them as they are."""
+        """Return the address of whole, aligned bytes that O_DIRECT can write as they are, or None."""
         if self.slot is not None:
             return self.slot
         if len(self.pieces) != 1 or self.size_bytes % ALIGNMENT:
@@ -85,7 +85,7 @@ class PlannedFile:
 
 
 def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """All blocks of all files, file by file, ascending."""
+    """Return all blocks of all files, file by file, ascending."""
     blocks: list[Block] = []
     for number, planned in enumerate(files):
         blocks.extend(_cut_file(number, planned.layout, block_bytes))

@@ -1,7 +1,7 @@
-"""What a checkpoint consists of, and the hash of every block of it.
+"""The files of a checkpoint, and the hash of every block of them.
 
-One manifest per rank lists the files that the rank wrote; the global one lists those manifests and
-seals them. Both are JSON with one way to write them, so that every altered byte is found.
+One manifest per rank lists the files that the rank wrote. The global one lists those manifests and
+seals them. Both are JSON with exactly one spelling, so that every altered byte is found.
 """
 
 import json
@@ -29,7 +29,7 @@ def rank_manifest_name(rank: int) -> str:
 
 
 def stored_name(rank: int) -> str:
-    """Of a rank's page of the state that lies on storage and not in the checkpoint's files."""
+    """Return the name of a rank's page of stored state: state that is on storage and not in the checkpoint's files."""
     return f"{RANKS_FOLDER}/stored_{rank:05d}.json"
 
 
@@ -45,7 +45,7 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Page(BaseModel):
-    """What `dump` writes and `parse` reads."""
+    """A JSON page that `dump` writes and `parse` reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint come from, and the buffers they pass through."""
+"""The sources of a checkpoint's bytes, and the buffers that they pass through."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 
 
 class Source(Protocol):
-    """Bytes to write. ``subgroup`` is None where nobody overwrites them."""
+    """Bytes to write. ``subgroup`` is None if no update overwrites them."""
 
     @property
     def size_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Which classes a checkpoint may hold besides tensors: data that runs no code when it is read."""
+"""The classes that a checkpoint may hold in addition to tensors: data that runs no code when it is read."""
 
 import argparse
 import codecs
@@ -24,8 +24,8 @@ Allowed = Any  # what torch.serialization.add_safe_globals takes: an object, or 
 
 @cache
 def plain_classes() -> tuple[Allowed, ...]:
-    """What loading allows by name: DeepSpeed's data holders, and what people put into
-    ``client_state``. None of it does more than hold what it is given.
+    """Return the classes that loading allows by name: DeepSpeed's data holders, and common values of
+    ``client_state``. They only hold their data.
     """
     return (*_deepspeed_classes(), *_library_classes(), *_numpy_classes())
 
@@ -42,8 +42,9 @@ ON_STORAGE = "ebbtide"  # key of an `OnStorage`
 
 
 class OnStorage:
-    """In a file whose tensors lie on storage in part: tells whoever reads it without knowing that
-    (DeepSpeed's scripts, `torch.load`), where ebbtide is not installed too.
+    """A marker in a file with some tensors on storage: it explains the case to readers that do not know it.
+
+    Such readers are DeepSpeed's scripts and `torch.load`, also on machines without ebbtide.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,11 +78,10 @@ def _library_classes() -> Iterator[Allowed]:
 
 
 def enum_member(kind: Any, name: Any) -> enum.Enum:
-    """What stands for `getattr` in a file: it gives members of enums, which are allowed like other
-    classes, and nothing else.
+    """Return a member of an enum. This function stands for `getattr` in a file and gives nothing but enum members.
 
     Raises:
-        TypeError: anything else was asked for.
+        TypeError: another attribute was requested.
     """
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]

@@ -46,12 +46,12 @@ def only_weights() -> Iterator[None]:
 
 
 def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4) -> Any:
-    """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
+    """Return the result of ``torch.load(path, map_location="cpu", weights_only=True)``.
 
     Args:
-        into: by path in the file's tree (see `tree.tensors_of`): tensors to read into; they are
+        into: tensors to read into, by path in the file's tree (see `tree.tensors_of`). They are
             returned in the tree, so that no second copy of them exists in host memory.
-        readers: threads that read at once.
+        readers: number of concurrent reading threads.
 
     Raises:
         CheckpointError: not a readable file of tensors and plain data.
@@ -87,7 +87,7 @@ def refused_names(path: str | Path) -> str:
 
 
 def unreadable(path: str) -> str:
-    """Why loading would refuse a file, naming the class; empty: it would not."""
+    """Return the reason why loading would refuse a file, naming the class, or an empty string."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     names = refused_names(path)
@@ -133,7 +133,7 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
 def _elsewhere(
     path: Path, where: tuple[Any, ...], shape: Any, into: dict[tuple[Any, ...], torch.Tensor]
 ) -> torch.Tensor:
-    """A tensor whose bytes lie on storage."""
+    """Return a tensor with bytes on storage."""
     found = into.get(where)
     if found is None or found.shape != shape.shape:
         raise CheckpointError(
@@ -150,7 +150,7 @@ def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
 
 
 def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
-    """Whether an object in the tree (a Namespace, a deque) holds tensors that nobody would fill."""
+    """Return whether an object in the tree (a Namespace, a deque) holds tensors that would never be filled."""
     records = torch._C.PyTorchFileReader(str(path)).get_all_records()  # type: ignore[attr-defined]
     known = {t.untyped_storage()._checkpoint_offset for _, t in fakes}
     return sum(name.startswith("data/") for name in records) > len(known)
@@ -208,7 +208,7 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a file can be read straight into it."""
+    """Return whether a file can be read directly into the tensor."""
     return tensor.device.type == "cpu"
 
 

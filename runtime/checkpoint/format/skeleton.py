@@ -97,7 +97,7 @@ def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
 
 
 class _StandIns:
-    """Replaces tensors by ones whose storage holds just their bytes; remembers the real source."""
+    """A replacement of tensors by empty ones of the same byte size, with a record of the real sources."""
 
     def __init__(self, live: LiveState, *, stream_device: bool) -> None:
         self._live = live
@@ -132,7 +132,7 @@ class _StandIns:
         return made
 
     def cover(self, storages: Iterable[int]) -> bool:
-        """Whether these are the stand-ins' storages and no others."""
+        """Return whether these storages are exactly the stand-ins' own."""
         return set(storages) == set(self.sources) | self._empty
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class _StandIns:
         return made
 
     def _sources(self, tensor: torch.Tensor) -> tuple[Source, ...]:
-        """Its bytes, in order; several where they are the state of several subgroups."""
+        """Return the sources of a tensor's bytes, in order. State of several subgroups has several."""
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             runs = self._live.runs(tensor.data_ptr(), size)
@@ -220,7 +220,7 @@ def _storage_recorder() -> Any:
 
 
 def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
-    """What torch.save did write: the bytes between the holes."""
+    """Return the bytes that torch.save wrote between the holes."""
     edges = [0, *(edge for hole in holes for edge in (hole.offset, hole.end)), size]
     pieces = []
     for start, end in zip(edges[::2], edges[1::2], strict=True):

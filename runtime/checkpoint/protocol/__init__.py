@@ -1,1 +1,1 @@
-"""When a checkpoint is visible: votes, commits, retention, drains."""
+"""The visibility of checkpoints: votes, commits, retention, drains."""

@@ -45,7 +45,7 @@ LATEST_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to save one checkpoint, the same on every rank but for ``rank``."""
+    """One attempt to save one checkpoint. All ranks have the same values except ``rank``."""
 
     save_dir: Path
     tag: str
@@ -60,7 +60,7 @@ class Attempt:
 
     @property
     def staging(self) -> Path:
-        """Where the attempt's files are until they are committed."""
+        """Return the folder of the attempt's files until they are committed."""
         return self.save_dir / f".{self.tag}.{self.nonce}{PARTIAL}"
 
     @property
@@ -100,7 +100,7 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Rank 0 removes what crashed attempts left behind."""
+        """Remove leftovers of crashed attempts, on rank 0."""
         a = self._attempt
         if a.rank == 0:
             remove_leftovers(a.save_dir, self._files, keep=a.staging)
@@ -146,12 +146,13 @@ class Commit:
         self._files.point("committed")
 
     def make_durable(self, files: list[FileRecord], real: Files) -> None:
-        """Of a checkpoint that was placed under its name at once: returns when it is on disk, on
-        all ranks. A kill before that loses nothing, since the kernel has the bytes; only the
-        machine may.
+        """Wait until the checkpoint is on disk on all ranks, after it got its name before its bytes were flushed.
+
+        A process killed before that loses nothing, because the kernel has the bytes. A machine that
+        stops may lose them.
 
         Args:
-            real: a file layer whose fsync is one.
+            real: a file layer with a real fsync.
         """
         a = self._attempt
         for record in files:
@@ -278,8 +279,9 @@ class Commit:
                 raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
 
     def _await_latest(self) -> None:
-        """Rank 0 writes it last, and who goes on from here may read it, as behind stock's barrier.
-        Not for long: rank 0 may be dead, or another engine have saved to the folder since.
+        """Wait until rank 0 has written ``latest``, so that this rank can read it as after stock's barrier.
+
+        The wait is short: rank 0 may be dead, or another engine may have saved to the folder since.
         """
         a, begin_s = self._attempt, time.monotonic()
         while a.save_latest and named_latest(a.save_dir) != a.tag:
@@ -288,7 +290,7 @@ class Commit:
             time.sleep(0.005)
 
     def is_committed(self) -> bool:
-        """Whether this attempt's checkpoint has its name."""
+        """Return whether this attempt's checkpoint has its final name."""
         try:
             data = self._files.read(self._attempt.target / GLOBAL_NAME)
             return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce
@@ -348,10 +350,10 @@ def _fsync(path: Path, files: Files) -> None:
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
-    """Removes what crashed attempts left: hidden folders whose process is gone.
+    """Remove leftovers of crashed attempts: hidden folders of processes that ended.
 
     Args:
-        keep: the attempt that begins now: other ranks may be writing into it already.
+        keep: the attempt that begins now. Other ranks may be writing into it already.
     """
     recover_replaced(save_dir, files)
     for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):
@@ -361,7 +363,7 @@ def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> 
 
 
 def _owner_lives(folder: Path) -> bool:
-    """Whether another process may still be writing there."""
+    """Return whether another process may still be writing there."""
     path = folder / OWNER_NAME
     try:
         page = json.loads(path.read_bytes())

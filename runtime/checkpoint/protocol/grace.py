@@ -1,4 +1,4 @@
-"""How long a checkpoint may still wait for other ranks once the process was told to end."""
+"""The time that a checkpoint may still wait for other ranks after the process was told to end."""
 
 import threading
 import time
@@ -18,8 +18,9 @@ def tell() -> None:
 
 
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
-    """When a wait that began at ``begin_s`` and may last until ``end_s`` is over: after SIGTERM the
-    rank that is waited for may well be dead, and the launcher will not be patient. Monotonic times.
+    """Return the end of a wait that began at ``begin_s`` and may last until ``end_s``, in monotonic time.
+
+    After SIGTERM the wait is shorter: the awaited rank may be dead, and the launcher kills soon.
     """
     if not sigterm_came.is_set():
         return end_s

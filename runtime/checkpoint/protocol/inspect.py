@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one file of a checkpoint."""
+    """A problem of one file of a checkpoint."""
 
     path: str
     reason: str

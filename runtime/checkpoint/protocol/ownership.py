@@ -1,4 +1,4 @@
-"""Whose a note on a checkpoint's folder is, and whether its writer is still at work."""
+"""The writer of a note on a checkpoint's folder, and whether it is still at work."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ LEASES = 3  # a note not renewed for so many is nobody's
 
 
 def owner() -> dict[str, Any]:
-    """This process; a number alone would be another's after a restart in a container."""
+    """Return the identity of this process. The number alone could belong to another one after a container's restart."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
@@ -25,7 +25,7 @@ def _started(pid: int) -> str:
 
 
 def lives(who: dict[str, Any], path: Path) -> bool:
-    """Whether the process that wrote the note at ``path`` may still be at work."""
+    """Return whether the process that wrote the note at ``path`` may still be at work."""
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)
     started = _started(int(who.get("pid", 0)))
@@ -33,7 +33,7 @@ def lives(who: dict[str, Any], path: Path) -> bool:
 
 
 def _is_renewed(path: Path) -> bool:
-    """Whether somebody on another machine, whose processes cannot be seen, renews a note."""
+    """Return whether a process on another machine renews the note. Its process table cannot be seen."""
     with contextlib.suppress(FileNotFoundError):
         before = path.stat().st_mtime_ns
         if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:

@@ -1,4 +1,4 @@
-"""What ranks tell each other in the foreground, on a process group of their own."""
+"""Messages between ranks in the foreground, on their own process group."""
 
 import secrets
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Verdict:
 
 
 class Peers:
-    """All ranks of the job. A gloo group with a deadline: a dead rank is an error, not a hang.
+    """The ranks of the job: a gloo group with a deadline. A dead rank is an error, not a hang.
 
-    Making it is a collective; a single process needs none.
+    Making the group is a collective. A single process needs none.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -53,7 +53,7 @@ class Peers:
         )
 
     def concat(self, items: list[T]) -> list[T]:
-        """Every rank's items, in rank order, on every rank."""
+        """Return every rank's items, in rank order, on every rank."""
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How a finished folder gets its name, in one step or in two that a crash can be undone between."""
+"""The renaming of a finished folder, in one step, or in two steps with a way back after a crash."""
 
 import contextlib
 from collections.abc import Callable

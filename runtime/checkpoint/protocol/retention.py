@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which of them may go."""
+"""The checkpoints of a folder, and the choice of those to delete."""
 
 import contextlib
 import fcntl
@@ -21,17 +21,16 @@ class Committed:
 
 
 def committed(save_dir: Path) -> list[Committed]:
-    """The committed checkpoints of a folder, newest first; those with damaged manifests are not
-    among them (see `damaged`), nor those that somebody has put aside (see `renamed`).
+    """Return the committed checkpoints of a folder, newest first.
+
+    Checkpoints with damaged manifests (see `damaged`) and renamed ones (see `renamed`) are left out.
     """
     result = [c for c in _whole(save_dir) if c.manifest.tag == c.folder.name]
     return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Those whose folder has another name than they were committed under: loaded where they are
-    asked for, never pruned.
-    """
+    """Return checkpoints in folders with another name than at their commit. They load on request and are never pruned."""
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 
 
@@ -40,7 +39,7 @@ def _whole(save_dir: Path) -> list[Committed]:
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
-    """Tag and reason of checkpoints whose global manifest cannot be used."""
+    """Return tag and reason of checkpoints with an unusable global manifest."""
     return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
 
 
@@ -86,7 +85,7 @@ def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[s
 
 
 def named_latest(save_dir: Path) -> str | None:
-    """What the file ``latest`` says; None where there is none."""
+    """Return the content of the file ``latest``, or None without the file."""
     try:
         return (save_dir / "latest").read_text(errors="replace").strip()
     except OSError:

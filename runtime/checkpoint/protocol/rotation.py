@@ -1,9 +1,9 @@
-"""Keeps an older checkpoint alive until a newer one is committed, whoever rotates.
+"""Protection of an older checkpoint until a newer one is committed, whichever trainer rotates.
 
-While a checkpoint is being written, its folder holds ``.ebbtide``: a note that says who writes it,
-and hard links to whatever checkpoint was deleted meanwhile. Both go with the commit. After a crash
-`settle` finds them: what was deleted for the sake of a checkpoint that never came is put back, and
-the folder of the one that never came is moved out of the sight of whoever takes the highest number.
+While a checkpoint is being written, its folder holds ``.ebbtide``: a note that names its writer,
+and hard links to every checkpoint that was deleted meanwhile. The commit removes both. After a
+crash `settle` finds them. It restores what was deleted for a checkpoint that was never committed,
+and hides that checkpoint's folder from trainers that resume from the highest number.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Note:
         self._files.write_briefly(path, json.dumps(page).encode())
 
     def await_trainer(self) -> None:
-        """Before `write`: the folder is the Trainer's, and complete with its last file only."""
+        """Mark the folder as a Trainer's, complete only with its last file. Call it before `write`."""
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
 
@@ -145,7 +145,7 @@ class Note:
             self.remove()
 
     def _remove_failed(self) -> None:
-        """Notes of this process's attempts before, of which one is under way at a time."""
+        """Remove the notes of this process's earlier attempts. Only one attempt runs at a time."""
         me = owner()
         for path in self._path.parent.glob("*.json"):
             if path != self._path and me.items() <= _read(path).items():
@@ -153,7 +153,7 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """It tells the next run that the folder never became a checkpoint's."""
+        """Return whether the note stays, to tell the next run that the folder never became a checkpoint."""
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
 
@@ -169,7 +169,7 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Without what is left of one that was put back, or given up, by a run that was killed then."""
+    """Return the retained checkpoints, without leftovers of interrupted restorations."""
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())
 
@@ -191,7 +191,7 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
 
 
 def _home(save_dir: Path, place: Path) -> Path:
-    """Where what is kept was deleted."""
+    """Return the path from which a retained checkpoint was deleted."""
     where = json.loads((place / "where.json").read_text())["path"]
     return Path(os.path.normpath(save_dir / where))
 
@@ -207,9 +207,9 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Where checkpoints of a folder are kept that were deleted before the save in their place.
+    """Return the folder that retains checkpoints of ``directory`` deleted before the save that replaces them.
 
-    Beside it: trainers take all that they find in it for checkpoints.
+    It is a sibling folder, because trainers take everything inside ``directory`` for checkpoints.
     """
     directory = directory.absolute()
     return directory.with_name(f".{directory.name}.ebbtide")
@@ -228,7 +228,7 @@ def restore_deleted(directory: Path) -> None:
 
 
 def _is_whole(home: Path) -> bool:
-    """Whether a checkpoint stands there again, as a checkpoint or as the folder of one."""
+    """Return whether a whole checkpoint exists there again, as a checkpoint or as the folder of one."""
     around = [*committed(home), *(c for c in committed(home.parent) if c.folder == home)]
     return any(not verify(c.folder.parent, c.folder.name) for c in around)
 
@@ -249,7 +249,7 @@ def _alone(notes: Path) -> Iterator[Path | None]:
 
 
 def _anybody(notes: Path) -> bool:
-    """Whether some process that wrote a note there may still be at work."""
+    """Return whether a process that wrote a note there may still be at work."""
     try:
         return any(lives(_read(path), path) for path in list(notes.glob("*.json")))
     except FileNotFoundError:  # its commit has just taken them away, while this looked
@@ -298,7 +298,7 @@ def settle_below(directory: Path) -> None:
 
 
 def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
-    """Whether the attempt's checkpoint stands under its name, byte for byte."""
+    """Return whether the attempt's checkpoint exists under its name, byte for byte."""
     tag = str(page.get("tag", ""))
     if not tag and page.get("awaits"):  # written when the folder was made: the trainer's alone
         return (save_dir / str(page["awaits"])).exists()
@@ -334,11 +334,12 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:
-    """Moves the folder of a checkpoint that never came into an older one's, so that nobody takes it
-    for a checkpoint. A folder that may hold more than one checkpoint, by its name, stays.
+    """Move the folder of an uncommitted checkpoint into an older one's, so that no trainer takes it for a checkpoint.
+
+    A folder that may hold several checkpoints, judging by its name, stays.
 
     Args:
-        beside: an older one that was deleted for its sake.
+        beside: an older checkpoint that was deleted in favour of this one.
     """
     if beside is None and not PER_CHECKPOINT.search(save_dir.name):
         return
@@ -356,15 +357,17 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
 
 
 def newest_beside(directory: Path) -> Path | None:
-    """The folder beside it (see `siblings`) that holds the checkpoint committed last."""
+    """Return the sibling folder (see `siblings`) with the checkpoint committed last."""
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
     return None if newest is None else newest.folder.parent
 
 
 def siblings(directory: Path) -> list[Path]:
-    """Folders beside it whose names differ in numbers only: where trainers make a folder for each
-    checkpoint (``checkpoint-500``), the other checkpoints of the same run.
+    """Return the folders next to ``directory`` with names that differ in numbers only.
+
+    Where a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
+    checkpoints of the same run.
     """
     directory = directory.absolute()
     kind = re.sub(r"\d+", "#", directory.name)
@@ -373,7 +376,7 @@ def siblings(directory: Path) -> list[Path]:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether deleting a folder deletes a checkpoint: ours or DeepSpeed's own."""
+    """Return whether deleting a folder deletes a checkpoint: ebbtide's or DeepSpeed's own."""
     for depth in ("", "[!.]*/"):  # notes come and go
         for name in (GLOBAL_NAME, "*_states.pt"):
             if next(folder.glob(depth + name), None) is not None:
@@ -392,7 +395,7 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Whether every file of ``one`` is, as the same file, in ``other``."""
+    """Return whether every file of ``one`` is, as the same file, in ``other``."""
     for path in one.rglob("*"):
         if not path.is_dir():
             twin = other / path.relative_to(one)

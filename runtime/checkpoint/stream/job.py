@@ -18,12 +18,12 @@ from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 
 @dataclass(frozen=True)
 class Report:
-    """What a finished checkpoint cost.
+    """The cost of a finished checkpoint.
 
     Attributes:
-        stall_s: the training loop waited in ``save_checkpoint``.
-        update_wait_s: updates waited for copies and for the disk.
-        copied_bytes: by copy on update.
+        stall_s: seconds that the training loop waited in ``save_checkpoint``.
+        update_wait_s: seconds that updates waited for copies and for the disk.
+        copied_bytes: bytes copied by copy on update.
     """
 
     tag: str
@@ -87,20 +87,20 @@ class Job:
         return not self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is over, committed or failed; False: the time was up first."""
+        """Wait until the job is over, committed or failed. Return False if the time was up first."""
         if self.elsewhere:
             return self._wait_for_the_parent(timeout_s)
         return self._over.wait(timeout_s)
 
     def wait_while_moving(self, limit_s: float) -> None:
-        """Until it is over, or for ``limit_s`` after the last block that was written."""
+        """Wait until the job is over, or for ``limit_s`` after the last written block."""
         begin = time.monotonic()
         while not self.wait(min(1.0, limit_s)):
             if time.monotonic() - max(begin, self._writer.progress_s) > limit_s:
                 return
 
     def wait_until_placed(self) -> None:
-        """Until its files stand under their names, or it failed."""
+        """Wait until the files have their final names, or the job failed."""
         self._placed.wait()
 
     @property
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """This process was forked off the one that writes: no thread of it is here."""
+        """Return whether this process was forked off the writing one. It has none of the job's threads."""
         return self._pid != os.getpid()
 
     def _wait_for_the_parent(self, timeout_s: float | None) -> bool:

@@ -19,12 +19,12 @@ _LAST = 1 << 30  # blocks without live bytes are written after all others
 
 
 class BlockWriter:
-    """One checkpoint's blocks on their way to disk.
+    """The writer of one checkpoint's blocks.
 
-    Writer threads take the blocks in the order in which updates will come due. `release`, called by
-    the update before it overwrites a subgroup, copies what is not yet written into the budget's
-    slots, and waits only where no slot is free. All states change under one condition; no thread
-    holds it while it copies, hashes or writes, so that every wait ends with a write.
+    Writer threads take the blocks in the order of the next updates. `release`, called by the update
+    before it overwrites a subgroup, copies unwritten blocks into the budget's slots. It waits only if
+    no slot is free. All states change under one condition. No thread holds it while it copies, hashes
+    or writes, so every wait ends with a write.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """When the last block was written, or an update began to wait for one; monotonic."""
+        """Return the monotonic time of the last written block, or of an update's last wait for one."""
         return self._progress_s
 
     def start(self) -> None:
@@ -115,7 +115,7 @@ class BlockWriter:
 
     @staticmethod
     def _free_of(block: Block) -> bool:
-        """Nothing will read the block's live bytes any more."""
+        """Return whether the block's live bytes will not be read any more."""
         return block.state is State.DONE or (block.slot is not None and block.state is not State.COPYING)
 
     def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
@@ -246,7 +246,7 @@ class BlockWriter:
             self._at_disk.release()
 
     def _waited_for_the_disk(self, block: Block) -> bool:
-        """Whether the block is this thread's to write still; then the disk has room for it."""
+        """Wait for room on the disk. Return whether this thread must still write the block."""
         with self._condition:
             block.state, slot = State.READY, block.slot
             self._condition.notify_all()
@@ -344,6 +344,6 @@ class BlockWriter:
 
     @property
     def idle(self) -> bool:
-        """No live byte is needed any more."""
+        """Return whether no live byte is needed any more."""
         with self._condition:
             return all(self._free_of(b) for b in self._blocks if b.subgroups)

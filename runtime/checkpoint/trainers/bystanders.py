@@ -1,9 +1,9 @@
-"""Whoever else touches checkpoints in this process: readers, rotating trainers, children.
+"""Other code of this process that touches checkpoints: readers, rotating trainers, children.
 
-A checkpoint in flight must look to them as if it had been written at once. Python reports every
-file that is opened, listed or removed, and every program that is started, to audit hooks (PEP 578):
-there, whoever comes to a checkpoint that is still being written waits until it is committed, and
-whoever deletes an older one meanwhile deletes names of files that hard links keep alive.
+A checkpoint in flight must look to such code as if it had been written already. Python reports
+every file that is opened, listed or removed, and every program that is started, to audit hooks
+(PEP 578). The hook makes a reader of an unfinished checkpoint wait until the commit. A trainer
+that deletes an older checkpoint meanwhile deletes only names: hard links keep the files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ours() -> Iterator[None]:
 
 
 def guard(job: Job) -> None:
-    """Until `release`, other code that comes to the job's checkpoint waits for its commit."""
+    """Make other code wait for the commit of the job's checkpoint, until `release`."""
     watch()
     with _lock:
         _jobs.append(job)
@@ -81,24 +81,23 @@ def release(job: Job) -> None:
 
 
 def others_in_flight(job: Job) -> bool:
-    """Whether another engine of this process is writing a checkpoint, too."""
+    """Return whether another engine of this process is writing a checkpoint, too."""
     with _lock:
         return any(other is not job for other in _jobs)
 
 
 @functools.cache
 def watch() -> None:
-    """From now on until the process ends. An audit hook cannot be taken away; it costs the time of
-    one set lookup per event.
-    """
+    """Install the audit hook for the rest of the process. It costs one set lookup per event."""
     global watching
     sys.addaudithook(_heard)
     watching = True
 
 
 def wait_for_jobs(folder: Path | None = None) -> None:
-    """Until no engine of this process writes a checkpoint, or none to ``folder``. An engine does
-    not hear itself as others do (`ours`), nor the other engines of its process.
+    """Wait until no engine of this process writes a checkpoint, or none to ``folder``.
+
+    An engine is not held up by its own work (`ours`), nor by other engines of its process.
     """
     with _lock:
         jobs = list(_jobs)
@@ -125,7 +124,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _settle_once(directory: Any) -> None:
-    """Before a trainer looks for its newest checkpoint, what a crash left over is ended."""
+    """Clean up a crash's leftovers before a trainer looks for its newest checkpoint."""
     if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
         return  # a descriptor
     name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")  # noqa: PTH100
@@ -140,7 +139,7 @@ def _settle_once(directory: Any) -> None:
 
 
 def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
-    """Whether the caller must wait for the job's commit."""
+    """Return whether the caller must wait for the job's commit."""
     if event in _STARTS:
         # One that is told of the folder. DeepSpeed itself starts programs in every step.
         folder = job.attempt.save_dir

@@ -22,13 +22,14 @@ _notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
 
 
 def remember(save_dir: Path) -> None:
-    """This process has a checkpoint there; others', of an earlier experiment say, may just go."""
+    """Note that this process has a checkpoint there. Checkpoints of an earlier experiment may be deleted freely."""
     _used.add(Path(os.path.realpath(save_dir)))
 
 
 def keep(path: Path) -> None:
-    """Before a folder is deleted while no checkpoint is being written; without hard links it goes,
-    as it would with stock.
+    """Retain a folder by hard links before it is deleted while no checkpoint is being written.
+
+    Where the file system has no hard links it is deleted, as with stock.
     """
     mine = any(folder.is_relative_to(path) or path.parent == folder for folder in _used)
     if not mine or not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):

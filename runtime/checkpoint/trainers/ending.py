@@ -26,10 +26,9 @@ _ending = threading.Lock()  # taken for good by whoever ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
-    """At SIGTERM (preemption, a launcher that gives up) the checkpoint in flight is committed, as
-    far as the grace period goes; then the process dies of SIGTERM as it would have.
+    """Commit the checkpoint in flight at SIGTERM (preemption, a failing launcher), within the grace period.
 
-    Where the script handles SIGTERM itself, its handler stays.
+    Afterwards the process dies of SIGTERM as usual. A script's own SIGTERM handler stays.
     """
     _savers.add(saving)
     if threading.current_thread() is not threading.main_thread():

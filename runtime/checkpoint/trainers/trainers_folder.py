@@ -24,11 +24,11 @@ _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Before a folder is made by code that does not mind that it is there already.
+    """Write a note before a folder is made by code that accepts an existing one.
 
     Raises:
-        OSError: the disk is full. What comes into the folder would not fit either, and without a
-            note the next run would take it for a checkpoint.
+        OSError: the disk is full. The folder's content would not fit either, and without a
+            note the next run would take the folder for a checkpoint.
     """
     if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
         settle()
@@ -46,7 +46,7 @@ def being_made(path: Path) -> None:
 
 
 def _may_exist(frame: FrameType | None) -> bool:
-    """Whether what makes it, beyond this package, is told so (``exist_ok``)."""
+    """Return whether the calling code outside this package passes ``exist_ok``."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(__package__ or ""):
         frame = frame.f_back
     return frame is not None and frame.f_locals.get("exist_ok") is True
