@@ -1,4 +1,4 @@
-"""What goes wrong with state on storage."""
+"""Errors of stored state."""
 
 
 class StorageError(RuntimeError):
@@ -6,4 +6,4 @@ class StorageError(RuntimeError):
 
 
 class DamagedError(StorageError):
-    """What was read is not what was written."""
+    """Stored bytes that differ from the written ones."""

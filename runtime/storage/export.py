@@ -1,4 +1,4 @@
-"""A checkpoint whose state lies on storage, as DeepSpeed itself would have written it."""
+"""Export of a checkpoint with stored state to the files that DeepSpeed itself would have written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def export(directory: Path, tag: str, target: Path) -> Path:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """Those that DeepSpeed knows."""
+    """Yield the files that DeepSpeed knows."""
     ours = {source / GLOBAL_NAME, source / RANKS_FOLDER}
     for path in sorted(source.rglob("*")):
         if path.is_file() and not ours & {path, *path.parents}:
@@ -61,7 +61,7 @@ def _files(source: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stored(source: Path) -> Iterator[Mapping[Path, Tensors]]:
-    """By file: the tensors that it has no bytes of, each read and found whole."""
+    """Yield, by file, the tensors without bytes in it, each read from storage and verified."""
     found, readers = dict[Path, Tensors](), list[StepReader]()
     with contextlib.ExitStack() as opened:
         for path in stored_pages(source):

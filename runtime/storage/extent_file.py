@@ -45,15 +45,15 @@ class ExtentFile(OutputFile):
             raise self._explain(error) from error
 
     def grow(self, size_bytes: int) -> None:
-        """Likewise of what is behind the end; what is there stays."""
+        """Preallocate more room at the end. The present content stays."""
         self._size = size_bytes
         self.reserve()
 
     def check(self) -> None:
-        """That the file is there as it was reserved; it may have grown since.
+        """Check that the file exists with at least its reserved size.
 
         Raises:
-            StorageError: it is not.
+            StorageError: it does not.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self._size:
@@ -91,11 +91,11 @@ class ExtentFile(OutputFile):
 
     @property
     def descriptor(self) -> int:
-        """For mapping it into memory."""
+        """Return a descriptor for mapping the file into memory."""
         return self._open_buffered()
 
     def close(self) -> None:
-        """What was committed was synced before: nothing that goes wrong here matters."""
+        """Close the file. Errors are ignored: everything committed was synced before."""
         with contextlib.suppress(OSError):
             super().close()
 

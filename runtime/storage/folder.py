@@ -1,4 +1,4 @@
-"""The folders of a store: whose they are, and that they belong together."""
+"""The folders of a store: their owner, and the check that they belong together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
 
 
 class Folders:
-    """One rank's names in the directories of its store, locked while this exists.
+    """One rank's files in the directories of its store, locked while this object exists.
 
     Raises:
         StorageError: another process has the lock.
@@ -73,11 +73,12 @@ class Folders:
         return self._path(self._drives[0], STEPS)
 
     def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
-        """The page and the steps of the store that is there, whose subgroups may be more, or fewer,
-        than are wanted; a new one's where there is none, or one without a step.
+        """Return the page and the steps of the existing store, or of a new one if there is none with a step.
+
+        The existing store may have more or fewer subgroups than wanted.
 
         Raises:
-            StorageError: it holds steps, but is not what is wanted; its pages cannot be read.
+            StorageError: the store holds steps but does not match, or its pages cannot be read.
         """
         pages = [self._read(self._path(d, STORE), StorePage) for d in self._drives]
         self._check_order(pages)
@@ -97,7 +98,7 @@ class Folders:
         return self._page, steps.steps
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """The files have room for these subgroups too, behind the others."""
+        """Record that the files have room for these subgroups too, after the present ones."""
         assert self._page is not None
         more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]
         page = self._page.model_copy(update={"sizes": [*self._page.sizes, *more]})
@@ -128,7 +129,7 @@ class Folders:
             self._files.write_durably(self._path(drive, STORE), content)
 
     def _check_world(self, wanted: StorePage) -> None:
-        """A rank that has no steps here may still stand beside others' of another world size."""
+        """Check that a rank without steps does not share the folder with ranks of another world size."""
         for path in sorted(self._drives[0].directory.glob("rank_*.steps.json")):
             steps = self._read(path, StepsPage)
             page = self._read(path.with_name(path.name.replace("steps", "store")), StorePage)
@@ -163,7 +164,7 @@ class Folders:
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """One of a rank's files (`EXTENTS`, `STORE`, `STEPS`)."""
+    """Return the path of one of a rank's files (`EXTENTS`, `STORE`, `STEPS`)."""
     return directory / f"rank_{rank:05d}.{kind}"
 
 

@@ -1,4 +1,4 @@
-"""Where each byte of each subgroup's extents lies: which drive's file, at which offset."""
+"""The place of each byte of each subgroup's extents: the drive's file and the offset."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Layout:
         self.file_bytes = tuple(ends)
 
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
-        """Further subgroups behind these, which stay where they are."""
+        """Return the layout with further subgroups after the present ones, which keep their places."""
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Where in the subgroup's row each drive's part begins, and the end."""
+        """Return the offsets in the subgroup's row at which each drive's part begins, and the end."""
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
         inner = [round(row * weight / total / ALIGNMENT) * ALIGNMENT for weight in accumulate(self._weights[:-1])]
@@ -74,7 +74,7 @@ class Layout:
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
     def blocks(self, subgroup: int) -> Iterator[Block]:
-        """In the order of the row."""
+        """Yield the subgroup's blocks in the order of its row."""
         cuts, at = self.cuts(subgroup), 0
         for tensor, size_bytes in enumerate(self.sizes[subgroup]):
             edges = {0, *range(0, size_bytes, self.block_bytes), size_bytes}

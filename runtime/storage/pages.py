@@ -1,4 +1,4 @@
-"""What a store writes about itself: its layout, once, and the steps that it holds."""
+"""The pages that a store writes about itself: its layout, once, and the steps that it holds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pydantic import Field
 
 
 class StorePage(Page):
-    """On each drive; whoever opens the store must want exactly this.
+    """The page on each drive. A process that opens the store must want exactly this.
 
     Attributes:
-        nonce: of the store; the same on its drives.
+        nonce: identifies the store; the same on all its drives.
         sizes: subgroup and the bytes of its tensors.
     """
 
@@ -72,11 +72,11 @@ class TensorRecord(Page):
 
 
 class CheckpointPage(Page):
-    """In a checkpoint, of one rank: where the state lies that is not in its files.
+    """A checkpoint's page of one rank: the place of the state that is not in its files.
 
     Attributes:
-        store: its nonce.
-        name: of the step.
+        store: the store's nonce.
+        name: the step's name.
     """
 
     format: int = Field(1, ge=1)

@@ -1,4 +1,4 @@
-"""A committed step, read where it lies by somebody who does not own the store."""
+"""A reader of a committed step that does not own the store."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ebbtide.runtime.storage.view import View, page_aligned
 
 
 def stored_problems(checkpoint: Path) -> list[str]:
-    """Why a checkpoint's state that lies on storage is not whole; empty: it is, or all of it is in
-    the checkpoint's files. Reads every byte.
+    """Return the reasons why a checkpoint's stored state is not whole. Reads every byte.
+
+    The list is empty if it is whole, or if the checkpoint's files hold everything.
     """
     problems = []
     for path in stored_pages(checkpoint):
@@ -36,7 +37,7 @@ def stored_problems(checkpoint: Path) -> list[str]:
 
 
 def stored_pages(checkpoint: Path) -> Iterator[Path]:
-    """Of the ranks, each of what it has on storage."""
+    """Yield the ranks' pages of stored state."""
     paths = (checkpoint / stored_name(rank) for rank in count())
     return takewhile(Path.exists, paths)
 
@@ -46,13 +47,13 @@ def read_checkpoint_page(path: Path) -> CheckpointPage:
 
 
 class StepReader:
-    """What a checkpoint's page names. Not thread-safe.
+    """The stored tensors that a checkpoint's page names. Not thread-safe.
 
-    Training may go on meanwhile, and forget the step when it has committed newer ones:
-    `check_there` at the end says whether all that was read was still it.
+    Training may go on meanwhile and drop the step after it has committed newer ones. `check_there`
+    at the end says whether everything that was read still belonged to the step.
 
     Raises:
-        StorageError: the step is not there (any more), or another store is.
+        StorageError: the step is not there any more, or the folder holds another store.
     """
 
     def __init__(self, page: CheckpointPage) -> None:

@@ -29,14 +29,14 @@ DEADLINE_S = 300.0
 
 @dataclass
 class _Subgroup:
-    """What is where; belongs to the store's condition.
+    """The extents of one subgroup. Guarded by the store's condition.
 
     Attributes:
-        versions: of the state in each extent; None: nothing, or something half written.
-        hashes: of each extent's tensors.
-        live: the extent that was written last; -1: none.
-        unchecked: its hash is to be compared at the next read, or before a view is looked at.
-        reads: that are under way.
+        versions: version of the state in each extent. None: empty or partly written.
+        hashes: hashes of each extent's tensors.
+        live: the extent written last; -1: none.
+        unchecked: compare the hash at the next read, or before a view is read.
+        reads: number of reads in flight.
     """
 
     versions: list[int | None]
@@ -210,10 +210,10 @@ class ExtentStore:
         return self.view(subgroup)
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Makes room for further subgroups behind the others, while training runs.
+        """Make room for further subgroups after the present ones, while training runs.
 
         Raises:
-            StorageError: there is none; what is stored is as it was.
+            StorageError: there is no room. The stored state is unchanged.
         """
         more = {s: tuple(tensors) for s, tensors in sizes.items() if s not in self._layout.sizes}
         if not more:
@@ -275,8 +275,9 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Compares with its hash what was restored, or with ``verify_reads`` written, and nobody
-        has read since: views show it as it lies. Reads it; blocks.
+        """Verify the hashes of state that was restored, or written with ``verify_reads``, and not read since.
+
+        Views show such state without reading it through the store. Blocks while it reads.
 
         Args:
             subgroups: None: all.
@@ -343,7 +344,7 @@ class ExtentStore:
         return Telling(f"{what} in {self._where()}", self._deadline_s)
 
     def _wait(self, waiting: Telling, rule: str, fact: str) -> None:
-        """For a change; the caller holds the condition and asks again."""
+        """Wait for a change. The caller holds the condition and checks again."""
         self._raise_failure()
         stuck_s = time.monotonic() - max(waiting.begin_s, self._progress_s)
         waiting.stuck(stuck_s)
@@ -357,7 +358,7 @@ class ExtentStore:
     def _move(
         self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor], workers: Sequence[Workers], job: partial[str]
     ) -> list[str]:
-        """All blocks of one extent, by all drives at once; returns the tensors' hashes."""
+        """Move all blocks of one extent on all drives concurrently, and return the tensors' hashes."""
         sizes = tuple(t.numel() * t.element_size() for t in tensors)
         if sizes != self._layout.sizes[subgroup]:
             raise StorageError(
@@ -420,12 +421,13 @@ class ExtentStore:
             return self._clock
 
     def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """From now on the version's extents stay, until `commit`, `settle` or `abandon`. Called
-        before the next update is launched; never blocks.
+        """Protect the version's extents until `commit`, `settle` or `abandon`.
+
+        Call it before the next update is launched. It never blocks.
 
         Args:
-            version: None: of all that was launched so far.
-            subgroups: those that belong to it; none: all.
+            version: None: the version of everything launched so far.
+            subgroups: the subgroups that belong to it. Empty: all.
 
         Returns:
             The version.
@@ -465,10 +467,10 @@ class ExtentStore:
             return record
 
     def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
-        """As `commit`, but all steps before stay too, until `settle`.
+        """Make a version durable like `commit`, but keep all earlier steps until `settle`.
 
         Args:
-            name: under which it can be restored; another for each.
+            name: a unique name for restoring it.
         """
         with self._committing:
             record = self._make_durable(version, step, name, data)
@@ -476,8 +478,9 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """What `prepare` made durable was committed, and the oldest go; or it goes itself. When
-        this returns no power loss brings back what went: only then is it written over.
+        """Commit a prepared step and drop the oldest ones, or drop the prepared step itself.
+
+        After the return no power loss restores what was dropped. Only then are its extents overwritten.
 
         Raises:
             StorageError: the manifest could not be written.
@@ -505,7 +508,7 @@ class ExtentStore:
         return StepRecord(step=step, name=name, extents=extents, data=data)
 
     def _name(self, steps: list[StepRecord], version: int | None = None) -> None:
-        """These are there from now on, durably; the version needs to be kept no more for itself."""
+        """Write the list of committed steps durably, and release the version's own protection."""
         try:
             self._folders.commit(self.nonce, steps)
         except BaseException as error:
@@ -518,7 +521,7 @@ class ExtentStore:
             self._notify()
 
     def _written(self, version: int) -> list[ExtentRecord]:
-        """Which extents hold the version, once all do."""
+        """Wait until all extents of the version are written, and return them."""
         with self._condition:
             asked = self._announced.get(version)
             if asked is None:
@@ -531,12 +534,12 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Steps of an earlier run's checkpoints, of which none was restored."""
+        """Return steps of an earlier run's checkpoints, if none of them was restored."""
         return tuple(self._unclaimed)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """What is committed, newest first."""
+        """Return the committed steps, newest first."""
         with self._condition:
             return list(self._steps)
 
@@ -574,7 +577,7 @@ class ExtentStore:
             return record
 
     def take_adopted(self) -> set[int]:
-        """The subgroups that were restored since this was asked last: nobody need write them."""
+        """Return the subgroups restored since the last call. They need not be written."""
         with self._condition:
             taken, self._adopted = self._adopted, set()
             return taken
@@ -607,7 +610,7 @@ class ExtentStore:
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
-    """Of each tensor: the hash of its blocks' hashes, in their order."""
+    """Return, for each tensor, the hash of its blocks' hashes in order."""
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
         parts.setdefault(block.tensor, []).append(hashed)

@@ -55,7 +55,7 @@ class StoredSteps:
         return StoredStep(self.store, version, target, nonce, step)
 
     def check_restored(self) -> None:
-        """Somebody looks at state that was adopted, and that no step has read yet."""
+        """Verify adopted state that no step has read yet, before it is read."""
         if self.store is not None and not self.loading:
             self.store.check_restored(self.subgroups())
 
@@ -152,7 +152,7 @@ class StoredStep:
 
 
 def stands(record: StepRecord) -> bool:
-    """Whether the checkpoint that a step was prepared for is where it was committed."""
+    """Return whether the checkpoint of a prepared step is where it was committed."""
     try:
         where = json.loads(record.data)
         page = (Path(where["checkpoint"]) / GLOBAL_NAME).read_bytes()

@@ -40,7 +40,7 @@ class View:
         self._explained = False
 
     def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
-        """From now on readers see this one."""
+        """Show this extent to readers from now on."""
         if not self._explained:
             self._explained = True
             _explain(self._memory, self._address, [str(file.path) for file in files])

@@ -77,7 +77,7 @@ class Transfer:
         self._progress_s = time.monotonic()
 
     def run(self, job: Job, bounce: Bounce) -> None:
-        """On a worker's thread."""
+        """Run the job on a worker's thread."""
         error = None
         try:
             if self._error is None:
@@ -91,7 +91,7 @@ class Transfer:
             self._condition.notify_all()
 
     def wait(self, what: str, deadline_s: float) -> None:
-        """Until the last block has arrived; the log tells of a drive that stalls meanwhile.
+        """Wait until the last block has arrived. The log reports a drive that stalls meanwhile.
 
         Raises:
             StorageError: a block failed, or none arrived for ``deadline_s``.

@@ -30,7 +30,7 @@ def committed(save_dir: Path) -> list[Committed]:
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return checkpoints in folders with another name than at their commit. They load on request and are never pruned."""
+    """Return checkpoints with renamed folders. They load on request and are never pruned."""
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 
 
