@@ -1,1 +1,1 @@
-"""What several studies share: trials, clocks, records, comparisons of bits."""
+"""Code shared by several studies: trials, clocks, records, comparisons of bits."""

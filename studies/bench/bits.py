@@ -41,7 +41,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """All masters and moments of a ZeRO-3 optimizer, as they lie, in DeepSpeed's order."""
+    """Yield all masters and moments of a ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
     for master in optimizer.fp32_partitioned_groups_flat:
         yield master
         state = optimizer.optimizer.state.get(master, {})
@@ -58,7 +58,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Names whose tensors are not `torch.equal`, or that only one side has; empty: same bits."""
+    """Return the names of tensors that are not `torch.equal` or that only one side has. Empty: same bits."""
     names = sorted(ours.keys() | theirs.keys())
     return tuple(
         name for name in names if name not in ours or name not in theirs or not _same(ours[name], theirs[name])

@@ -229,7 +229,7 @@ def ds_config(
 
 
 def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
-    """Of DeepSpeed's, for all of the model's parameters."""
+    """Return a DeepSpeed engine for all of the model's parameters."""
     import deepspeed
 
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

@@ -1,4 +1,4 @@
-"""What studies ask and say on a terminal: their flags, and their figures."""
+"""Command-line flags and terminal output of studies."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +23,11 @@ MOST_ROWS = 40  # of a table; longer ones are in the record alone
 
 
 def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:
-    """With ``--json PATH``; ``doc`` is the study's module docstring; ``drawn``: a picture is made
-    too.
+    """Return a parser with ``--json PATH``.
+
+    Args:
+        doc: the study's module docstring.
+        drawn: the study also makes a picture.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
@@ -35,7 +38,7 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
 
 
 def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentParser:
-    """Of a study that kills training; ``kills``: where nobody says how many."""
+    """Return the parser of a study that kills training. ``kills`` is the default number."""
     parser = study_parser(study, doc, required=False)
     parser.add_argument("--kills", type=whole_number, default=kills)
     parser.add_argument("--seed", type=int, default=0)
@@ -60,7 +63,7 @@ def table_of(title: str, *columns: str) -> Table:
 def publish(
     study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Writes the record where there is a path, and the picture beside it; shows what is in it."""
+    """Write the record and its picture if there is a path, and print the record's figures."""
     if path is not None:
         write_record(path, study, figures)
         if draw is not None:
@@ -69,8 +72,9 @@ def publish(
 
 
 def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
-    """Of a record: its figures under their names, and a table for all rows in it. Plans are left
-    out, and so are more rows than a screen has.
+    """Yield tables of a record: one of its figures by name, and one for each list of rows.
+
+    Plans are left out, and so are more rows than a screen has.
     """
     yield from _table(title, [_flat(figures)])
     yield from _tables_in(title, figures)
@@ -97,7 +101,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """With what is nested in it under dotted names; lists, rows and plans are left out."""
+    """Return the row with nested values under dotted names. Lists, rows and plans are left out."""
     made: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -108,7 +112,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """Of more names than rows the names stand one below the other; none where nothing is named."""
+    """Yield a table, transposed if it has more columns than rows. Yield nothing without columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return

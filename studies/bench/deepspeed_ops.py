@@ -47,11 +47,11 @@ def _build_folder(op: str) -> Path:
 
 @contextlib.contextmanager
 def _own_lock(folder: Path) -> Iterator[None]:
-    """Clears the lock that an interrupted build of ours left behind.
+    """Remove the lock that an interrupted build of this project left.
 
-    torch guards a build with a plain file ``lock``; when its owner is killed, everybody after it
-    waits for ever. Our flock dies with its owner: who holds it and finds the marker of an earlier
-    build knows that build to be dead.
+    torch guards a build with a plain file ``lock``. If its owner is killed, every later process
+    waits forever. This flock ends with its owner: a process that gets it and finds the marker of an
+    earlier build knows that the earlier build is dead.
     """
     marker = folder / "ebbtide-building"
     with (folder / "ebbtide-lock").open("w") as handle:

@@ -14,7 +14,7 @@ LIMIT_S = 180.0
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """The id of a process that does ``work`` and then ends; what it prints goes behind ``log``."""
+    """Fork a process that runs ``work`` and ends. Return its id. Its output is appended to ``log``."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -41,7 +41,7 @@ class Forked:
         self.log, self.pid = log, fork(work, log)
 
     def ended(self, within_s: float) -> int:
-        """Its exit status, negative for the signal that ended it: SIGKILL when the time is over."""
+        """Return the exit status, negative for the signal that ended the process. SIGKILL it when the time is over."""
         end = time.monotonic() + within_s
         while True:
             done, status = os.waitpid(self.pid, os.WNOHANG)
@@ -82,7 +82,7 @@ class Child(Forked):
         return status
 
     def wait(self, limit_s: float = LIMIT_S) -> None:
-        """Until it has ended by itself.
+        """Wait until the child has ended by itself.
 
         Raises:
             RuntimeError: it failed, or did not end in time.

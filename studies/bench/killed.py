@@ -1,4 +1,4 @@
-"""What the studies that kill training with SIGKILL have in common: kills, trials, campaigns."""
+"""Shared parts of the studies that kill training with SIGKILL: kills, trials, campaigns."""
 
 import os
 import shutil
@@ -20,10 +20,10 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """When a process gets SIGKILL.
+    """The moment at which a process gets SIGKILL.
 
     Attributes:
-        point: a named one, at its ``occurrence``-th time; empty: after ``delay_s``.
+        point: a named point, at its ``occurrence``-th time. Empty: after ``delay_s``.
     """
 
     point: str = ""
@@ -42,7 +42,7 @@ class KillingFiles(Files):
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Whether this is the point, and its time."""
+        """Return whether this is the chosen point at the chosen occurrence."""
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0
@@ -54,7 +54,7 @@ class KillingFiles(Files):
 
 @dataclass
 class Trial:
-    """What one kill did."""
+    """The outcome of one kill."""
 
     kill: Kill
     fired: bool = False
@@ -91,7 +91,7 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
 
 
 def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
-    """All of them, one after the other; tells how far it is, and what is not ``sound``."""
+    """Run all trials one after the other. Print the progress, and every trial that is not ``sound``."""
     done = []
     for number, trial in enumerate(trials, start=1):
         done.append(trial)
@@ -103,7 +103,7 @@ def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
 
 
 def counted(trials: Sequence[Trial]) -> dict[str, Any]:
-    """What a record shows of its kills."""
+    """Return the summary of kills for a record."""
     by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
         "kills": len(trials),

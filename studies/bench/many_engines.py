@@ -1,4 +1,4 @@
-"""What DeepSpeed does again for every engine, and a process that makes many need not."""
+"""DeepSpeed's repeated work for every engine, done once in a process that makes many engines."""
 
 import atexit
 import functools
@@ -6,7 +6,7 @@ import gc
 
 
 def answer_once() -> None:
-    """For a process that makes many engines, of which none is timed."""
+    """Prepare a process that makes many engines and times none of them."""
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
     remember_processor()
@@ -14,8 +14,10 @@ def answer_once() -> None:
 
 
 def remember_processor() -> None:
-    """Every CPU optimizer of DeepSpeed's, and every op that it loads, reads the processor's name in
-    a process of its own, which takes over a second.
+    """Read the processor's name once.
+
+    Every CPU optimizer of DeepSpeed, and every op that it loads, reads it in a separate process, which
+    takes over a second.
     """
     import cpuinfo
 
@@ -24,9 +26,11 @@ def remember_processor() -> None:
 
 
 def freeze_heap() -> None:
-    """DeepSpeed collects all garbage whenever it makes a ZeRO-3 engine, and Accelerate whenever it
-    prepares one: 1.5 s to look at what was imported, and more with each engine before, which its
-    own hooks keep. Nobody looks at what is there by now again.
+    """Freeze the present objects, so that garbage collections do not look at them again.
+
+    DeepSpeed collects all garbage whenever it makes a ZeRO-3 engine, and Accelerate whenever it
+    prepares one. That takes 1.5 s for the imported modules, and more with each earlier engine, which
+    its own hooks keep alive.
     """
     _unfreeze_at_exit()
     gc.collect()
@@ -35,7 +39,8 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Else Triton calls its own types leaked. Asked of gc, whether anything is frozen takes 0.1 s:
-    it counts all of it.
+    """Unfreeze at exit, because Triton would report its own types as leaked.
+
+    Asking gc whether anything is frozen takes 0.1 s: it counts everything.
     """
     atexit.register(gc.unfreeze)

@@ -40,12 +40,12 @@ class Run:
     """One published run of one rank's iteration.
 
     Attributes:
-        async_grads: None where the log does not say (an older build).
-        stride: 0 where no subgroup visits the device.
+        async_grads: None if the log does not say it (an older build).
+        stride: 0 if no subgroup is staged to the device.
         accumulation: micro-batches per iteration: global batch / (micro-batch x dp).
-        family: the campaign a run belongs to: its source without model sizes.
-        measured: milliseconds and GiB by column; empty where only a prediction is wanted.
-        unknown: fields that were blank; what stands in them is the usual setting.
+        family: the campaign that a run belongs to: its source without model sizes.
+        measured: milliseconds and GiB by column. Empty if only a prediction is wanted.
+        unknown: blank fields, filled with the usual setting.
         where: file and line, for messages.
     """
 
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def logged_params(self) -> float:
-        """Of the whole model, from the logged layers and hidden size."""
+        """Return the parameters of the whole model, from the logged layers and hidden size."""
         return 12 * self.layers * self.hidden**2 + (VOCABULARY + self.seq) * self.hidden
 
     @property
@@ -205,7 +205,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """On, off, or None: an older build, which does not say it."""
+    """Return on, off, or None for an older build that does not log it."""
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -226,7 +226,7 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 
 
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
-    """Of the logged shape; 32 in files without the column, of 128 elements each where blank."""
+    """Return the heads of the logged shape: 32 in files without the column, heads of 128 elements if blank."""
     if "heads" not in row:
         return 32
     if _blank(row, "heads"):
@@ -238,7 +238,7 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 
 
 def _usual(params_b: float) -> dict[str, float]:
-    """What blanks stand for: the campaigns' usual setting, and the nearest published shape."""
+    """Return the values for blank fields: the campaigns' usual setting, and the nearest published shape."""
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]
     if abs(params_b / label - 1) > _LABEL_TOLERANCE:
@@ -305,5 +305,5 @@ def family_of(source: str) -> str:
 
 
 def testbeds(runs: Sequence[Run]) -> list[str]:
-    """In alphabetical order."""
+    """Return the testbeds in alphabetical order."""
     return sorted({run.testbed for run in runs})

@@ -1,4 +1,4 @@
-"""How long the service's page takes from a slider's move to the new picture, in a real browser."""
+"""Seconds from a slider's move on the service's page to the new picture, in a real browser."""
 
 import random
 import shutil

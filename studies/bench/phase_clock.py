@@ -33,7 +33,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between each two neighbouring marks."""
+        """Return the seconds between each two neighbouring marks."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [b - a for a, b in pairs]

@@ -9,14 +9,15 @@ from torch.nn import functional as F  # noqa: N812 - the field's name for it
 
 @cache
 def computes_16_bit() -> bool:
-    """Whether this CPU multiplies 16-bit matrices itself: with AVX-512 upwards. Below, torch's own
-    loops take 40 to 100 times as long as fp32 products.
+    """Return whether this CPU multiplies 16-bit matrices natively, as with AVX-512 and newer.
+
+    On older CPUs torch's own loops take 40 to 100 times as long as fp32 products.
     """
     return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
 def widened(x: torch.Tensor) -> bool:
-    """Whether products with this tensor are better taken in fp32."""
+    """Return whether products with this tensor are faster in fp32."""
     return x.device.type == "cpu" and x.dtype != torch.float32 and not computes_16_bit()
 
 

@@ -1,4 +1,4 @@
-"""Makes a study that nobody launched with torchrun the only rank of its own job."""
+"""A single-rank job for a study that was started without torchrun."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""How every study writes its figures: with machine, versions and command."""
+"""The record of a study's figures, with machine, versions and command."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
 
 
 def provenance() -> dict[str, Any]:
-    """Where and with what a figure was measured."""
+    """Return the machine and the versions of a measurement."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -52,7 +52,7 @@ def provenance() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """What a reader asks of a GPU figure; what the driver does not tell is left out."""
+    """Return the facts that a reader of a GPU figure asks for. Unknown facts are left out."""
     import torch
     from ebbtide.runtime.hardware.cores import near_cores
     from ebbtide.runtime.hardware.pci import pci_address

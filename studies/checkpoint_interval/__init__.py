@@ -1,1 +1,1 @@
-"""Goodput over the checkpoint interval: training that is killed, beside what was predicted."""
+"""Goodput over the checkpoint interval: killed training runs compared with the prediction."""

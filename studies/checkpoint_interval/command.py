@@ -40,11 +40,11 @@ RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """What uninterrupted training with checkpoints showed. Medians over its cycles.
+    """Measurements of uninterrupted training with checkpoints. Medians over its cycles.
 
     Attributes:
-        iteration_s: of the second half of each cycle, when nothing is written any more.
-        stall_s: of the step that saves, above that; interference_s: of all others, summed up.
+        iteration_s: of the second half of each cycle, after all writing.
+        stall_s: extra time of the step that saves. interference_s: extra time of all others, summed up.
         told: the runtime's own report of the last checkpoint.
     """
 
@@ -79,7 +79,7 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
 
 
 def host_plan(work: Workload) -> Plan:
-    """All on the host: without a GPU there is no other placement."""
+    """Return a plan with all state on the host. Without a GPU there is no other placement."""
     return Plan(
         subgroup_size=work.subgroup_size or max(work.subgroups),
         subgroups=work.subgroups,
@@ -133,7 +133,7 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
-    """Beside the recorded `studies.checkpoint_stall` of the same model: its own optimizer's run."""
+    """Compare with the recorded `studies.checkpoint_stall` of the same model and optimizer."""
     if not RECORDED_STALL.exists():
         return {}
     result = json.loads(RECORDED_STALL.read_text())
@@ -157,7 +157,7 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
 
 
 def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     training = Training("tiny", 32, 20_000) if args.quick else Training()
     seconds, cycles = (2.0, 2) if args.quick else (12.0, 8)
     warm_up()
@@ -199,7 +199,7 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """How far apart prediction and measurement are, in percentage points of goodput."""
+    """Return the distance of prediction and measurement, in percentage points of goodput."""
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)
     apart = [100 * abs(r["goodput"] - r["predicted_goodput_same_failures"]) for r in rows]
@@ -214,8 +214,9 @@ def distance(
 
 
 def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each rule's interval as measured; and of pairs of rules that name different intervals, how
-    many the prediction ranks as the measurement does. All have met the same failures.
+    """Return each rule's interval as measured, and how many pairs of rules the prediction ranks correctly.
+
+    Only pairs of rules with different intervals count. All have met the same failures.
     """
     by_steps = {row["interval_steps"]: row for row in rows}
     seen = {

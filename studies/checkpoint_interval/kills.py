@@ -43,9 +43,9 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 def campaign(
     training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
-    """Trains with a checkpoint every so many steps, killed behind each gap.
+    """Train with a checkpoint every so many steps, and kill the training after each gap.
 
-    The intervals take turns, failure by failure: what neighbours do to the machine meets them all.
+    The intervals take turns, failure by failure, so that disturbances of the machine affect all of them.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):

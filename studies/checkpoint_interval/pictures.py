@@ -1,4 +1,4 @@
-"""What the interval study prints and draws."""
+"""Tables and pictures of the interval study."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from studies.bench.pictures import picture
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Predicted with the rules, measured beside it."""
+    """Draw the prediction with the rules, and the measurement."""
     with picture(path, 1, 2, figsize=(11, 4.2), sharex=True, sharey=True) as (_, (left, right)):
         predicted = figures["predicted"]
         for ax in (left, right):

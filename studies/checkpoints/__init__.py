@@ -1,1 +1,1 @@
-"""The training runs behind the checkpoint studies."""
+"""The training runs of the checkpoint studies."""

@@ -14,7 +14,7 @@ ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained; a name of `studies.bench.byte_gpt.SIZES`."""
+    """The trained model, by its name in `studies.bench.byte_gpt.SIZES`."""
 
     model: str = "40m"
     sequence: int = 32
@@ -106,6 +106,6 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
 
 
 def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
-    """The numbers behind each line of a kind; a line that a kill cut short is left out."""
+    """Return the numbers on each line of a kind. A line cut short by a kill is left out."""
     lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
     return [tuple(float(x) for x in line.split()[1:]) for line in lines if line.startswith(kind)]

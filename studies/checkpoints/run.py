@@ -43,11 +43,11 @@ WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 @dataclass(frozen=True)
 class Kill(killed.Kill):
-    """When one rank gets SIGKILL.
+    """The moment at which one rank gets SIGKILL.
 
     Attributes:
         rank: the victim.
-        one_tag: every checkpoint is saved under the same tag, so that it replaces the last one.
+        one_tag: save every checkpoint under the same tag, so that it replaces the last one.
         exchange: the filesystem can swap two names in one step.
     """
 
@@ -78,11 +78,11 @@ class Run:
     """One run of all ranks.
 
     Attributes:
-        folder: of the checkpoints; logs and notes go beside it.
-        number: of the run in its folder: 0 is killed, 1 resumes.
-        homes: of the parameters, one of `HOMES`: under a plan whose updates overlap the next
-            forward; `STORED`: a part of the state lies on storage, too; `GUESSED`: all updates
-            begin before the norm, of which some steps clip; empty: DeepSpeed's own updates.
+        folder: the checkpoints' folder. Logs and notes go next to it.
+        number: the run's number in its folder: 0 is killed, 1 resumes.
+        homes: location of the parameters, one of `HOMES`, under a plan with updates that overlap the
+            next forward. `STORED`: a part of the state is on storage, too. `GUESSED`: all updates
+            begin before the norm, and some steps clip. Empty: DeepSpeed's own updates.
     """
 
     folder: Path
@@ -102,10 +102,10 @@ class Run:
 
 
 def warm_up() -> None:
-    """What every fork would otherwise do again: imports and the loading of compiled ops.
+    """Do once, before forking, the imports and the loading of compiled ops.
 
-    DeepSpeed asks whether there is CUDA. Asked of the driver, that would leave every process that
-    is forked afterwards unable to use the GPU; asked of NVML, it does not.
+    DeepSpeed asks whether there is CUDA. Asking the driver would leave every forked process
+    unable to use the GPU. Asking NVML does not.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import ebbtide.runtime.checkpoint.deepspeed.engine
@@ -130,7 +130,7 @@ def start(run: Run) -> list[Forked]:
 
 
 def train(run: Run, rank: int) -> None:
-    """One rank: resumes if there is something to resume from, trains to the last step."""
+    """Run one rank: resume if there is a checkpoint, and train to the last step."""
     import torch
     import torch.distributed
 
@@ -202,7 +202,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Under a plan with every placement, on the emulated device."""
+    """Return an engine under a plan with every placement, on the emulated device."""
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -261,7 +261,7 @@ def _batch(rank: int, step: int, device: Any) -> Any:
 
 
 def state_hash(engine: Any) -> str:
-    """Of every bit that training depends on: masters, moments, wire parameters."""
+    """Return a hash of every bit that training depends on: masters, moments, wire parameters."""
     import torch
 
     from studies.bench.bits import digest

@@ -1,4 +1,4 @@
-"""One way to save each: DeepSpeed's writers, torch DCP, ebbtide; timed inside real training."""
+"""Checkpoint writers to compare: DeepSpeed's, torch DCP, ebbtide, timed inside real training."""
 
 import mmap
 import os
@@ -43,14 +43,14 @@ class Writer(ABC):
 
     @classmethod
     def config(cls) -> dict[str, Any]:
-        """What goes into DeepSpeed's config."""
+        """Return the additions to DeepSpeed's config."""
         return {}
 
     @abstractmethod
     def save(self, folder: Path, tag: str) -> None: ...
 
     def wait(self) -> None:  # noqa: B027 - synchronous writers have nothing to wait for
-        """Until the last checkpoint is as durable as this writer makes it."""
+        """Wait until the last checkpoint is as durable as this writer makes it."""
 
     def load(self, folder: Path, tag: str) -> None:
         self.engine.load_checkpoint(str(folder), tag=tag)
@@ -248,7 +248,7 @@ class _Session:
 
 
 def _write_rate(session: _Session, folder: Path) -> float:
-    """Bytes per second from the call until the writer says it is done, nothing else running."""
+    """Return the bytes per second from the call until the writer is done, with nothing else running."""
     rates = []
     for number in range(3):
         begin = time.perf_counter()
@@ -262,16 +262,16 @@ def _write_rate(session: _Session, folder: Path) -> float:
 
 
 def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
-    """Bytes/s of ebbtide's writers, and of plain O_DIRECT writers beside them.
+    """Measure the bytes/s of ebbtide's writers and of plain O_DIRECT writers, in turn.
 
-    From the first block until the bytes are on the disk, as the plain writers' are timed too; of a
-    disk whose speed changes by the second, the median of the turns' ratios says what is lost. Each
-    comes first as often as the others: a disk is slower behind some than behind others.
+    Both are timed from the first block until the bytes are on the disk. On a disk with changing
+    speed, the median of the turns' ratios shows the loss. Each writer comes first equally often,
+    because a disk is slower after some writers than after others.
 
     Returns:
-        ``checkpoint_rate``: to a plain writer of as many bytes, each from where it lies in memory,
-        as a checkpoint's do; ``checkpoint_rate_over_cached``: to one that writes the same two
-        blocks again and again, which an emulated disk reads from the processor's cache.
+        ``checkpoint_rate``: relative to a plain writer of as many bytes, read from distinct places in
+        memory as a checkpoint's are. ``checkpoint_rate_over_cached``: relative to one that writes the
+        same two blocks repeatedly, which an emulated disk reads from the processor's cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),
@@ -307,7 +307,7 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def _restore(writer: Writer, folder: Path, tag: str) -> float:
-    """From disk: the files' pages are dropped from the cache first."""
+    """Load from disk, after dropping the files' pages from the cache."""
     for path in (folder / tag).rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -320,10 +320,10 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
 
 
 def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
-    """What two threads that pwrite aligned blocks with O_DIRECT, and nothing else, reach.
+    """Return the rate of threads that only pwrite aligned blocks with O_DIRECT.
 
     Args:
-        cached: each thread writes one block again and again, instead of a checkpoint's many.
+        cached: each thread writes one block repeatedly, instead of a checkpoint's many.
     """
     size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
     path = folder / "raw"

@@ -1,4 +1,4 @@
-"""In every process of DeepSpeed's tests: a plan on each engine that can take one.
+"""A plan for each engine that can take one, in every process of DeepSpeed's tests.
 
 An engine that could take a plan and does not get one fails its test with ebbtide's message.
 """
@@ -55,7 +55,7 @@ class Case:
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
-        """Appends a line to the notes, whole beside those of other ranks."""
+        """Append one line to the notes. Lines of concurrent ranks stay whole."""
         rank, at_s = os.environ.get("RANK"), time.time()
         line = {"case": self.name, "arm": self.arm, "rank": rank, "at_s": at_s, **what}
         with self.notes.open("a") as file:
@@ -63,7 +63,7 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """From now on `deepspeed.initialize` in this process is the case's."""
+    """Replace `deepspeed.initialize` in this process by the case's own."""
     case = Case(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
     return case
@@ -162,7 +162,7 @@ def without_a_plan(engine: Any) -> str | None:
 
 
 def mixed_plan(engine: Any) -> Plan:
-    """All placements in turn; on the host what runs its own step, which takes no other."""
+    """Return a plan with all placements in turn. An optimizer that runs its own step stays on the host."""
     size = SUBGROUP
     if engine.zero_optimization_stage() == 3:
         size = max(1, int(engine.zero_sub_group_size()))
@@ -178,7 +178,7 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """That a plan is live, and, once, that a step was taken under it."""
+    """Note that a plan is live and, once, that a step was taken under it."""
     session = session_of(engine)
     plan = session.plan
     held = {name: plan.count(name) for name in ("resident", "device", "host", "stored")}

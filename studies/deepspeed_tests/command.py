@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def test_files(root: Path, named: Iterable[str]) -> list[str]:
-    """Of files and folders, relative to ``root``."""
+    """Return the test files of the given files and folders, relative to ``root``."""
     found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
     found += [root / name for name in named if name.endswith(".py")]
     return [str(path.relative_to(root)) for path in found]
 
 
 def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> None:
-    """One pytest; again while tests that hang end it early."""
+    """Run one file under pytest, and again while tests that hang end it early."""
     orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
     plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"]
@@ -84,7 +84,7 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
 
 @cache
 def commit() -> str:
-    """Of ebbtide; with ``-dirty`` where files differ from it; empty outside of a checkout."""
+    """Return ebbtide's commit, with ``-dirty`` if files differ from it, or an empty string outside a checkout."""
     command = ["git", "-C", str(OURS), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -125,9 +125,9 @@ PASSED = ("stock", "passed")
 
 
 def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one file under one arm; ``cases`` are those that stock passes.
+    """Return one file's row under one arm. ``cases`` are the cases that stock passes.
 
-    ``attached``: passed, with a plan live on an engine of the test; ``stepped``: and a step taken
+    ``attached``: passed, with a plan live on an engine of the test. ``stepped``: also with a step taken
     under it. A test that built engines with and without a plan counts as attached.
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
@@ -158,7 +158,7 @@ def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
-    """Under a plan, of tests that stock passes."""
+    """Return the failures under a plan of tests that stock passes."""
     found = []
     for (arm, case), result in ended.items():
         if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":

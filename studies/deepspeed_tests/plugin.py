@@ -22,7 +22,7 @@ WORST = ("failed", "skipped", "passed")
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """For one run of pytest."""
+    """The settings of one run of pytest."""
 
     arm: str
     folder: str  # of `results` and of the notes
@@ -54,7 +54,7 @@ def settled(orders: Orders) -> set[str]:
 
 
 class Reporter:
-    """Of one run of pytest."""
+    """The reporter of one run of pytest."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders

@@ -34,7 +34,7 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 @dataclass(frozen=True)
 class DemoSize:
-    """What is trained, and how long the machine is measured, on how many elements."""
+    """The trained model, and the time and elements for measuring the machine."""
 
     model: DemoModel = field(default_factory=DemoModel)
     seconds: float = 12.0

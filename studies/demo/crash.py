@@ -19,12 +19,12 @@ class CrashError(RuntimeError):
 
 @dataclass(frozen=True)
 class Crash:
-    """What the kill hit.
+    """The state of the checkpoints at the kill.
 
     Attributes:
-        committed: the checkpoint that was committed before, and still is.
-        written_bytes: what was on disk of the next one, at least.
-        checkpoint_bytes: what a whole one takes.
+        committed: the last committed checkpoint, which must survive.
+        written_bytes: bytes of the next one on disk, at least.
+        checkpoint_bytes: bytes of a whole one.
     """
 
     committed: str

@@ -9,7 +9,7 @@ from studies.trials.phase_process import report
 
 
 def compile_kernels() -> None:
-    """DeepSpeed's host ops and ebbtide's host kernel, so that nobody waits for them later."""
+    """Compile DeepSpeed's host ops and ebbtide's host kernel, so that later phases need not wait."""
     from ebbtide.runtime.kernels import host
 
     report(0, 2, "compiling DeepSpeed's CPU Adam (about a minute, once)")

@@ -21,7 +21,7 @@ _WHITE_TEXT = {"backward", "step"}
 
 
 def machine_label(machine: Machine) -> str:
-    """What a picture says about where its figures come from."""
+    """Return a picture's note about the origin of its figures."""
     where = machine.device_name or machine.name
     if machine.device_kind == "cuda":
         return where
@@ -47,7 +47,7 @@ def last_iterations(timeline: Timeline, count: int) -> Timeline:
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """The one of median length: not one that somebody disturbed."""
+    """Return the timeline of median length, to leave out disturbed ones."""
     return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 

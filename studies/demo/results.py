@@ -1,4 +1,4 @@
-"""What the demo's training runs left, read back and compared."""
+"""The results of the demo's training runs, read and compared."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Run:
     """One training run's results, without its tensors.
 
     Attributes:
-        first_step: 0, or where a resumed run went on.
-        losses: of steps ``first_step`` and on; exact, JSON keeps a float's every bit.
+        first_step: 0, or the step at which a resumed run continued.
+        losses: of steps ``first_step`` and later. Exact: JSON keeps a float's every bit.
         phases: seconds of each phase, per timed step.
     """
 
@@ -36,7 +36,7 @@ class Run:
         return cls(name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]), facts["tensors"])
 
     def medians(self) -> dict[str, float]:
-        """Of each phase over the timed steps, in seconds."""
+        """Return the median seconds of each phase over the timed steps."""
         return medians(self.phases)
 
 
@@ -52,7 +52,7 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def same_losses(whole: Run, part: Run) -> bool:
-    """Whether the second run's losses are the first one's, from its first step to the end."""
+    """Return whether the second run's losses equal the first one's, from its first step to the end."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 
 

@@ -29,7 +29,7 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """What counts most; spreads and the rest are in the file."""
+    """Return a table of the most important rates. Spreads and the rest are in the file."""
     table = _table("", "measured")
     device = "device" if measured.device_kind == "cuda" else f"{measured.device_kind} device"
     ways = (measured.h2d_bytes_per_s, measured.d2h_bytes_per_s)
@@ -47,7 +47,7 @@ def machine(measured: Machine) -> Table:
 
 
 def doubts(measured: Machine, path: Path) -> str:
-    """One line for all warnings of the measurement; empty if there are none."""
+    """Return one line for all warnings of the measurement, or an empty string."""
     if not measured.warnings:
         return ""
     count = len(measured.warnings)
@@ -100,7 +100,7 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
-    """What the predictions rest on, and what they were before the runs."""
+    """Return the basis of the predictions, and their values before the runs."""
     shown = [
         f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times
     ]
@@ -111,7 +111,7 @@ def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, M
 
 
 def crash(hit: Crash) -> str:
-    """What was killed where."""
+    """Return a line about the kill."""
     share = hit.written_bytes / hit.checkpoint_bytes
     return (
         f"killed with {share:.0%} of the next checkpoint on disk ({hit.written_bytes / 2**20:.0f} "
@@ -131,7 +131,7 @@ def files(folder: Path) -> Table:
 
 
 def what_next(folder: Path) -> str:
-    """Where to look now."""
+    """Return the suggestions for the next steps."""
     return (
         "\nNext: [bold]make serve[/bold] opens a page with this machine, plan and run: move a "
         "slider, see what it would change.\n"

@@ -32,12 +32,12 @@ TURN_STEPS = 3
 
 @dataclass(frozen=True)
 class DemoModel:
-    """What is trained; the same in all runs that are compared.
+    """The trained model, the same in all runs that are compared.
 
     Attributes:
         size: a name of `studies.bench.byte_gpt.SIZES`.
-        turns: of each side; a turn takes a second, so that a machine whose speed drifts is the same
-            for both.
+        turns: turns of each side. A turn takes a second, so that a machine with drifting speed is the
+            same for both.
     """
 
     size: str = "57m"
@@ -76,7 +76,7 @@ class Training:
         self._losses: list[torch.Tensor] = []
 
     def resume(self, folder: Path) -> None:
-        """Loads the newest committed checkpoint: the next step is the one behind it."""
+        """Load the newest committed checkpoint. The next step follows it."""
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
@@ -139,7 +139,7 @@ def stock(folder: Path, model: DemoModel) -> None:
 
 
 def planned(folder: Path, model: DemoModel) -> None:
-    """Under the plan: pauses around each turn, of which every step but the first is timed."""
+    """Train under the plan, with pauses around each turn. Every step of a turn except the first is timed."""
     plan = folder / "plan.json"
     run = Training(model, plan)
     optimizer = run.engine.optimizer
@@ -159,7 +159,7 @@ def planned(folder: Path, model: DemoModel) -> None:
 
 
 def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | None) -> None:
-    """Under a plan with checkpoints, from the start or resumed, to the last step at once."""
+    """Train under a plan with checkpoints, from the start or resumed, to the last step without pauses."""
     run = Training(model, plan)
     if resume is not None:
         run.resume(resume)

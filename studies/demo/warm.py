@@ -1,8 +1,8 @@
-"""What every phase of the demo would otherwise import, read and ask again: seconds each time.
+"""Imports and facts that every phase of the demo needs, loaded once: seconds saved in each phase.
 
-Imported once, by the process that forks the phases; it runs no thread of ours and no team of
-OpenMP's, which would not survive a fork. What cannot be had is left to the phase that needs it,
-which has a log to say so in.
+The process that forks the phases imports this module. It starts no thread and no OpenMP team,
+which would not survive a fork. A failing import is left to the phase that needs it, because that
+phase has a log.
 """
 
 import contextlib
