@@ -1,6 +1,6 @@
-"""What a checkpoint costs training: DeepSpeed's writers, torch DCP and ebbtide on one machine.
+"""The cost of a checkpoint for training: DeepSpeed's writers, torch DCP and ebbtide on one machine.
 
-Each writer trains the same model with stock ZeRO-3 offload in a process of its own and saves after
+Each writer trains the same model with stock ZeRO-3 offload in its own process and saves after
 every step, then after every tenth.
 
     python -m studies.checkpoint_stall --json studies/results/checkpoint/stall.json
@@ -27,9 +27,7 @@ ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
 def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """One writer in a process of its own, forked from a warm parent (`warm_up`); its figures, or
-    why it did not run here.
-    """
+    """Run one writer in a process forked from a warm parent (`warm_up`). Return its figures, or why it did not run."""
     figures = folder.with_suffix(".figures.json")
     figures.parent.mkdir(parents=True, exist_ok=True)
     child = Child(lambda: _train(name, workload, folder, figures), folder.with_suffix(".log"))

@@ -67,7 +67,7 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One row per writer: throughput as training sees it, slowdown at two frequencies."""
+    """Return one row per writer: throughput as training sees it, and slowdown at two frequencies."""
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
     try:

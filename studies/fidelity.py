@@ -128,7 +128,7 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 
 
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
-    """All subgroups alike, in steps that wait for their updates."""
+    """Return a plan with one placement for all subgroups, in steps that wait for their updates."""
     return Plan(
         subgroup_size=work.subgroup_size,
         placement=Plan.runs([placement] * len(work.subgroups)),

@@ -77,7 +77,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
 
 
 def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
-    """Seconds of one step's phases; with a folder, of a save before it too, waited for behind."""
+    """Return the seconds of one step's phases. With a folder, the step follows a save, and its end is awaited."""
     from studies.bench.phase_clock import PhaseClock, timed_step
 
     begin = time.perf_counter()
@@ -123,10 +123,10 @@ class Door:
             )
 
     def ask(self, order: str) -> dict[str, Any]:
-        """Its answer.
+        """Return the process's answer.
 
         Raises:
-            RuntimeError: the process has ended; with the end of what it said.
+            RuntimeError: the process has ended. The message holds the end of its output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -48,12 +48,12 @@ SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a job of many nodes fails and writes with.
+    """The failures and the storage of a job of many nodes.
 
     Attributes:
         node_mtbf_s: mean time between failures of one node.
-        node_write_bytes_per_s: what one node can write to storage.
-        storage_write_bytes_per_s: what the storage takes from all nodes together.
+        node_write_bytes_per_s: write bandwidth of one node.
+        storage_write_bytes_per_s: write bandwidth of the storage for all nodes together.
 
     Raises:
         ValueError: a count or rate that is not > 0.
@@ -71,11 +71,11 @@ class Cluster:
 
     @property
     def failures(self) -> Failures:
-        """Of the whole job: any node's failure stops it."""
+        """Return the failures of the whole job: any node's failure stops it."""
         return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
 
     def persist_s(self, checkpoint_bytes: float) -> float:
-        """How long all nodes together take to write a checkpoint of the whole job."""
+        """Return the seconds in which all nodes together write a checkpoint of the whole job."""
         nodes = self.nodes * self.node_write_bytes_per_s
         return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cluster(gpus: int) -> Cluster:
-    """So many GPUs in Llama 3's nodes, on its storage."""
+    """Return a cluster of so many GPUs in Llama 3's nodes, with its storage."""
     return Cluster(
         math.ceil(gpus / GPUS_PER_NODE),
         NODE_MTBF_S,
@@ -109,7 +109,7 @@ def cluster(gpus: int) -> Cluster:
 
 
 def cost(of: Cluster, gpus: int) -> CheckpointCost:
-    """Of a checkpoint of a model that grows with the cluster."""
+    """Return the cost of a checkpoint of a model that grows with the cluster."""
     checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
     persist_s = of.persist_s(checkpoint_bytes)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
@@ -153,7 +153,7 @@ def llama3(samples: int) -> dict[str, Any]:
 
 
 def intervals(of: Cluster) -> dict[str, Any]:
-    """Goodput over the interval, with the rules of thumb beside the optimum."""
+    """Return the goodput over the interval, with the optimum and the rules of thumb."""
     iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
     fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
     seconds = {

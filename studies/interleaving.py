@@ -1,17 +1,16 @@
-"""Interleaved updates over stride, ratio, subgroup size and model size, beside what was published.
+"""Interleaved updates over stride, ratio, subgroup size and model size, compared with published figures.
 
     python -m studies.interleaving --json interleaving.json
 
-What "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) measures, on its own two testbeds as
-the presets describe them: nothing is fitted, every point is simulated, and published medians stand
-beside it. ebbtide's plan lives within the device memory that stride 2 takes. It is given twice:
-with *equal kernels* (the host updates at stock's rate, unscale and downcast included), which shows
-what the schedule alone gives, and with its fused kernel, in a column of its own. "stock" is the
-build of 2024, whose host widens the gradients; asynchronous gradients are what DeepSpeed 0.19.8
-does by default, so gains over "stock today" are over that. How much of DRAM each of a node's ranks
-gets depends on how they were bound that day; where two figures are published, as for four A100s,
-their middle is simulated and what both of them give stands beside it. Nothing here is measured by
-us: that waits for a GPU (`python -m studies.gpu`).
+The study repeats measurements of "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) on its two
+testbeds, as the presets describe them. Nothing is fitted: every point is simulated and printed with
+the published median. ebbtide's plan gets the device memory that stride 2 takes. It is given twice: with
+*equal kernels* (the host updates at stock's rate, unscale and downcast included), which shows the gain
+of the schedule alone, and with its fused kernel, in a separate column. "stock" is the build of 2024 with
+gradients widened on the host. DeepSpeed 0.19.8 copies gradients asynchronously by default; gains over
+"stock today" are over that. The share of DRAM of each rank of a node depends on how the ranks were bound
+that day. Where two figures are published, as for four A100s, their middle is simulated, and the results
+of both are printed. Nothing here is measured by this project: that waits for a GPU (`python -m studies.gpu`).
 """
 
 import math
@@ -49,7 +48,7 @@ EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 @dataclass(frozen=True)
 class Way:
-    """How the optimizer is run: a column of the tables."""
+    """A way to run the optimizer: one column of the tables."""
 
     name: str
     prefetch: bool
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def measure(models: list[int]) -> dict[str, Any]:
-    """All four sweeps on both testbeds."""
+    """Run all four sweeps on both testbeds."""
     runs = read_runs(PUBLISHED)
     beds = {name: _sweeps(name, runs, models) for name in TESTBEDS}
     gains: dict[str, Any] = {
@@ -110,7 +109,7 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
-    """With the ranks' share of DRAM at an end of the 80% whose quartiles the preset gives."""
+    """Return the machine with the ranks' share of DRAM at one end of the preset's interval."""
     knobs = [knob for knob in knobs_of(machine) if knob.ranks]
     shares = [machine.rank_shares[knob.ranks]["dram"] for knob in knobs]
     far = [math.log((share.q3 if end > 0 else share.q1) / share.median) for share in shares]
@@ -203,7 +202,7 @@ def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
 
 
 def equal_kernels(machine: Machine) -> Machine:
-    """Its host updates at the rate of stock's three passes."""
+    """Return the machine with host updates at the rate of stock's three passes."""
     stock = machine.stock_host_adam_params_per_s
     return machine.model_copy(update={"host_adam_params_per_s": stock, "host_adam_by_threads": {}})
 

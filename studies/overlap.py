@@ -1,15 +1,15 @@
-"""How near executed plans come to the floor of an iteration, on an emulated device.
+"""Distance of executed plans from the lower bound of an iteration, on an emulated device.
 
     python -m studies.overlap --json overlap.json
 
-Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update takes is given
-(`studies.trials.emulated_training`), balanced so that neither host nor device could do it all in
-time. The floor is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`) of the layers'
-given times: what DeepSpeed's own code costs counts against the plan, unless a GPU would have run a
-kernel meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and gradient
-path: just placement and timing are theirs. Then updates that begin before the norm, on the guess
-that the step does not clip: where all of them take 0.5, 1 and 2 times forward and backward, against
-the floor of plans that guess, against the best plan that waits, and with 5, 50 and 100% of the
+DeepSpeed, copies and arithmetic are real. The duration of each layer, copy and update is given
+(`studies.trials.emulated_training`), balanced so that neither host nor device could do everything in
+time. The lower bound is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`) of the layers'
+given times. DeepSpeed's own code counts against the plan, unless a GPU would have run a kernel
+meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and gradient path: only
+placement and timing are theirs. Speculative updates follow, which begin before the norm and assume that
+the step does not clip. All of them take 0.5, 1 and 2 times forward and backward. They are compared with
+the lower bound of speculative plans and with the best plan that waits, with 5, 50 and 100% of the
 steps clipped. No figure from here is a GPU figure.
 """
 
@@ -34,7 +34,7 @@ RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 o
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, executed. Times in seconds; ``over_floor`` is iteration_s / floor_s."""
+    """One executed plan. Times in seconds; ``over_floor`` is iteration_s / floor_s."""
 
     name: str
     iteration_s: float
@@ -89,7 +89,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """What is executed: the tuner's plan first."""
+    """Return the plans to execute, the tuner's first."""
     import ebbtide.tuner
 
     count, size = len(work.subgroups), work.subgroup_size

@@ -104,7 +104,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
 
 
 class StockBench(Bench):
-    """Stock DeepSpeed whose copies for passes and updates take what they take at given rates."""
+    """Stock DeepSpeed with copies for passes and updates at given rates."""
 
     def __init__(self, setting: Setting, **zero: Any) -> None:
         super().__init__(setting, **zero)
@@ -141,7 +141,7 @@ class StockBench(Bench):
         return self._measured([self._step(settle=False) for _ in range(WARMUP + steps)])
 
     def train(self) -> None:
-        """One more step."""
+        """Train one more step."""
         self._step(settle=False)
 
     def close(self) -> dict[str, torch.Tensor]:

@@ -160,7 +160,7 @@ FIGURES: dict[str, dict[str, str]] = {
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Every study's record under ``folder``, by path; other JSON files are passed over."""
+    """Return every study's record under ``folder``, by path. Other JSON files are ignored."""
     result = []
     for path in sorted(folder.rglob("*.json")):
         document = json.loads(path.read_text())

@@ -49,13 +49,13 @@ class Peak(NamedTuple):
 
 
 class PageLocking(EmulatedDevice):
-    """Its host buffers lie on pages of their own, as page-locked ones do: nothing is kept.
+    """An emulated device with host buffers on separate pages, as page-locked ones are.
 
-    Its own memory is touched as it is made, and never given back: the resident set does not move
-    with what goes there.
+    Its own memory is touched when it is made, and never given back, so that its use does not change
+    the resident set.
 
     Attributes:
-        used_bytes: of its memory.
+        used_bytes: used bytes of its memory.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -207,7 +207,7 @@ def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
 
 
 def _device_bytes(session: Session) -> int:
-    """Of device memory: resident state, gradients, staging."""
+    """Return the bytes of device memory: resident state, gradients, staging."""
     states = session.executor.states
     resident = sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
     gradients = sum(s.gradient.nbytes for s in states if s.placement != "host")

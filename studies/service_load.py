@@ -101,7 +101,7 @@ class Server:
 
 
 class Client:
-    """One keep-alive connection that asks again as soon as it is answered."""
+    """One keep-alive connection that sends the next question on each answer."""
 
     def __init__(self, server: Server, question: Callable[[], dict[str, Any]]) -> None:
         self._server, self._question = server, question
@@ -225,7 +225,7 @@ def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(clients: int, seconds: float) -> dict[str, Any]:
-    """All of it, one after the other."""
+    """Run all measurements one after the other."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")

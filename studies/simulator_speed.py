@@ -1,12 +1,11 @@
-"""How fast plans can be simulated on one core, and how the cost grows with the subgroups.
+"""Simulated plans per second on one core, and the growth of the cost with the number of subgroups.
 
     python -m studies.simulator_speed --json simulator_speed.json
 
 Every evaluation builds and runs another plan (placements, order, slots, prefetch, threads and
-overlap drawn at random) on one of several random machines; nothing is kept between them. One
-thread; time is the process's CPU time, so that a neighbour's load does not count, with wall time
-beside it. Some plans of each size are run by the reference engine too, and the largest difference
-is told.
+overlap drawn at random) on one of several random machines, without any cache. One thread; time is
+the process's CPU time, so that other load does not count, with the wall time next to it. Some plans
+of each size also run in the reference engine, and the largest difference is reported.
 """
 
 import statistics
@@ -80,7 +79,7 @@ def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSwe
 
 
 def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> Plan:
-    """Every feature that the simulator's cost may depend on, drawn."""
+    """Return a plan with a random choice of every feature that the simulator's cost may depend on."""
     shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
     slots = int(rng.integers(1, 6))
     placements = [PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]
@@ -122,7 +121,7 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 
 
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
-    """As the search calls: the placements are codes already."""
+    """Return a call as the search makes it, with placements as codes."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)

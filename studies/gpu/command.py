@@ -191,7 +191,7 @@ def _whole(path: Path, suite: Suite) -> dict[str, Any] | None:
 
 
 def _section(name: str, args: argparse.Namespace) -> None:
-    """In the section's process."""
+    """Run one section in its own process."""
     begun = time.monotonic()
     if not args.rehearse and not torch.cuda.is_available():
         sys.exit("a section needs a CUDA GPU, but torch finds none: use --rehearse")
@@ -216,7 +216,7 @@ def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def archive(folder: Path) -> Path:
-    """All records, logs and pictures in one file, written whole or not at all."""
+    """Put all records, logs and pictures into one file, written whole or not at all."""
     path = folder / ARCHIVE
     temporary = path.with_suffix(".part")
     kept = {".json", ".png", ".stderr", ".stdout", ".command"}

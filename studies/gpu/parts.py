@@ -8,7 +8,7 @@ from studies.peers import compare
 
 
 def peers(suite: Suite) -> Figures:
-    """Everybody in turn: same model, same cap, same seeds."""
+    """Run all variants in turn: same model, same cap, same seeds."""
     return compare(suite)
 
 

@@ -32,7 +32,7 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """What ran; `efficiency` has a single one."""
+    """Return the rows that ran. `efficiency` has a single one."""
     rows = record.get("rows") or [record.get("row") or {}]
     return [row for row in rows if row.get("iteration_s")]
 

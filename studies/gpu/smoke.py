@@ -1,4 +1,4 @@
-"""What fails first on a new machine: compilers, the device kernel, one step, overlap at all."""
+"""Checks that fail first on a new machine: compilers, the device kernel, one step, any overlap."""
 
 import itertools
 import os
@@ -45,7 +45,7 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """What training without offload needs, compiled here and not within its time."""
+    """Compile the op for training without offload, so that its section does not pay for it."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -137,7 +137,7 @@ def one_step(suite: Suite) -> Figures:
 
 
 def sanitizer(suite: Suite) -> Figures:
-    """One step again, under NVIDIA's checker of memory accesses where it is installed."""
+    """Run one step again under NVIDIA's checker of memory accesses, if it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None or suite.emulated:
         return {"summary": "compute-sanitizer is not installed, or there is no GPU: not run"}
@@ -150,10 +150,10 @@ def sanitizer(suite: Suite) -> Figures:
 
 
 class Synchronisations:
-    """Counts, while entered, who makes the host wait: what torch's own debug mode does not report.
+    """A counter of calls that make the host wait and that torch's own debug mode does not report.
 
     Attributes:
-        places: file:line of the caller -> how often.
+        places: file:line of the caller -> number of calls.
     """
 
     NAMES = ("synchronize", "Event.synchronize", "Stream.synchronize")
@@ -219,7 +219,7 @@ def _debug_waits(mode: str) -> None:
 
 
 def overlap(timeline: Timeline) -> tuple[float, float]:
-    """Seconds in which two lanes or more of the update work at once, and in which any does."""
+    """Return the seconds with two or more busy update lanes, and the seconds with any busy one."""
     spans = [s for s in timeline.spans if s.lane in DEVICE_LANES or s.lane == Lane.HOST]
     marks = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
     both = busy = 0.0

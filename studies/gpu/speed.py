@@ -1,4 +1,4 @@
-"""What the suite measures at the size of one GPU: the machine, stock, a plan and its parts."""
+"""Measurements at the size of one GPU: the machine, stock, a plan and its parts."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from studies.gpu.suite import Figures, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
-    """What the machine can do."""
+    """Measure the machine's rates."""
     machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
@@ -134,7 +134,7 @@ def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
 
 
 def checkpoint_stall(suite: Suite) -> Figures:
-    """What a checkpoint costs: `studies.checkpoint_stall` in a process of its own."""
+    """Measure the cost of a checkpoint: `studies.checkpoint_stall` in its own process."""
     path = suite.out / "checkpoint_stall_full.json"
     command = ["studies.checkpoint_stall", "--json", str(path)]
     if suite.emulated:

@@ -1,4 +1,4 @@
-"""What all sections of the GPU suite share: the folder, the sizes, and processes with a limit."""
+"""Shared parts of all sections of the GPU suite: the folder, the sizes, and processes with a limit."""
 
 import contextlib
 import json
@@ -28,15 +28,15 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Suite:
-    """What all sections share.
+    """The settings that all sections share.
 
     Attributes:
-        emulated: a machine without a GPU runs tiny sizes.
-        deadline_s: on the monotonic clock; no process runs beyond it.
-        again: measure also what is there from a run before.
-        at_once: trials that run side by side; more than one is for what nobody times.
-        host_gib: host memory; None: what the system says, which on a virtual machine that grows as
-            it is used may be a fraction of what there will be.
+        emulated: run tiny sizes on a machine without a GPU.
+        deadline_s: limit on the monotonic clock for every process.
+        again: also repeat what an earlier run has measured.
+        at_once: number of concurrent trials. More than one is for untimed trials.
+        host_gib: host memory. None: the system's figure, which may be too small on a virtual machine
+            that grows with its use.
     """
 
     out: Path
@@ -68,9 +68,9 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """One `studies.trials.offload_trial` as a process; a failure is a row that says how.
+        """Run one `studies.trials.offload_trial` as a process. A failure is a row that says how it failed.
 
-        What a run before has measured with the same arguments is taken as it is.
+        A result of an earlier run with the same arguments is reused.
         """
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]
@@ -86,7 +86,7 @@ class Suite:
             return dict(zip(arguments, rows, strict=True))
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
-        """One process of `studies.trials.plan_trials`: each plan on the same engine in turn."""
+        """Run one process of `studies.trials.plan_trials`: each plan on the same engine in turn."""
         folder = self._of_this_size("trials", name)
         folder.mkdir(parents=True, exist_ok=True)
         for number, (of, plan) in enumerate(plans.items()):
@@ -216,8 +216,9 @@ class Suite:
         return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit)
 
     def plan_all_on(self, micro_batches: int) -> Plan:
-        """The tuner's for steps of so many micro-batches none of which clips, so that it may choose
-        whatever a plan can have; a rehearsal's has all of it, whether it pays or not.
+        """Return the tuner's plan for steps of so many micro-batches without clipping, with every feature allowed.
+
+        In a rehearsal the plan uses every feature, whether or not it pays.
         """
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
@@ -231,7 +232,7 @@ class Suite:
         return plan.model_copy(update=most if self.emulated else {})
 
     def save_plan(self, name: str, plan: Plan) -> Path:
-        """For a trial of this name."""
+        """Save the plan for a trial of this name."""
         path = self._of_this_size(f"{name}.plan.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)

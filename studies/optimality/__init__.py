@@ -1,1 +1,1 @@
-"""How far the tuner's plans can be from the best."""
+"""Distance of the tuner's plans from the best possible."""

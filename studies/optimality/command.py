@@ -1,12 +1,12 @@
-"""How far the tuner's plans can be from the best: 200 random machines and workloads.
+"""Distance of the tuner's plans from the best possible, on 200 random machines and workloads.
 
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-The gap of a plan is to the bound of `ebbtide.simulator.analysis.bound`, which no plan can beat and which
-even the best plan need not reach: an upper limit of the distance to the optimum. Pairs with few
-subgroups are searched through (`ebbtide.tuner.placements.optimum`), so that there the distance itself is
-known.
+A plan's gap is taken to the bound of `ebbtide.simulator.analysis.bound`. No plan can beat the bound,
+and even the best plan need not reach it: the gap is an upper limit of the distance to the optimum.
+Pairs with few subgroups are searched exhaustively (`ebbtide.tuner.placements.optimum`), so that the
+distance itself is known for them.
 """
 
 import statistics

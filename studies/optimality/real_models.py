@@ -48,9 +48,9 @@ MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """(what it is, workload, machine) of each model, link, size of subgroups, ranks, accumulation.
+    """Yield (description, workload, machine) of each model, link, size of subgroups, ranks, accumulation.
 
-    The preset machine with another link, the same both ways; bf16, micro-batches of two.
+    The machine is the preset with another link, the same both ways. bf16, micro-batches of two.
     """
     for model, ranks, accumulation, size, link in product(
         MODELS, RANKS, ACCUMULATION, SUBGROUP_SIZES, LINKS_BYTES_PER_S
@@ -72,9 +72,10 @@ def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Wor
 
 
 def further_pairs() -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """As `real_pairs`, with micro-batches of one, where the workload fits: of each model, node,
-    device memory, number of ranks and size of subgroups; and of Qwen 3B, whose embedding is large
-    beside the rest, in 24 GiB, tied or not, over many links.
+    """Yield pairs like `real_pairs` with micro-batches of one, if the workload fits.
+
+    They cover each model, node, device memory, number of ranks and size of subgroups. Qwen 3B, with an
+    embedding that is large relative to the rest, is added in 24 GiB, tied or not, over many links.
     """
     for model, name, gib, ranks, size in product(MODELS, NODES, DEVICE_GIB, (1, 4), SUBGROUP_SIZES):
         what = {"model": model, "device_gib": gib, "sub_group_size": size, "ranks": ranks}

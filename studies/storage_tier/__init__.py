@@ -1,1 +1,1 @@
-"""State on storage beside DeepSpeed's NVMe offload, on a real disk."""
+"""Stored state compared with DeepSpeed's NVMe offload, on a real disk."""

@@ -84,13 +84,13 @@ def main() -> None:
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Each variant in a process of its own, in a folder of its own on the disk.
+    """Run each variant in its own process, in its own folder on the disk.
 
     Returns:
         ``speedup_over_stock_default``, ``speedup_over_stock_pipelined`` at the same limit of host
-        memory, and of all state stored; ``update_over_floor``, ``bit_identical`` to stock with the
-        state in memory, ``predicted_over_measured`` iterations; of a checkpoint at every step what
-        it costs, of a resume what it reads; host memory as it is and as it was told.
+        memory, and with all state stored; ``update_over_floor``, ``bit_identical`` to stock with the
+        state in memory, ``predicted_over_measured`` iterations; the cost of a checkpoint at every
+        step; the bytes that a resume reads; host memory as measured and as reported.
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -135,8 +135,9 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """What it does, and how far all state stored is from that: the median over its runs, each
-    against the disk as it was before and after it.
+    """Return the disk's rates, and the distance of fully stored state from them.
+
+    It is the median over the runs, each against the disk as it was before and after the run.
 
     Args:
         beside: the disk, at each run.
@@ -165,7 +166,7 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """With stock, and with what was predicted of each run by the disk that it had."""
+    """Return the comparison with stock, and with each run's prediction from the disk that it had."""
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
     runs = len(ours["iterations_s"])
@@ -196,8 +197,9 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """What the disk needs to read and to write so many bytes: alone, and as measured when it does
-    both at once; the longer of the two ends alone.
+    """Return the disk's seconds to read and to write so many bytes, alone and both concurrently.
+
+    With both, the longer of the two ends alone.
     """
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())
@@ -205,15 +207,16 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """A floor that no run reaches whose writes are done before its reads: all bytes at the rate
-    that the disk has while both go.
+    """Return a lower bound for runs that read and write all the time: all bytes at the concurrent rate.
+
+    A run that finishes its writes before its reads does not reach it.
     """
     sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
     return 2 * moved / (disk.duplex_factor.median * sum_of_rates)
 
 
 def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
-    """Of several measurements the medians."""
+    """Return the medians of several measurements."""
 
     def median(key: str) -> Quantity:
         some = [getattr(disk, key) for disk in disks]
@@ -223,10 +226,10 @@ def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of a variant's runs: medians of what is measured; the same bits in each.
+    """Return one row for a variant's runs: medians of the measurements, and the bits, equal in each.
 
     Raises:
-        RuntimeError: two runs have trained something else.
+        RuntimeError: two runs trained different bits.
     """
     first = runs[0]
     for key in ("losses", "state"):
@@ -327,7 +330,7 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Of what ebbtide stores: `DURABLE`."""
+    """Measure the durability (`DURABLE`) of state that ebbtide stores."""
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
     found |= durability.saved_each_step(
@@ -417,8 +420,9 @@ def _moved() -> dict[str, int]:
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Of a step: how long some of its reads, updates and writes went on, and the host updates'
-    sum. What is read for the next step while none of these is left counts too.
+    """Return the duration of a step's reads, updates and writes, and the sum of its host updates.
+
+    Reads for the next step count too, until none of these is left.
     """
     from ebbtide.simulator import OpKind
 
@@ -434,5 +438,5 @@ def _of_updates(engine: Any) -> dict[str, float]:
 
 
 def _digest(engine: Any) -> str:
-    """Of parameters, masters and moments."""
+    """Return a digest of parameters, masters and moments."""
     return digest(tensor for _, tensor in sorted(state_of(engine).items()))

@@ -1,4 +1,4 @@
-"""What a checkpoint of every step costs where state is stored, and what a resume reads."""
+"""The cost of a checkpoint of every step with stored state, and the bytes that a resume reads."""
 
 import math
 import os
@@ -14,12 +14,13 @@ from ebbtide.simulator.storage import StorageRates
 def saved_each_step(
     engine: Any, train: Callable[[Any], object], steps: int, plain_s: float, folder: Path
 ) -> dict[str, float]:
-    """Trains on: with a checkpoint behind every step, without, and with again. A disk that grows
-    slower or quicker all the while does so with and without by as much.
+    """Train on with a checkpoint after every step, then without, then with again.
+
+    A steady drift of the disk's speed then affects both equally.
 
     Args:
-        train: one step.
-        plain_s: of a step without a checkpoint, a moment ago.
+        train: runs one step.
+        plain_s: seconds of a step without a checkpoint, just measured.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
     begin = time.perf_counter()
@@ -37,8 +38,8 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Seconds of a step with a checkpoint behind it, the last one's report, and what a step writes
-    beside the state.
+    """Return the seconds of a step with a checkpoint, the last report, and the bytes that a step writes
+    in addition to the state.
     """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
@@ -101,15 +102,15 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """What the simulator says of an iteration under two plans, machine and model as measured here.
+    """Return the simulated iteration under two plans, with machine and model as measured here.
 
     Args:
         engine: stock's, with its state in memory.
-        stored: all state on storage.
+        stored: the plan with all state on storage.
         drives: the disk as measured at several times, with more bytes than a profile's share of
-            time allows: what it writes and reads in a burst is not what it does all along.
-        spare_bytes: of host memory beside what ``stored`` takes.
-        given: the second plan; None: what the tuner makes of that memory, by the first drive.
+            time allows. A burst's rate is not the sustained rate.
+        spare_bytes: host memory in addition to what ``stored`` takes.
+        given: the second plan. None: the tuner's for that memory, by the first drive.
     """
     import itertools
 

@@ -30,15 +30,15 @@ ROWS = 4  # samples per batch: the real compute stays small beside the given tim
 
 @dataclass(frozen=True)
 class Setting:
-    """What is given: the model's size, how long its layers take, and the machine's rates.
+    """The given figures: the model's size, the time of its layers, and the machine's rates.
 
-    The defaults are balanced: all state on the host, or all of it visiting the device, takes
-    longer than forward, and the best split about as long as forward.
+    The defaults are balanced. Keeping all state on the host, or staging all of it to the device, takes
+    longer than forward. The best split takes about as long as forward.
 
     Attributes:
         forward_s, backward_s: of one layer.
         memory_share: device memory beyond parameters and gradients, over the size of all state.
-        host_adam_out_of_place: speed of updates that write elsewhere than they read, over in place.
+        host_adam_out_of_place: speed of out-of-place updates over that of in-place ones.
     """
 
     layers: int = 16
@@ -113,7 +113,7 @@ class Setting:
         )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
-        """``forward_s``, ``backward_s``: of all layers, as measured without updates beside them."""
+        """Return the workload. ``forward_s``, ``backward_s``: of all layers, measured without concurrent updates."""
         layer = Layer(params=self.subgroup, forward_s=forward_s / self.layers, backward_s=backward_s / self.layers)
         return Workload(
             name="sleeping layers",
@@ -144,7 +144,7 @@ class _PacedLinear(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A linear layer with a residual whose forward and backward take the device given times."""
+    """A linear layer with a residual and given device times for forward and backward."""
 
     def __init__(self, hidden: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -186,11 +186,11 @@ def start(setting: Setting, **zero: Any) -> Any:
 
 
 class Kernels:
-    """What an engine's layers give an emulated device to do, prepared beside it as a GPU's is.
+    """The work of an engine's layers for an emulated device, prepared ahead as a GPU's is.
 
-    A GPU runs one kernel while its host prepares the next. Here the thread that prepares is the
-    one that waits for the kernel's end: what it computes in between is taken off the next kernel's
-    time. Only processor time is, for where that thread waits, a GPU would wait too.
+    A GPU runs one kernel while its host prepares the next. Here the thread that prepares also waits
+    for the kernel's end, so its computing in between is subtracted from the next kernel's time. Only
+    processor time is subtracted: where that thread waits, a GPU would wait too.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:
@@ -219,7 +219,7 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
-    """From here on the engine's layers take their times of ``device``."""
+    """Make the engine's layers take their times of ``device`` from now on."""
     kernels = Kernels(device)
     for block in engine.module.blocks:
         block.compute = kernels.compute
@@ -300,7 +300,7 @@ class Bench:
         return begun, forward, backward, stepped
 
     def workload(self, steps: int) -> Workload:
-        """The workload with phases as measured while no update runs beside them."""
+        """Return the workload with phases measured while no update runs."""
         plan = Plan(
             subgroup_size=self.setting.subgroup,
             placement=Plan.runs(["host"] * self.setting.layers),
@@ -327,7 +327,7 @@ def batch(setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
-    """Between backward and step: nothing shows before that the step will be clipped."""
+    """Set clipping between backward and step, so that nothing earlier can know that the step will be clipped."""
     if clips is not None:
         engine.optimizer.clip_grad = ALWAYS_CLIPS if clips(number) else NEVER_CLIPS
 
@@ -335,7 +335,7 @@ def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) 
 def stock_state(
     setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
 ) -> dict[str, torch.Tensor]:
-    """What stock DeepSpeed makes of the same model in so many steps, without any pacing."""
+    """Return the state that stock DeepSpeed reaches with the same model in so many steps, without pacing."""
     from studies.bench.bits import state_of
 
     engine = start(setting, **zero)

@@ -1,10 +1,10 @@
-"""One way to train, in a process of its own: times, memory, and a hash of everything trained.
+"""One way to train, in its own process: times, memory, and a hash of everything trained.
 
     python -m studies.trials.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
 Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
-(with --plan, or all on the host). Two variants with the same hash have trained the same bits: on a
-GPU everybody runs deterministic algorithms, since flash attention's backward sums in any order.
+(with --plan, or all on the host). Two variants with the same hash have trained the same bits. On a
+GPU all variants run deterministic algorithms, because flash attention's backward sums in any order.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What all trials take; `studies.trials.plan_trials` adds to it."""
+    """Return the parser of all trials. `studies.trials.plan_trials` adds to it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
@@ -63,10 +63,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """What a trial runs in: the cap on GPU memory, the cores near the GPU, the same sums always.
+    """Set up a trial's process: the cap on GPU memory, the cores near the GPU, deterministic sums.
 
     Raises:
-        SystemExit: CUDA was asked for where there is none.
+        SystemExit: CUDA was requested and there is none.
     """
     cuda = torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
@@ -86,10 +86,10 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Every kernel that has a deterministic form takes it; what is uninitialised stays so.
+    """Use deterministic kernels where they exist, and leave uninitialised memory as it is.
 
-    With ``warn_only`` the fast attentions' backward goes on summing in any order: that is for
-    peers some of whose ops have no such form, and whose bits are not compared.
+    With ``warn_only`` the fast attentions' backward still sums in any order. That is for peers with
+    ops that have no deterministic form. Their bits are not compared.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -203,10 +203,10 @@ def _model(size: str) -> ByteGPT:
 
 
 def host_plan(engine: Any, keep: float = 0.0) -> Plan:
-    """Every subgroup updated on the host, parameters where the config has them.
+    """Return a plan that updates every subgroup on the host, with parameters where the config has them.
 
     Args:
-        keep: this share of those that the config offloads lives on the device.
+        keep: this share of the offloaded parameters stays on the device.
     """
     from ebbtide.runtime.zero.checks.private import parameter_home
 

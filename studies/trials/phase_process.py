@@ -84,7 +84,7 @@ class PhaseProcess:
         remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
-        """What the child reports, until it ends or waits for `go_on`."""
+        """Yield the child's reports, until it ends or waits for `go_on`."""
         while True:
             try:
                 report = self._child.recv()
@@ -96,7 +96,7 @@ class PhaseProcess:
             yield report
 
     def go_on(self) -> None:
-        """To be called when the child waits at a `pause`."""
+        """Continue the child that waits at a `pause`."""
         self.waits = False
         self._child.send(None)
 

@@ -1,4 +1,4 @@
-"""torchao's CPUOffloadOptimizer behind the calls of a DeepSpeed engine, for comparison.
+"""torchao's CPUOffloadOptimizer with the interface of a DeepSpeed engine, for comparison.
 
 It keeps the parameters in the model's own precision, so that its masters have 16 bits: not the
 numerics of stock DeepSpeed.
@@ -61,4 +61,4 @@ class TorchaoEngine:
         self._inner.zero_grad()
 
     def destroy(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
