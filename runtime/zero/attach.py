@@ -215,8 +215,9 @@ def _attach_automatically(
     overlap_forward: bool,
     storage: Path | None = None,
 ) -> Any:
-    """All state on the host at first, or what its memory holds, the rest in the folder ``storage``;
-    a few steps are watched, planned for and switched to.
+    """Attach with all state on the host, watch a few steps, make a plan and switch to it.
+
+    If the host's memory cannot hold all state, the rest starts in the folder ``storage``.
     """
     from ebbtide.runtime.replan.auto import host_plan, plan_later
 
@@ -251,8 +252,9 @@ def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
-    """The subgroup size of the plan's cut: DeepSpeed's own where the plan fits its subgroups, else
-    the plan's, for pieces of them.
+    """Return the subgroup size of the plan's cut: DeepSpeed's own if the plan fits its subgroups.
+
+    Otherwise it is the plan's size, for pieces of them.
     """
     whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     sizes = subgroups_of(optimizer, whole)
@@ -289,7 +291,7 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Of an attached engine."""
+    """Return the session of an attached engine."""
     return engine.optimizer._ebbtide  # type: ignore[no-any-return]
 
 
@@ -387,8 +389,9 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
 
 
 def call_after_step(engine: Any, session: Session) -> None:
-    """Of the engine, not of the optimizer: only when the engine's step has returned do its step
-    counter and the learning-rate schedule stand where the state stands.
+    """Wrap the engine's step, not the optimizer's.
+
+    The step counter and the learning-rate schedule match the state only after the engine's step.
     """
     stock, held = engine.step, weakref.proxy(engine)
 

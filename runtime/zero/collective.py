@@ -14,20 +14,21 @@ Gather = Callable[[list[Any]], private.Handle]
 
 
 class CollectiveGathers:
-    """When a gather is launched follows from the program alone, never from how far this rank's
-    updates are: else two ranks could launch two gathers in different orders, and hang.
+    """Gathers in an order that follows from the program alone, never from the progress of this rank's updates.
 
-    A gather *ahead*, of parameters of modules to come, is launched at once where all ranks know
-    that nothing holds it up: each has waited for the update of a subgroup before it took part in
-    the first gather of it. Every other one is launched where its module begins, whose host thread
-    is a module ahead of a GPU: so it runs beside the module before, and nobody waits for it there.
+    Otherwise two ranks could launch two gathers in different orders, and hang.
+
+    A gather *ahead*, of parameters of later modules, is launched immediately if all ranks know that
+    no update delays it: each rank has waited for a subgroup's update before it took part in the first
+    gather from that subgroup. Every other gather is launched when its module begins. On a GPU the host
+    thread is a module ahead, so the gather runs during the module before, and the host does not wait.
 
     Called by the training thread, and in backward by autograd's.
 
     Attributes:
-        awaited: subgroups of which nothing was gathered since their latest update was launched.
-            Alike on all ranks, as is everything here but copies.
-        own_precision: stock would have gathered the small parameters behind a step or a checkpoint,
+        awaited: subgroups without any gather since their latest update was launched. Equal on all
+            ranks, as is everything here except copies.
+        own_precision: stock would have gathered the small parameters after a step or a checkpoint,
             in their own precision, and not by their module's forward.
     """
 
@@ -46,11 +47,11 @@ class CollectiveGathers:
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """From now on all subgroups are awaited."""
+        """Mark all subgroups as awaited."""
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
-        """All ranks have waited for the updates of these."""
+        """Note that all ranks have waited for the updates of these parameters."""
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
@@ -100,8 +101,8 @@ class CollectiveGathers:
         return self._partitions.subgroup_of.get(param.ds_id) in self.awaited
 
     def _launch_all(self) -> None:
-        """Somebody waits for one of them outside of its module: which one need not be the same on
-        all ranks.
+        """Launch all delayed gathers. Code outside a module waits for one, and the ranks may wait for different
+        ones.
         """
         self._launch(lambda _: True)
 
@@ -130,8 +131,9 @@ class _Ask:
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
-        """Copies of those that are ``new`` begin; behind one that waits for its update the others
-        would wait too.
+        """Start the copies of the ``new`` parameters, and delay the gather.
+
+        Copies after one that waits for its update would wait too.
         """
         private.mark_in_flight(params)
         self.waiting = params
@@ -144,7 +146,7 @@ class _Ask:
 
     @torch.no_grad()
     def launch(self, params: list[Any]) -> None:
-        """Waits for their updates and copies, on the stream of who asked, and gathers them."""
+        """Wait for the parameters' updates and copies, on the requesting stream, and gather them."""
         private.mark_partitioned(params)
         with private.on_stream(self._stream):
             self._executor.wait_parameters(self._partitions.subgroups(params))
@@ -159,7 +161,7 @@ class _Ask:
 
 
 class _Gathering:
-    """One parameter of an ask, for DeepSpeed to wait for."""
+    """A handle of one parameter of a request, for DeepSpeed to wait for."""
 
     def __init__(self, param: Any, ask: _Ask, launch_all: Callable[[], None]) -> None:
         self._param, self._ask, self._launch_all = param, ask, launch_all

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's flat partitions are cut into subgroups."""
+"""The cuts of DeepSpeed's flat partitions into subgroups."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Every group's partition in pieces, as `ebbtide.simulator.workload.cut_flat` sizes them."""
+    """Return every group's partition in subgroups, with the sizes of `ebbtide.simulator.workload.cut_flat`."""
     found: list[Cut] = []
     for group, elements in enumerate(partitions):
         offset = 0
@@ -20,12 +20,13 @@ def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Every group in pieces of at least ``subgroup_size`` that end with a parameter of its, and on
-    a multiple of the vectors (`ebbtide.simulator.workload.cut_flat`); what is left, if little, joins the
-    last one.
+    """Cut every group into parts of at least ``subgroup_size`` that end with a parameter.
+
+    The ends are also multiples of the vectors (`ebbtide.simulator.workload.cut_flat`). A small rest joins
+    the last part.
 
     Args:
-        groups: elements of each one's parameters, in order.
+        groups: elements of each group's parameters, in order.
     """
     found: list[Cut] = []
     for group, parameters in enumerate(groups):
@@ -43,8 +44,9 @@ def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> l
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
-    """Of a live ZeRO optimizer's partitions: ZeRO-3 has cut them with its own ``sub_group_size``,
-    and they are cut once more where ``subgroup_size`` is less.
+    """Return the cuts of a live ZeRO optimizer's partitions.
+
+    ZeRO-3 has cut them with its own ``sub_group_size``. They are cut again if ``subgroup_size`` is less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if numels is None:

@@ -11,7 +11,7 @@ from ebbtide.runtime.zero.checks import private
 
 
 class Partitions:
-    """Where each parameter's partition lives, and copies of those that live in host memory.
+    """The location of each parameter's partition, and copies of partitions in host memory.
 
     Training thread only.
 
@@ -28,7 +28,7 @@ class Partitions:
         }
 
     def subgroups(self, params: Iterable[Any]) -> list[int]:
-        """Those that hold these parameters, ascending; who is not trained is in none."""
+        """Return the subgroups of these parameters, ascending. Frozen parameters are in none."""
         ids = {param.ds_id for param in params}
         return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
 
@@ -42,9 +42,9 @@ class Partitions:
         return executor.states[subgroup].parameter_home == "host"
 
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
-        """Each parameter's partition on the device, and what has to end before it is there.
+        """Return each parameter's partition on the device, and the completions to await before its use.
 
-        Nobody waits here: a copy begins as soon as its update has ended, in the order of the calls.
+        This call does not wait. A copy begins as soon as its update has ended, in the order of the calls.
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}
@@ -59,15 +59,15 @@ class Partitions:
         return brought
 
     def _on_device(self, param: Any, held: torch.Tensor, executor: Executor) -> torch.Tensor:
-        """Where it will be: the partition itself, or memory to copy it to."""
+        """Return the partition itself if it is on the device, otherwise device memory to copy it to."""
         if not self.live_on_host(param, executor):
             return held
         return executor.device.device_empty(held.numel(), held.dtype)
 
     def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
-        """On one rank: brings parameters in without a wait; None: DeepSpeed has to gather them.
+        """Bring parameters in on one rank, without waiting. Return None if DeepSpeed has to gather them.
 
-        So DeepSpeed may ask for those of modules to come while their updates still run, and only
+        DeepSpeed may thus request parameters of later modules while their updates still run, and only
         the module itself waits.
         """
         if not all(map(private.is_whole, params)):
@@ -99,7 +99,7 @@ class Fetch:
 
 
 class Fetches:
-    """Those that were asked for together; each can be waited for alone."""
+    """Parameters that were requested together. Each can be awaited alone."""
 
     def __init__(self, fetches: Mapping[Any, private.Handle]) -> None:
         self._fetches = fetches
@@ -108,6 +108,6 @@ class Fetches:
         return self._fetches[param]
 
     def wait(self, **_: Any) -> None:
-        """For all of them."""
+        """Wait for all of them."""
         for fetch in self._fetches.values():
             fetch.wait()

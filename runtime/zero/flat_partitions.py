@@ -50,7 +50,7 @@ class FlatState:
             self.shadows[state.index] = flat
 
     def publish(self, session: Session) -> None:
-        """Brings resident state to DeepSpeed's buffers, for whoever reads them."""
+        """Copy resident state to DeepSpeed's buffers, for code that reads them."""
         session.executor.wait_all()
         if self.published:
             return
@@ -61,13 +61,13 @@ class FlatState:
         self.published = True
 
     def take_back(self, session: Session) -> None:
-        """Somebody wrote to DeepSpeed's buffers (after `publish`): the state follows."""
+        """Copy the state from DeepSpeed's buffers, after outside code wrote to them (see `publish`)."""
         for subgroup, shadow in self.shadows.items():
             _copy(session.executor.states[subgroup].state, shadow)
         session.executor.state_loaded()
 
     def before_update(self, session: Session) -> None:
-        """Who was shown the shadows may have written there."""
+        """Take back what outside code may have written to published buffers."""
         if self.published and self.shadows:
             self.take_back(session)
         self.published = not self.shadows
@@ -100,7 +100,7 @@ class FlatPartitions(FlatState):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Where DeepSpeed keeps this rank's partition of each group's parameters now."""
+        """Look up DeepSpeed's present buffers of this rank's partition of each group's parameters."""
         groups = self._optimizer.real_dp_process_group
         ranks = [torch.distributed.get_rank(group=group) for group in groups]
         partitions = self._optimizer.parallel_partitioned_bit16_groups
@@ -179,9 +179,7 @@ def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """After an attach that failed on the way: what `_give_back` took is there again, and the
-    optimizer goes on as stock.
-    """
+    """Restore what `_give_back` took after a failed attach, so that the optimizer goes on as stock."""
     for master in masters:
         master.grad = torch.zeros_like(master.data)
         state = optimizer.optimizer.state[master]
@@ -204,7 +202,7 @@ def _unlink(optimizer: Any) -> None:
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
-    """What DeepSpeed adds up in: under ZeRO-2 fp32 where it is asked to, else the parameters'."""
+    """Return the precision of DeepSpeed's gradient sums: fp32 under ZeRO-2 if requested, else the parameters'."""
     compact = optimizer._use_compact_grad_partition_buffer(group)
     asked: torch.dtype = optimizer.gradient_accumulation_dtype
     return asked if compact or optimizer.use_grad_accum_attribute else optimizer.dtype

@@ -1,4 +1,4 @@
-"""Whoever reads a partitioned parameter of ZeRO-3 waits for just its update."""
+"""Waits of ZeRO-3 parameter readers: each reader waits for just its parameter's update."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -83,9 +83,11 @@ class Gathers:
             self.show_persistent()
 
     def stand_in(self) -> None:
-        """Until their first reader gathers them, the parameters that stock keeps gathered have
-        their shape (a Trainer counts ``p.numel()`` after each step) and are NaN all over: who reads
-        ``.data`` past all gates is not to take an old value for a new one.
+        """Show NaN tensors of the right shape for parameters that stock keeps gathered, until a reader gathers
+        them.
+
+        A Trainer counts ``p.numel()`` after each step, hence the shape. Code that reads ``.data`` without
+        any hook must not take an old value for a new one, hence the NaN.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:
@@ -108,8 +110,9 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """While nothing is in flight: values where `stand_in` has NaN, yet partitioned as before,
-        so that a first forward is traced like every later one. A collective call.
+        """Show values where `stand_in` has NaN, while nothing is in flight. A collective call.
+
+        The parameters stay partitioned, so that a first forward is traced like every later one.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -119,7 +122,7 @@ class Gathers:
         self._at_rest = True
 
     def blank(self) -> None:
-        """They look as any other partitioned parameter, which is what checkpoints hold."""
+        """Make the parameters look like any other partitioned parameter, as checkpoints hold them."""
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in.new_empty(0)
@@ -131,7 +134,7 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Whether stock would keep the small parameters gathered from here to the next forward."""
+        """Set whether stock would keep the small parameters gathered until the next forward."""
         self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
@@ -148,11 +151,12 @@ class Gathers:
     def fetch(
         self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
     ) -> Fetches | None:
-        """Brings parameters to the device; nobody waits here for those of modules to come. None:
-        DeepSpeed has to gather them now.
+        """Bring parameters to the device, without waiting for those of later modules.
+
+        Return None if DeepSpeed has to gather them now.
 
         Args:
-            gather: DeepSpeed's own.
+            gather: DeepSpeed's own gather.
         """
         if self._optimizer.partition_count == 1:
             return self.partitions.fetch(params, executor)
@@ -174,7 +178,7 @@ def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]
 
 
 def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
-    """Each parameter with a NaN tensor of its shape; those of a kind share the memory of one."""
+    """Return each parameter with a NaN tensor of its shape. Tensors of one dtype and device share memory."""
     largest: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     floating = [p for p in parameters if p.is_floating_point()]
     for parameter in sorted(floating, key=lambda p: -p.ds_numel):

@@ -32,9 +32,9 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """What `ebbtide.simulator.update.footprint` counts of host memory, on one rank.
+    """Return the host memory that `ebbtide.simulator.update.footprint` counts for one rank.
 
-    A plan without ``subgroups`` (one written by hand) does not say how large they are: 0.
+    A plan without ``subgroups`` (a hand-written one) does not say their sizes: 0.
     """
     if not plan.subgroups:
         return 0
@@ -120,7 +120,7 @@ def _gradient_bytes(config: dict[str, Any]) -> int:
 
 
 def _micro_batches(config: dict[str, Any]) -> int:
-    """Of a step; DeepSpeed takes any two of its three batch sizes."""
+    """Return the number of micro-batches per step. DeepSpeed accepts any two of its three batch sizes."""
     steps, micro = (config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
     if isinstance(steps, int):
         return steps

@@ -1,4 +1,4 @@
-"""What each rank holds of an engine's parameters and masters: views, by name, nothing gathered."""
+"""Each rank's parts of an engine's parameters and masters: views, by name, nothing gathered."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,9 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """This rank's pieces of the parameters (``frozen``: of those that are not trained too) and of
-    their masters, once all updates are done.
+    """Yield this rank's parts of the parameters and of their masters, after all updates.
 
-    A collective call under a plan.
+    ``frozen``: also parts of frozen parameters. A collective call under a plan.
     """
     settle(engine)
     for name, parameter in engine.module.named_parameters():
@@ -21,7 +20,7 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 
 
 def settle(engine: Any) -> None:
-    """All updates are done, and small parameters have values. Waits; changes no bit."""
+    """Wait until all updates are done and small parameters have values. Changes no bit."""
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()
 
@@ -39,7 +38,7 @@ def _parameter(name: str, parameter: Any) -> Iterator[Piece]:
 
 
 def _own_part(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part of a ZeRO-3 parameter begins, and its elements without padding."""
+    """Return the begin of this rank's part of a ZeRO-3 parameter, and its elements without padding."""
     import deepspeed.comm as dist
 
     size = int(parameter.ds_tensor.ds_numel)

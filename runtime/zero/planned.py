@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO optimizers have in common under a plan, whatever their stage."""
+"""Common code of DeepSpeed's ZeRO optimizers under a plan, for every stage."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ class PlannedZero:
         raise NotImplementedError
 
     def _finite_norms(self) -> dict[int, bool]:
-        """By parameter: a gradient with an infinity or NaN shows in its float64 norm, without
-        another pass.
+        """Return, by parameter, whether its gradient's float64 norm is finite.
+
+        An infinity or NaN shows in the norm, without another pass.
         """
         self._norms_to_host()
         norms = self.norm_for_param_grads.items()
         return {key: bool(torch.isfinite(norm)) for key, norm in norms}
 
     def _norms_to_host(self) -> None:
-        """All norms in one copy; DeepSpeed then adds them up as ever."""
+        """Copy all norms to the host at once. DeepSpeed then adds them up as usual."""
         norms = self.norm_for_param_grads
         if norms and next(iter(norms.values())).is_cuda:
             values = torch.stack(list(norms.values())).cpu()
@@ -109,7 +110,7 @@ class PlannedZero:
         return cast("Windows", self._ebbtide.homes)
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
-        """As `Windows.spend`; waits for the subgroup's update."""
+        """Implement `Windows.spend`. Waits for the subgroup's update."""
         executor = self._ebbtide.executor
         elements = executor.states[subgroup].elements
         count = self._rule.tail(elements, start, start + len(gradient))
@@ -142,11 +143,11 @@ class PlannedZero:
         return tuple(v for v in values if torch.is_tensor(v) and v.shape == master.shape)
 
     def _masters(self) -> list[torch.nn.Parameter]:
-        """DeepSpeed's fp32 parameters, as they are: nobody waits for their updates here."""
+        """Return DeepSpeed's fp32 parameters, without waiting for their updates."""
         raise NotImplementedError
 
     def _group_of(self) -> list[int]:
-        """Each master's parameter group."""
+        """Return each master's parameter group."""
         raise NotImplementedError
 
     def _next_steps(self) -> list[UpdateStep]:
@@ -174,7 +175,9 @@ class PlannedZero:
         return steps, self._gradient_scale(torch.zeros((), dtype=torch.float64))
 
     def guess_holds(self) -> bool:
-        """Not asked of norms on a device, for which backward would have to be waited for."""
+        """Return whether the speculation may still be right. Norms on a device are not read: backward would have to
+        end.
+        """
         norms = self.norm_for_param_grads.values()
         if self.clip_grad <= 0.0 or any(norm.is_cuda for norm in norms):
             return True
@@ -184,7 +187,7 @@ class PlannedZero:
     # -- readers -----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Until DeepSpeed's own references show what the latest step has made."""
+        """Wait until DeepSpeed's own references show the latest step's result."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +195,7 @@ class PlannedZero:
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def timeline(self) -> Timeline:
-        """What the latest steps did, op by op, in the simulator's own type."""
+        """Return the ops of the latest steps, in the simulator's own type."""
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:

@@ -92,9 +92,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._drop_gradient(param)
 
     def _sums_all(self, param: Any, elements: int) -> bool:
-        """Of a parameter shared with another rank stock adds up all, but where masters have 16
-        bits. Where it adds up in a precision that is not the parameters' (bf16 beside fp16), each
-        sum goes through both: stock's own way does that here.
+        """Return whether stock adds up all of a parameter shared with another rank.
+
+        It does, unless masters have 16 bits. Where it adds up in another precision than the parameters'
+        (bf16 and fp16), each sum goes through both: stock's own code does that here.
         """
         apart = elements != param.numel() or self.use_grad_accum_attribute
         return apart and not self.low_precision_master_weights_and_grads
@@ -153,8 +154,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Of a gradient that another rank shares, all of it counts. Stock asks the device at once,
-        for each; here `has_overflow` asks for all of them.
+        """Collect the overflow check of a gradient, whole even if another rank shares it.
+
+        Stock asks the device for each gradient. Here `has_overflow` asks once for all of them.
         """
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
@@ -235,7 +237,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return self._gradient_scale(norm)
 
     def _gather(self) -> None:
-        """Every rank gets every rank's new parameters."""
+        """Give every rank every rank's new parameters."""
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,
@@ -249,7 +251,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     # -- readers and writers -----------------------------------------------------------------
 
     def wait(self) -> None:
-        """Until DeepSpeed's buffers hold all state; steps have waited for their updates."""
+        """Wait until DeepSpeed's buffers hold all state. Steps have waited for their updates already."""
         self.publish()
 
     def publish(self) -> None:

@@ -102,7 +102,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return super()._get_norm_groups()  # type: ignore[no-any-return]
 
     def step(self, closure: Any = None) -> None:
-        """Launches the updates and returns; parameters are new when somebody reads them.
+        """Launch the updates and return. A reader of a parameter waits for its update.
 
         Raises:
             BackgroundError: an earlier update or checkpoint failed in the background.
@@ -149,8 +149,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Persistent parameters are gathered by whoever reads them first, not all at once here:
-        they are spread over all subgroups, so that gathering them would wait for every update.
+        """Finish the step without gathering persistent parameters. Their first reader gathers them.
+
+        They are spread over all subgroups, so that gathering them here would wait for every update.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()

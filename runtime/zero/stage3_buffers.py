@@ -18,14 +18,14 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 
 
 class Pieces:
-    """Where each parameter lies in the plan's subgroups.
+    """The place of each parameter in the plan's subgroups.
 
     Attributes:
         cuts: subgroup -> (DeepSpeed's subgroup, offset in it, elements).
         places: parameter id -> (subgroup, offset in it, elements).
-        whole: they are DeepSpeed's own.
-        apart: subgroup -> its parameters, once those of pieces have moved; DeepSpeed's flat ones
-            are then there for whoever asks for them (`joined`), and hold nothing else.
+        whole: the subgroups are DeepSpeed's own.
+        apart: subgroup -> its parameters, once those of parts have moved. DeepSpeed's flat ones are
+            then rebuilt on request (`joined`), and hold nothing otherwise.
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
@@ -47,12 +47,12 @@ class Pieces:
                 self._held[subgroup].append(param)
 
     def params(self, subgroup: int) -> Iterator[tuple[Any, int, int]]:
-        """Each parameter of it, its offset and its elements."""
+        """Yield each parameter of the subgroup, its offset and its elements."""
         for param in self._held[subgroup]:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Its parameters; None: DeepSpeed's swapper has them."""
+        """Return the subgroup's parameters, or None if DeepSpeed's swapper has them."""
         if self.apart:
             return self.apart[subgroup]
         return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])
@@ -62,7 +62,7 @@ class Pieces:
         return self._flat()[group].narrow(0, offset, elements)
 
     def move(self, subgroup: int, wire: torch.Tensor) -> None:
-        """Its parameters are there from now on."""
+        """Move the subgroup's parameters to this tensor."""
         if self.whole:
             self._flat()[subgroup] = wire
         else:
@@ -80,7 +80,7 @@ class Pieces:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 
     def joined(self) -> list[torch.Tensor]:
-        """They hold all parameters, in host memory, until `part`."""
+        """Return flat tensors that hold all parameters in host memory, until `part`."""
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]
             for number in range(len(self._flat())):
@@ -138,7 +138,7 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 
 def swapped(optimizer: Any) -> list[int]:
-    """Subgroups of whose parameters DeepSpeed keeps no buffer: its swapper has them on a drive."""
+    """Return subgroups without a parameter buffer in DeepSpeed: its swapper has them on a drive."""
     wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
@@ -167,7 +167,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
 
 
 def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
-    """The subgroup's gradient, of which DeepSpeed's views are parts."""
+    """Return the subgroup's gradient. DeepSpeed's views are parts of it."""
     first, within, _ = next(optimizer._pieces.params(subgroup))
     _, _, elements = optimizer._pieces.cuts[subgroup]
     view = private.gradient_partitions(optimizer)[first.ds_id]
@@ -201,7 +201,7 @@ def _gradient_at(optimizer: Any, subgroup: int, gradient: torch.Tensor) -> None:
 
 
 def _give_pages_back(part: torch.Tensor) -> None:
-    """Of DeepSpeed's flat buffer, which stays as long as any subgroup's gradient is in it."""
+    """Release the pages of this part of DeepSpeed's flat buffer. The buffer stays while any gradient is in it."""
     if part.device.type == "cpu" and not part.is_pinned():
         discard(part.data_ptr(), part.nbytes)
 

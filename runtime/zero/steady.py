@@ -1,4 +1,4 @@
-"""What DeepSpeed does in every step that makes the host wait for the whole device."""
+"""DeepSpeed's calls in every step that make the host wait for the whole device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a config that offloads state to a drive stores: what host memory does not hold."""
+"""The stored part of a config that offloads state to a drive: what host memory cannot hold."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """The subgroups of which this rank's folder holds the newest step's state."""
+    """Return the subgroups with the newest step's state in this rank's folder."""
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
@@ -56,7 +56,7 @@ def stored_before(folder: Path) -> frozenset[int]:
 
 
 def host_room_bytes(optimizer: Any) -> int:
-    """What is free, and what DeepSpeed's own buffers give back as the plan takes their place."""
+    """Return the free bytes, including DeepSpeed's own buffers that the plan replaces."""
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
@@ -69,9 +69,10 @@ def host_room_bytes(optimizer: Any) -> int:
 def _first_that_fits(
     engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int, choices: Sequence[frozenset[int]]
 ) -> tuple[int, int]:
-    """The number of the first choice of stored subgroups with which the others fit, and the most
-    host slots that do: a slot is as large as a subgroup, so that few stored ones save no byte
-    beside many slots. The last one with one slot, if nothing fits.
+    """Return the first choice of stored subgroups that fits, and the most host slots that fit with it.
+
+    A slot is as large as a subgroup, so few stored ones save no byte with many slots. If nothing fits,
+    return the last choice with one slot.
     """
     optimizer = engine.optimizer
     kept = OPTIMIZERS.get(rule.name, ADAM)
@@ -92,9 +93,7 @@ def _first_that_fits(
 
 
 def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
-    """All ranks store the same subgroups, and pass them through what each has room for. A
-    collective call.
-    """
+    """Agree on one choice of stored subgroups and one number of slots for all ranks. A collective call."""
     import deepspeed.comm as dist
 
     most = torch.tensor([number, -slots], dtype=torch.int64, device=private.training_device())
@@ -103,7 +102,7 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
 
 
 def _spaced(count: int, stored: int) -> frozenset[int]:
-    """So many, evenly spaced: a drive then has the updates between for itself."""
+    """Return so many subgroups, evenly spaced: the drive then has the time of the updates between them."""
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

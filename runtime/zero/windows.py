@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps of its gradients from one window of micro-batches to the next."""
+"""DeepSpeed's gradients kept from one window of micro-batches to the next."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """A parameter's part of its subgroup on this rank, whose gradient DeepSpeed keeps.
+    """A parameter's part of its subgroup on this rank, with a gradient that DeepSpeed keeps.
 
     DeepSpeed keeps two things per parameter: the sum of the window's micro-batches, and the fp32
-    gradient that updates apply, which only a boundary's backward renews. Both are at home as long
-    as they are the same; the fields say where the one is that is not.
+    gradient that updates apply, which only a boundary's backward renews. The home buffer holds both as
+    long as they are the same. The fields say where the other one is if they differ.
 
     Attributes:
         begun: a gradient arrived in an earlier micro-batch of this window.
         used: one arrived at the boundary of some window.
-        kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
-            parameter went unused; it then takes the place of the home's elements.
-        summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
-        apart: that sum, where what is at home does not belong to it.
-        copied: the gradient of the window before lies in the subgroup's spare.
-        empty: what is at home was looked at, and is zero: of a parameter that nobody uses, a look
-            at every step would cost a pass, and on the device a synchronisation.
-        applied: what is kept has been, by the latest step.
+        kept: the fp32 gradient as DeepSpeed would hold it, once outside code read or wrote it or the
+            parameter went unused. It then replaces the home buffer's elements.
+        summed: DeepSpeed has a sum to go on from. Below ZeRO-3 there is none before the first.
+        apart: that sum, if the home buffer does not hold it.
+        copied: the gradient of the window before is in the subgroup's spare buffer.
+        empty: the home buffer is known to be zero. Checking an unused parameter at every step would
+            cost a pass, and on the device a synchronisation.
+        applied: the latest step has applied what is kept.
     """
 
     begun: bool = False
@@ -91,7 +91,7 @@ class Windows(GradientHomes[ZeroSlice]):
         return super()._sum_so_far(piece, elements)
 
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
-        """What the next micro-batch is added to, once it is there; not to be written."""
+        """Return the sum to which the next micro-batch is added, after its arrival. Do not write to it."""
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         return self._sum_so_far(piece, piece.elements)
@@ -127,7 +127,7 @@ class Windows(GradientHomes[ZeroSlice]):
         return piece.subgroup in self._turned and not piece.begun and not piece.touched
 
     def _previous(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """What the window before left of it, where that is in the spare; None: it is at home."""
+        """Return the previous window's gradient if it is in the spare buffer, or None if it is in the home buffer."""
         if piece.touched or not (piece.subgroup in self._turned or piece.copied):
             return None
         return self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
@@ -203,8 +203,9 @@ class Windows(GradientHomes[ZeroSlice]):
         super().close_window()
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """What DeepSpeed's fp32 gradient still holds of a parameter that this window's boundary
-        did not reach; None: the same as what is at home.
+        """Return DeepSpeed's fp32 gradient of a parameter that this window's boundary did not reach.
+
+        None: it equals the home buffer.
         """
         if piece.begun and not piece.used:
             where = self.states[piece.subgroup]
@@ -215,7 +216,7 @@ class Windows(GradientHomes[ZeroSlice]):
         return kept if piece.begun or bool(kept.count_nonzero()) else None
 
     def _apply(self, piece: ZeroSlice, kept: torch.Tensor) -> None:
-        """What the latest step has done to its gradient, if there was one."""
+        """Apply to the kept gradient what the latest step, if any, did to its own."""
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
             if self.spend is not None:
@@ -284,9 +285,10 @@ class Windows(GradientHomes[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """Masters of 16 bits below ZeRO-3: DeepSpeed adds micro-batches up in the very gradient that
-    updates apply. The window before leaves it there, unscaled and clipped, and a parameter whose
-    first gradient comes in a later micro-batch goes on from that. There is one sum, at home.
+    """Masters of 16 bits below ZeRO-3: DeepSpeed adds micro-batches up in the gradient that updates apply.
+
+    The window before leaves it unscaled and clipped, and a parameter that gets its first gradient in a
+    later micro-batch goes on from that. There is one sum, in the home buffer.
     """
 
     def accept(

@@ -1,1 +1,1 @@
-"""What is checked before an engine is taken over: versions, members, settings, the plan."""
+"""Checks before an engine is taken over: versions, members, settings, the plan."""

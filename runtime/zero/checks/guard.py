@@ -67,7 +67,7 @@ def stored_at(config: Mapping[str, Any]) -> Path | None:
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed trains as if no plan were asked for; logs why."""
+    """Return whether the engine stays DeepSpeed's without a plan, and log the reason."""
     why = left_to_stock(as_deepspeed_reads(config))
     if why:
         logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
@@ -75,8 +75,9 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
 
 
 def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config for an engine under a plan: without keys whose place the plan takes, each of which
-    is logged, and with today's names.
+    """Return the config for an engine under a plan: with today's names, without keys that the plan replaces.
+
+    Each removed key is logged.
     """
     made = dict(as_deepspeed_reads(config))
     replaced = replaced_by_a_plan(made)

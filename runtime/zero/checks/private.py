@@ -127,7 +127,7 @@ STAGE12 = (
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
-    """This DeepSpeed is outside the tested range or lacks a member that is needed."""
+    """A DeepSpeed outside the tested range, or one that lacks a needed member."""
 
 
 def check_version() -> None:
@@ -154,7 +154,7 @@ def _installed() -> Any:
 
 
 def mended_since(optimizer: str) -> str:
-    """What to add to an error about an op of this optimizer; empty where no version helps."""
+    """Return an addition to an error about an op of this optimizer, or an empty string if no version helps."""
     from packaging.version import Version
 
     first = MENDED.get(optimizer)
@@ -201,7 +201,7 @@ def on_cuda() -> bool:
 
 
 def training_device() -> torch.device:
-    """Where the model computes."""
+    """Return the device on which the model computes."""
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
@@ -211,20 +211,20 @@ def training_device() -> torch.device:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """This backward ends an accumulation window. An attribute at first, a method since 0.19.5."""
+    """Return whether this backward ends an accumulation window. An attribute at first, a method since 0.19.5."""
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def note_active(optimizer: Any, param: Any) -> None:
-    """For accumulation that ends at step(), which comes to parameters that had a gradient."""
+    """Mark the parameter as used, for accumulation that ends at step(): it handles parameters with a gradient."""
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
         active.add(param.ds_id)
 
 
 def partition_rank(optimizer: Any, param: Any) -> int:
-    """This rank's place among those that share the parameter."""
+    """Return this rank's number among the ranks that share the parameter."""
     if hasattr(optimizer, "_get_param_partition_rank"):
         return int(optimizer._get_param_partition_rank(param))
     import deepspeed.comm as dist
@@ -279,21 +279,23 @@ def is_partitioned(param: Any) -> bool:
 
 
 def parameter_home(optimizer: Any) -> ParameterHome:
-    """Where DeepSpeed keeps partitions of parameters between their uses."""
+    """Return the memory in which DeepSpeed keeps partitions of parameters between their uses."""
     return "host" if getattr(optimizer, "offload_param", False) else "device"
 
 
 class Handle(Protocol):
-    """What DeepSpeed keeps of parameters that are in flight."""
+    """DeepSpeed's handle of parameters in flight."""
 
     def wait(self, **_: Any) -> None:
-        """They are there for whoever comes next."""
+        """Wait until the parameters can be used."""
         ...
 
 
 def wait_one_by_one(module: Any) -> Callable[[], None]:
-    """Of parameters that were asked for together DeepSpeed notes the same handle, so that who needs
-    one waits for all. Handles that have one for each are taken apart; returns an undo.
+    """Make DeepSpeed wait for each parameter of a gather separately. Return an undo function.
+
+    DeepSpeed notes one handle for parameters that were requested together, so that a user of one waits
+    for all. Handles that hold one handle for each parameter are split.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
@@ -336,8 +338,9 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
-    """Each module of a forward and its backward, in order, by its parameters: `get_param_id`
-    and whole elements. None: DeepSpeed has not recorded it yet.
+    """Return the modules of a forward and its backward, in order, each as its parameters.
+
+    A parameter is given by `get_param_id` and its whole elements. None: DeepSpeed has not recorded it yet.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -355,7 +358,7 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
-    """By which DeepSpeed keeps parameters gathered."""
+    """Return the rules by which DeepSpeed keeps parameters gathered."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     small = [p.ds_numel for p in optimizer.persistent_parameters]
     return GatherRules(
@@ -367,7 +370,7 @@ def gather_rules(optimizer: Any) -> GatherRules:
 
 
 def gathers(optimizer: Any) -> Gathered | None:
-    """What a forward and its backward gather, as DeepSpeed has recorded them; None: not yet."""
+    """Return the gathers of a forward and its backward, as DeepSpeed has recorded them, or None before that."""
     trace = module_trace(optimizer)
     if trace is None:
         return None
@@ -381,7 +384,7 @@ def is_swapped(param: Any) -> bool:
 
 
 def is_plain(param: Any) -> bool:
-    """What is gathered of it is its partition, in its own precision."""
+    """Return whether a gather of the parameter yields its partition in its own precision."""
     held = param.ds_tensor
     quantized = hasattr(held, "ds_quant_scale")
     return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
@@ -410,8 +413,9 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
-    """Under ``torch_autocast`` several ranks gather what forward asks for in the precision of its
-    computation; inside, these are gathered as their partitions are.
+    """Gather these parameters, inside the block, in the precision of their partitions.
+
+    Under ``torch_autocast`` several ranks gather in the precision of forward's computation.
     """
     named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
     for param in named:
@@ -424,14 +428,14 @@ def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """Device memory that nobody uses goes back from PyTorch to the driver."""
+    """Return unused device memory from PyTorch to the driver."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().empty_cache()
 
 
 def current_stream() -> Any:
-    """What `on_stream` goes back to."""
+    """Return the current stream, to which `on_stream` returns."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().current_stream()

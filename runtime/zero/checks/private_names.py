@@ -1,4 +1,4 @@
-"""Whether the installed DeepSpeed has the private names in use, before there is an engine."""
+"""A check, before any engine exists, that the installed DeepSpeed has the private names in use."""
 
 import inspect
 import re
@@ -31,6 +31,6 @@ def missing_names() -> list[str]:
 
 
 def _words(owner: type[Any]) -> set[str]:
-    """Every identifier in the modules of the class and what it inherits from."""
+    """Return every identifier in the modules of the class and its base classes."""
     modules = {cls.__module__ for cls in owner.__mro__ if cls.__module__.startswith("deepspeed")}
     return {word for name in modules for word in re.findall(r"\w+", inspect.getsource(sys.modules[name]))}
