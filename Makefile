@@ -34,11 +34,12 @@ serve: .venv/.ready-serve ## the what-if page at http://127.0.0.1:8377, with the
 test: setup ## all tests
 	@python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 --junit-xml=build/tests.xml
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy and plain words
 	ruff check .
 	ruff format --check .
 	@mkdir -p build/typing/ebbtide && cd build/typing/ebbtide && ln -sfn $(addprefix ../../../,$(wildcard ebbtide/*) simulator profiler tuner runtime) .
 	mypy
+	@python scripts/plain_words.py
 
 compat: setup ## bits, checkpoints and front door on the oldest DeepSpeed and on 0.19.6
 	@sh scripts/compat.sh 0.18.6 0.19.6

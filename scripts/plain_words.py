@@ -1,0 +1,97 @@
+"""Hold how plainly the code speaks: docstrings' first words, knots, and the newest commit's subject.
+
+    python scripts/plain_words.py            # part of make lint; exit code 1 with what to change
+    python scripts/plain_words.py --list     # every docstring that counts against the limits
+
+A docstring of a function begins with an imperative verb, one of a class or module with a noun phrase.
+The limits only ever fall.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("ebbtide", "simulator", "tuner", "profiler", "runtime", "studies", "scripts", "examples")
+# Shares of all docstrings, in percent. Lower them when the measured share is lower.
+MOST_ODD_PCT, MOST_KNOTTED_PCT = 19.5, 8.0
+MOST_SUBJECT_CHARACTERS = 72
+ODD = re.compile(
+    r"(what|whether|how|where|when|which|who|whom|whose|why|of|in|on|at|by|behind|before|after|besides?|between|from|to|for"
+    r"|with|without|until|till|as|than|through|throughout|under|over|above|below|into|onto|since|while|if|though|although"
+    r"|because|else|also|so|this|these|those|that|it|its|their|they|he|she|there|here|nobody|somebody|everybody|whoever"
+    r"|whatever|wherever|nothing|not|never|only|just|both|either|neither|still|yet|once)\b(?!')",
+    re.IGNORECASE,
+)
+KNOTS = re.compile(
+    r"\b(of which|of whom|in which|by which|for which|whose|who|whom|nobody|somebody|whoever|behind|besides?|else)\b",
+    re.IGNORECASE,
+)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield (place, docstring) of every module, class and function."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node)
+                    if text:
+                        yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text
+
+
+def begins_oddly(text: str) -> bool:
+    """Return whether the first word is a relative, a question word, a preposition or a pronoun."""
+    return bool(ODD.match(text.lstrip("`'\"(")))
+
+
+def is_knotted(text: str) -> bool:
+    """Return whether the first paragraph has a relative clause or a private word that hides its subject."""
+    return bool(KNOTS.search(text.split("\n\n")[0]))
+
+
+def newest_subject() -> str:
+    """Return the subject of the newest commit that is no merge, or an empty string outside a checkout."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--no-merges", "--format=%s"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
+    """Return a sentence for each limit that is exceeded."""
+    shares = {
+        "begin with a relative, a preposition or a pronoun": (begins_oddly, MOST_ODD_PCT),
+        "have a knot in their first paragraph": (is_knotted, MOST_KNOTTED_PCT),
+    }
+    result = []
+    for what, (counts, most_pct) in shares.items():
+        pct = 100 * sum(counts(text) for _, text in found) / max(1, len(found))
+        if pct > most_pct:
+            result.append(f"{pct:.1f}% of docstrings {what}. The limit is {most_pct}%. See --list.")
+    if len(subject) > MOST_SUBJECT_CHARACTERS:
+        result.append(
+            f"The newest commit's subject has {len(subject)} characters. The limit is "
+            f"{MOST_SUBJECT_CHARACTERS}. Move the story into the body."
+        )
+    return result
+
+
+def main() -> None:
+    """Print the problems and exit with 1 if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print every docstring that counts")
+    found = list(docstrings())
+    if parser.parse_args().list:
+        for place, text in found:
+            if begins_oddly(text) or is_knotted(text):
+                print(f"{place}: {text.splitlines()[0]}")
+    wrong = problems(found, newest_subject())
+    print("\n".join(wrong) or f"plain words: {len(found)} docstrings, within the limits")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
