@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from ebbtide.profiler.rates.copies import cuda_clock
-from ebbtide.profiler.rates.sampling import rate, repeat_s, timed_s
+from ebbtide.profiler.rates.sampling import noise, rate, repeat_s, timed_s
 from ebbtide.simulator.quantity import Quantity, Source
 
 CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach the sustained rate
@@ -13,7 +13,7 @@ CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach t
 def products(cuda: bool, budget_s: float) -> Quantity:
     """Flops/s of a large bf16 matrix product; without a GPU of the emulated device, the CPU."""
     side = CUDA_SIDE if cuda else HOST_SIDE
-    a, b = (torch.randn(side, side, device=_device(cuda)).bfloat16() for _ in range(2))
+    a, b = (noise(side * side, _device(cuda)).view(side, side).sub_(0.5).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     durations = repeat_s(lambda: torch.matmul(a, b, out=out), budget_s, _clock(cuda))
     return rate(2 * side**3, durations, _source(cuda), f"bf16 product of {side} x {side} matrices")
@@ -21,7 +21,7 @@ def products(cuda: bool, budget_s: float) -> Quantity:
 
 def device_memory(cuda: bool, elements: int, budget_s: float) -> Quantity:
     """Bytes/s that a copy within device memory moves: each byte is read and written."""
-    source = torch.randn(elements, device=_device(cuda))
+    source = noise(elements, _device(cuda))
     to = torch.empty_like(source)
     durations = repeat_s(lambda: to.copy_(source), budget_s, _clock(cuda))
     detail = f"copy of {elements} fp32 elements within device memory"

@@ -15,10 +15,14 @@ _BLOCK = 2**20  # elements
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:
-    """fp32 in [0, 1), its memory backed: a block of random numbers over and over, since to draw so
-    many takes longer than what is then measured on them.
+    """Return ``elements`` fp32 numbers in [0, 1) in memory that is backed.
+
+    One block of random numbers is repeated, since drawing takes longer than the measurement. The
+    numbers come from a generator of their own: measuring in a training process leaves the
+    generators alone that training draws from.
     """
-    block = torch.rand(min(elements, _BLOCK), device=device)
+    own = torch.Generator(device).manual_seed(0)
+    block = torch.rand(min(elements, _BLOCK), device=device, generator=own)
     return block.repeat(-(-elements // _BLOCK))[:elements]
 
 

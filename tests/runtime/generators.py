@@ -1,0 +1,93 @@
+"""The random generators of this process, and training with dropout that draws from them."""
+
+import functools
+import os
+import random
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+import ebbtide.profiler
+import ebbtide.runtime
+import numpy as np
+import pytest
+import torch
+
+from studies.bench.byte_gpt import ds_config
+from studies.bench.rank import become_only_rank
+
+STEPS = 6  # "auto" switches after four
+QUICK = {"seconds": 0.2, "elements": 20_000}  # of a measurement whose result nobody reads
+
+
+def states():
+    """Return the state of each generator of this process by name, as values that compare."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    found = {"python": random.getstate(), "numpy": (kind, keys.tolist(), rest), "torch": torch.get_rng_state().tolist()}
+    for device in range(torch.cuda.device_count()):
+        found[f"cuda:{device}"] = torch.cuda.get_rng_state(device).tolist()
+    return found
+
+
+@contextmanager
+def unchanged(what):
+    """Check that the block leaves every generator as it found it."""
+    before = states()
+    yield
+    after = states()
+    moved = [name for name in before if before[name] != after[name]]
+    assert not moved, f"{what} drew from the generators of {moved}"
+
+
+def measure_quickly(monkeypatch, cache):
+    """Have ``plan="auto"`` measure this machine in part of a second, with nothing cached before."""
+    monkeypatch.setattr("ebbtide.profiler.machine._cache_path", lambda *_: cache / "machine.json")
+    quick = functools.partial(ebbtide.profiler.measure_machine, **QUICK)
+    monkeypatch.setattr(ebbtide.profiler, "measure_machine", quick)
+
+
+def engine_with_dropout(plan, stage):
+    """Return an engine on a small seeded model with dropout: DeepSpeed's own if there is no plan."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    layers = [torch.nn.Linear(32, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 32), torch.nn.Dropout(0.3)]
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(32, 8))
+    start = deepspeed.initialize if plan is None else functools.partial(ebbtide.runtime.initialize, plan=plan)
+    config = ds_config(subgroup_size=1_000, stage=stage)
+    return start(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+def step(engine):
+    """Return the loss of one step whose batch is drawn from all three generators of the host."""
+    batch = torch.randn(4, 32) * random.random() * np.random.rand()  # noqa: NPY002
+    loss = engine(batch.to(engine.device, torch.bfloat16)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def losses(plan, stage):
+    """Return the losses of a whole training."""
+    engine = engine_with_dropout(plan, stage)
+    found = [step(engine) for _ in range(STEPS)]
+    engine.destroy()
+    return found
+
+
+def compare(stage, folder):
+    """Print, as a rank of torchrun's, whether two runs under ``auto`` have the losses of stock."""
+    become_only_rank()
+    deepspeed.init_distributed()
+    stock = losses(None, stage)
+    with pytest.MonkeyPatch.context() as patch:
+        measure_quickly(patch, Path(folder))
+        same = [losses("auto", stage) == stock for _ in ("measured", "cached")]
+    print(f"rank {os.environ['RANK']}: {same}", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    compare(int(sys.argv[1]), sys.argv[2])
