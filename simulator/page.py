@@ -1,4 +1,4 @@
-"""What is kept in a file: a frozen model, as one page of JSON."""
+"""A frozen model that is stored as one page of JSON."""
 
 import os
 from pathlib import Path
@@ -27,8 +27,10 @@ class Page(BaseModel):
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """To a sibling file first, then renamed: a link to a file stays one. What is no file, such as
-    a pipe or a terminal (``/dev/stdout``), is written to.
+    """Write to a sibling file first, then rename, so that the file is never half-written.
+
+    A link to a file stays one. A target that is no file, such as a pipe or a terminal (``/dev/stdout``),
+    is written to directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():

@@ -54,7 +54,7 @@ class Quantity(BaseModel):
 
     @classmethod
     def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> "Quantity":
-        """One value without a spread."""
+        """Return a quantity of one value without a spread."""
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
@@ -72,7 +72,7 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """In another unit: median and quartiles times ``factor``, as often repeated."""
+        """Return the quantity in another unit: median and quartiles times ``factor``."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
 
@@ -83,7 +83,7 @@ class Quantity(BaseModel):
 
     @property
     def log_sigma(self) -> float:
-        """Likewise of the logarithm."""
+        """Return the standard deviation of the logarithm, from the quartiles."""
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
@@ -93,5 +93,5 @@ class Quantity(BaseModel):
 
     @property
     def stable(self) -> bool:
-        """Whether repeats agreed; a value that was taken once is not known to be stable."""
+        """Return whether repeats agreed. A value that was taken once is not known to be stable."""
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

@@ -10,10 +10,10 @@ SHOWN = 120  # characters of a value
 
 
 class RuleError(ValueError):
-    """What was given breaks a rule.
+    """A value that breaks a rule.
 
     Attributes:
-        key: the field at fault, with dots into what is nested; "": no single one.
+        key: the field at fault, with dots for nested ones. Empty: no single field.
     """
 
     def __init__(self, rule: str, key: str = "") -> None:
@@ -36,7 +36,7 @@ class Broken(NamedTuple):
 
     @property
     def told(self) -> str:
-        """In a sentence; our own rules are one already."""
+        """Return the broken rule as a sentence. Rules of this project are one already."""
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
@@ -53,7 +53,7 @@ def under(name: str) -> Iterator[None]:
 
 
 def cut(text: str, most: int = 1000) -> str:
-    """A message that somebody's value made too long for people, without its middle."""
+    """Return the message without its middle if a long value made it too long to read."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
@@ -64,13 +64,13 @@ def shortened(value: object) -> str:
 
 
 def broken(error: Failed, given: Any = None) -> list[Broken]:
-    """Every rule that is broken, in our words.
+    """Return every broken rule, in this project's words.
 
-    Of a field that may be one thing or another, what is nearest to what was given is told.
+    If a field has alternatives, the nearest to the given value is reported.
 
     Args:
         error: pydantic's, or a web framework's that holds them.
-        given: what was checked; with it keys are told from the names of alternatives.
+        given: the checked value. With it keys are told from the names of alternatives.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
@@ -83,7 +83,7 @@ def broken(error: Failed, given: Any = None) -> list[Broken]:
 
 
 def explain(error: Failed, given: Any = None) -> str:
-    """All of them in one line: where, what must hold, and what was received."""
+    """Return all broken rules in one line: where, what must hold, and what was received."""
     rows = broken(error, given)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
@@ -101,7 +101,7 @@ def _broken(item: Mapping[str, Any], given: Any) -> Broken:
 
 
 def _where(item: Mapping[str, Any], given: Any) -> list[str]:
-    """Without what names an alternative's kind."""
+    """Return the field's location without the names of alternatives' kinds."""
     location = list(item["loc"])
     if location and location[0] in _PLACES:
         given = given if location.pop(0) == "body" else None

@@ -9,7 +9,7 @@ from ebbtide.simulator.machine import RateName
 
 
 class OpKind(StrEnum):
-    """What an op does. ``BACKWARD`` yields gradients; ``NORM`` is the barrier before updates."""
+    """The kind of an op. ``BACKWARD`` yields gradients; ``NORM`` is the barrier before updates."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -82,17 +82,17 @@ Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, byte
 
 
 def taken_for(kind: OpKind) -> Kind:
-    """What the memory is for that such an op takes when it starts."""
+    """Return the kind of memory that such an op takes when it starts."""
     return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
 
 
 def freed_of(kind: OpKind) -> Kind:
-    """What the memory was for that such an op gives back when it ends."""
+    """Return the kind of memory that such an op frees when it ends."""
     return "gradients" if kind == OpKind.UPDATE_DEVICE else "activations"
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
-    """For timelines: ``update host s3``; -1: of no subgroup, or no layer."""
+    """Return a label for timelines: ``update host s3``. -1: of no subgroup, or no layer."""
     part = f" s{subgroup}" if subgroup >= 0 else ""
     part += f" l{layer}" if layer >= 0 else ""
     return f"{kind.value}{part}"
@@ -105,13 +105,13 @@ class Op(NamedTuple):
         id: position in the schedule; ``after`` names only smaller ids, so that the DAG has no
             cycle by construction.
         work: in the unit of ``rate`` (bytes, params, flops, or seconds for ``wall_s``).
-        after: the ops that must have ended before this one starts, besides its lane predecessor.
+        after: ops that must have ended before this one starts, in addition to its lane predecessor.
         dram_bytes: host memory traffic over the whole op (reads plus writes).
-        cores: host cores the op keeps busy at full speed.
-        device_share: part of the device's compute (or HBM) it takes at full speed, 0 to 1.
+        cores: host cores that the op keeps busy at full speed.
+        device_share: share of the device's compute (or HBM) that it takes at full speed, 0 to 1.
         device_alloc_bytes, host_alloc_bytes: memory taken when it starts; ``*_free_bytes``:
-            given back when it ends.
-        subgroup, layer: what it works on; -1: not applicable.
+            freed when it ends.
+        subgroup, layer: the op's object; -1: not applicable.
     """
 
     id: int
@@ -200,7 +200,7 @@ class ScheduleBuilder:
         after: Sequence[int] = (),
         **fields: float,
     ) -> int:
-        """Appends an op behind ``after``; see `Op` for the other fields."""
+        """Append an op that waits for ``after``; see `Op` for the other fields."""
         position = len(self.ops)
         waits = tuple(after) if len(after) < 2 else tuple(sorted(set(after)))
         self.ops.append(

@@ -1,4 +1,4 @@
-"""One op's time on its lane: what timelines are made of."""
+"""The time of one op on its lane. Timelines consist of spans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -46,13 +46,13 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happened, op by op.
+    """The ops of an iteration with their times.
 
     Attributes:
         spans: every op's start and end.
         source: ``predicted`` by the simulator or ``measured`` by the runtime.
-        memory: device and host memory over time; empty if unknown.
-        storage_bytes: that state takes on storage.
+        memory: device and host memory over time. Empty if unknown.
+        storage_bytes: bytes of state on storage.
     """
 
     spans: tuple[Span, ...]
@@ -63,7 +63,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return makespan_s(self.spans)
 
     @property
@@ -119,13 +119,13 @@ class Timeline:
         return max((s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0)
 
     def _start_of(self, iteration: int) -> float:
-        """Where the previous step returned, or where the iteration's first op started."""
+        """Return the end of the previous step, or the start of the iteration's first op."""
         previous = [s.end_s for s in self.spans if s.kind == OpKind.STEP_END and s.iteration == iteration - 1]
         starts = (s.start_s for s in self.spans if s.iteration == iteration)
         return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
-        """What the training loop itself waits for, one after the other."""
+        """Return the spans that the training loop itself waits for, one after the other."""
         return [
             s
             for s in self.spans

@@ -1,4 +1,4 @@
-"""What is installed, for records."""
+"""Installed versions, for records."""
 
 from functools import cache
 from importlib import metadata
@@ -6,7 +6,7 @@ from importlib import metadata
 
 @cache
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are here; of the others nothing."""
+    """Return the versions of the installed packages among these."""
     result: dict[str, str] = {}
     for package in packages:
         try:

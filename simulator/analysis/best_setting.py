@@ -47,7 +47,7 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """What is in use of each memory at its peak, by kind."""
+        """Return the bytes in use of each memory at its peak, by kind."""
         return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
@@ -67,7 +67,7 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
 
 @dataclass(frozen=True)
 class _Strategy:
-    """One at any of its settings, on one machine."""
+    """One strategy at any of its settings, on one machine."""
 
     name: str
     workload: Workload
@@ -176,7 +176,7 @@ def simulated(
     setting: Mapping[str, Any],
     compile_: Compile = compiled,
 ) -> Simulated:
-    """One iteration, and whether it fits."""
+    """Simulate one iteration, and check whether it fits."""
     return _Strategy(name, workload, machine, limits, compile_).best([setting])
 
 
@@ -188,10 +188,10 @@ def best_setting(
     setting: Mapping[str, Any] | None = None,
     compile_: Compile = compiled,
 ) -> Simulated:
-    """At the setting given, or the fastest that fits; where none does, the one that lacks least.
+    """Return the given setting, or the fastest that fits. If none fits, return the one with the smallest shortage.
 
     Args:
-        compile_: what makes a schedule of the strategy's name, the workload and the setting.
+        compile_: builds a schedule from the strategy's name, the workload and the setting.
     """
     options = [setting] if setting else settings(name, len(workload.subgroups))
     return _Strategy(name, workload, machine, limits, compile_).best(options)

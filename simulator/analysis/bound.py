@@ -1,4 +1,4 @@
-"""How fast any plan could be, by the rules of `ebbtide.simulator.analysis.bounds`."""
+"""The lower bound of an iteration under any plan, by the rules of `ebbtide.simulator.analysis.bounds`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

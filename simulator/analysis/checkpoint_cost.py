@@ -1,4 +1,4 @@
-"""What a checkpoint costs: training simulated with one and without, and what is lost between."""
+"""The cost of a checkpoint: training simulated with one and without."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class _Run:
         return float(self.result.end_s[saves[0]])
 
     def norm_s(self) -> float:
-        """When the updates of the iteration behind the save may begin."""
+        """Return the time at which the updates of the iteration after the save may begin."""
         return float(self.result.end_s[self.of(OpKind.NORM, iteration=LEAD_IN)[0]]) - self.save_s()
 
     def backward_end_s(self, iteration: int) -> float:
@@ -61,8 +61,9 @@ class _Run:
         return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
 
     def hooks_s(self) -> tuple[float, ...]:
-        """The begin of each forward, the end of each backward behind the save: see `_pass_begins`
-        of `CheckpointedLoop`.
+        """Return the begin of each forward and the end of each backward after the save.
+
+        See `_pass_begins` of `CheckpointedLoop`.
         """
         save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
         forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
@@ -72,7 +73,7 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """When each subgroup is about to be overwritten for the first time behind the save."""
+        """Return the time at which each subgroup is about to be overwritten for the first time after the save."""
         save_s, results = self.save_s(), []
         recipes = [RECIPES[placement] for placement in plan.placements]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -102,8 +103,9 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 
 
 def save_seconds(workload: Workload, machine: Machine) -> float:
-    """What a save takes by itself: it grows with the tensors that the files name, one for each
-    parameter and some for each subgroup's state.
+    """Return the fixed seconds of a save. They grow with the number of tensors named in the files.
+
+    There is one for each parameter, and a few for each subgroup's state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)
@@ -125,7 +127,7 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Of a whole checkpoint, the parameters as the model computes with them included."""
+    """Return the bytes of a whole checkpoint, including the parameters in the model's precision."""
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
@@ -150,7 +152,7 @@ class CheckpointSimulation:
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
-        """What one checkpoint costs that is not in the next one's way."""
+        """Return the cost of one checkpoint that does not overlap the next one."""
         writing = self.writing(saving)
         compiled = compile_schedule(self._schedule(saving, writing))
         run = self._run(compiled)
@@ -174,7 +176,7 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """What is still written behind the last iteration goes on slowing down as it did in it."""
+        """Return the slowdown after the simulated iterations, assuming that later ones are slowed like the last."""
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
         left = max(0.0, run.persist_end_s() - run.backward_end_s(last)) / self.iteration_s
@@ -182,7 +184,7 @@ class CheckpointSimulation:
 
     @property
     def iteration_s(self) -> float:
-        """Without any checkpoint."""
+        """Return the seconds of an iteration without any checkpoint."""
         return self._plain.result.iteration_s
 
     @cached_property
@@ -191,7 +193,7 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """With the save as a barrier, and nothing written."""
+        """Simulate the save as a barrier, with nothing written."""
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
 

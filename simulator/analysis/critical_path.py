@@ -1,4 +1,4 @@
-"""Which ops an iteration waits for: the chain that has to get shorter for it to get shorter."""
+"""The critical path of an iteration: the chain of ops that must get shorter for it to get shorter."""
 
 from collections import defaultdict
 
@@ -32,7 +32,7 @@ def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: f
 
 
 def _by_op(schedule: Schedule, timeline: Timeline) -> tuple[list[Span], list[list[int]]]:
-    """Of each op its span, and its lane's predecessor: a lane runs its ops in order."""
+    """Return the span of each op, and its predecessor on its lane: a lane runs its ops in order."""
     ran: dict[Lane, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         ran[span.lane].append(span)

@@ -108,7 +108,7 @@ def _draw_lane(ax: Axes, row: int, spans: Sequence[Span], origin_s: float, scale
 
 
 def _inches(ax: Axes, span: Span, scale: float) -> float:
-    """How wide a bar is on the page."""
+    """Return the width of a bar on the page."""
     figure = ax.get_figure(root=True)
     figure_width = float(figure.get_size_inches()[0]) if figure is not None else 1.0
     left, right = ax.get_xlim()
@@ -117,9 +117,7 @@ def _inches(ax: Axes, span: Span, scale: float) -> float:
 
 
 def _edges(ax: Axes, bars: Sequence[Span], scale: float) -> dict[str, Any]:
-    """White edges separate neighbours; bars of a pixel or two get their own colour, else they
-    would vanish.
-    """
+    """Return the edges of bars: white to separate neighbours, their own colour if they are a pixel wide."""
     widths = sorted(_inches(ax, s, scale) for s in bars)
     if widths[len(widths) // 2] > 0.06:
         return {"edgecolor": "white", "linewidth": 0.6}

@@ -15,10 +15,10 @@ CHECKFREQ_OVERHEAD = 0.035  # CheckFreq (Mohan et al., FAST 2021): at most 3.5% 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """How often the whole job fails, and what it takes to run again.
+    """The failures of the whole job, and the time to run again.
 
     Attributes:
-        mtbf_s: between failures of the whole job; `math.inf`: it never fails.
+        mtbf_s: mean time between failures of the whole job. `math.inf`: it never fails.
         restart_s: from a failure until the loop runs again from its checkpoint.
 
     Raises:
@@ -35,15 +35,16 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCost:
-    """One checkpoint.
+    """The cost of one checkpoint.
 
     Attributes:
-        stall_s: what the training loop waits: in the save, for copies, and for bytes that must be
+        stall_s: waits of the training loop: in the save, for copies, and for bytes that must be
             written before an update.
-        interference_s: what the writing adds to iterations by its memory traffic and cores.
+        interference_s: seconds that the writing adds to iterations by its memory traffic and cores.
         persist_s: from the begin of the save until the last byte is durable.
-        slowdown: of the iterations that it is written beside, waits not counted; 0.02 is 2%.
-        copied_bytes: by copy on update; waited_bytes: written while an update waits.
+        slowdown: of the iterations during the writing, without waits. 0.02 is 2%.
+        copied_bytes: bytes copied by copy on update.
+        waited_bytes: bytes written while an update waits.
         reserved_bytes: host memory of the copy budget and the writers' buffers.
 
     Raises:

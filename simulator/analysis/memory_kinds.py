@@ -1,4 +1,4 @@
-"""What memory is for at the moment when most of it is in use."""
+"""The use of memory, by kind, at the moment of its peak."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,9 @@ from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
-    """Of each memory, the bytes of each kind at its peak: together they are the peak. Kinds that
-    take nothing are left out.
+    """Return, for each memory, the bytes of each kind at its peak. Their sum is the peak.
+
+    Kinds without bytes are left out.
     """
     held = schedule.schedule.held
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}

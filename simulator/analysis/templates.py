@@ -46,7 +46,7 @@ _WORKLOAD_STRUCTURE = tuple(name for name in Workload.model_fields if name not i
 
 
 def structure(workload: Workload) -> Hashable:
-    """Equal for workloads whose schedules have the same ops and waits."""
+    """Return a key that is equal for workloads with the same ops and waits in their schedules."""
     return (
         *(getattr(workload, name) for name in _WORKLOAD_STRUCTURE),
         bool(workload.pipeline_idle_s),
@@ -55,7 +55,7 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """What may differ between workloads of one structure, by its name."""
+    """Return the values, by name, that may differ between workloads of one structure."""
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -89,7 +89,7 @@ class Template:
 
     @classmethod
     def of(cls, schedule: Schedule, workload: Workload) -> Self:
-        """Of a schedule that was built for ``workload``."""
+        """Return the template of a schedule that was built for ``workload``."""
         result: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
         for op in schedule.ops:
             name = _WRITTEN.get((op.kind, op.lane, op.rate))
@@ -109,12 +109,12 @@ class Template:
 
     @property
     def size_bytes(self) -> int:
-        """Of its arrays."""
+        """Return the bytes of its arrays."""
         made = self.compiled
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """What this workload has otherwise."""
+        """Return the names of the values in which this workload differs."""
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:

@@ -1,5 +1,6 @@
-"""What two runs of one side differ by, which should have agreed: noise of kernels, or another
-training, beside which nothing can be compared.
+"""Differences between two runs of one side that should have agreed.
+
+They are the noise of kernels, or another training. In the latter case nothing can be compared.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ ANOTHER = 0.25
 
 @dataclass(frozen=True)
 class Chance:
-    """What happens between two runs of one side.
+    """The difference between two runs of one side.
 
     Attributes:
-        where: what differs first, and where to look for its cause.
-        apart: how far the first update that differs is apart, over that update; 0: they begin from
+        where: the first difference, and where to look for its cause.
+        apart: distance of the first update that differs, over that update. 0: the runs begin from
             other parameters, or no parameter differs.
         blind: they train so differently that another side cannot be compared with either.
     """
@@ -51,7 +52,7 @@ def _tensors(found: Sequence[Difference]) -> list[Difference]:
 
 
 def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
-    """The median over tensors, in the first step in which they differ."""
+    """Return the median distance over tensors, in the first step with differences."""
     return median(d.distance / (moved(run, other, d) or 1.0) for d in _tensors(found))
 
 

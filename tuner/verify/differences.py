@@ -1,4 +1,4 @@
-"""Where two runs part, and by how much."""
+"""The first differences of two runs, and their size."""
 
 import math
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ class Difference:
         name: a loss, ``gradient norm``, a learning rate, a parameter or its master
             (``NAME/fp32``).
         ours, theirs: a scalar's values; a tensor's norms.
-        relative: a scalar's difference over the larger value; a tensor's distance over the way
-            that updates have moved it so far (over its norm, where none has).
+        relative: a scalar's difference over the larger value. A tensor's distance over the distance
+            that updates have moved it so far (over its norm, if they have not moved it).
         distance: of tensors.
     """
 
@@ -30,8 +30,9 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """All of one step, in the order in which they arise: losses, norm, rates, masters, parameters;
-    among the masters, and among the parameters, the largest first.
+    """Return all differences of one step, in the order of their causes: losses, norm, rates, masters, parameters.
+
+    Among the masters, and among the parameters, the largest comes first.
     """
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
@@ -39,7 +40,7 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """How far its step has moved a tensor, in the side that it moved further."""
+    """Return the distance that a step moved a tensor, in the side with the larger one."""
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 
 

@@ -1,4 +1,4 @@
-"""What one run shows about itself: states that no order of sums explains."""
+"""Evidence in one run against itself: states that no order of sums explains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Evidence:
 
 
 def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
-    """Of all tensors after one step; the other run shows what the step should have done."""
+    """Yield the evidence of all tensors after one step. The other run shows what the step should have done."""
     goes_on = any(_moves(run, name, step) for name in run.masters)
     for name in run.steps[step].tensors:
         for text in _certain(run, other, step, name):
@@ -48,7 +48,7 @@ def _certain(run: Run, other: Run, step: int, name: str) -> Iterator[str]:
 
 
 def _is_not_rounded(run: Run, step: int, name: str) -> bool:
-    """Although it was before the first step."""
+    """Return whether a parameter is not its rounded master, although it was before the first step."""
     now, first = run.steps[step].tensors, run.steps[0].tensors
     master = name + MASTER
     if not all(master in tensors and name in tensors for tensors in (now, first)):
@@ -62,7 +62,7 @@ def _moves(run: Run, name: str, step: int) -> bool:
 
 
 def _stands_still(run: Run, other: Run, step: int, name: str) -> bool:
-    """It has not moved in this step, and the other's has."""
+    """Return whether a tensor has not moved in this step, while the other run's has."""
     if step == 0:
         return False
     ours = [r.steps[k].tensors.get(name) for r in (run, other) for k in (step - 1, step)]

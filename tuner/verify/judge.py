@@ -32,15 +32,15 @@ ULPS = 16.0  # of a tensor's largest element: more than one update's rounding mo
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of comparing one side with another.
+    """The result of comparing one side with another.
 
     Attributes:
-        first: the difference to look at: the first that rounding does not explain, else the
-            first; None: no bit differs.
-        also: how many other tensors differ in that step.
+        first: the difference to look at: the first that rounding does not explain, otherwise the
+            first one. None: no bit differs.
+        also: number of other tensors that differ in that step.
         explained: the relative difference that rounding explains there.
         off: the side that is wrong.
-        why: what speaks for that, and what it may be.
+        why: the reasons for that, and possible causes.
     """
 
     side: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Noise:
-    """What chance explains: runs of one side that should have agreed.
+    """The differences that chance explains, from runs of one side that should have agreed.
 
     Attributes:
         reference: the side's first run.
@@ -74,7 +74,7 @@ class Noise:
         return max(value for value in found if math.isfinite(value))
 
     def _of_sums(self, kind: str) -> float:
-        """Over all steps: a rounding that has not shown in one of them has in others."""
+        """Return the largest relative noise of sums over all steps. A rounding may show only in some of them."""
         if kind == RATE:
             return 0.0  # a schedule rounds nothing
         found = [
@@ -88,7 +88,7 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """What chance has moved nine in ten masters by at least; a quarter of the floor or more."""
+        """Return the distance that chance moves nine in ten masters at least, and at least a quarter of the floor."""
         found = [self._floor() / 4]
         for run in self.others:
             if step in common_steps(run, self.reference):
@@ -198,15 +198,16 @@ def _least(masters: Sequence[Difference]) -> float:
 
 
 def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
-    """A rounded parameter whose master is there too: 16 bits make steps that are no defect."""
+    """Return whether the tensor is a rounded parameter with a known master: its 16-bit steps are no defect."""
     if difference.name.endswith(MASTER) or not difference.is_tensor:
         return False
     return any(d.name.endswith(MASTER) for d in found)
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """All tensors were equal so far, most still are, and this is more than rounding does: of an
-    update, where sums have had the same bits too; else of sums, which are an order apart.
+    """Return the difference if all tensors were equal before, most still are, and rounding does not explain it.
+
+    If sums have had the same bits too, an update is compared, otherwise sums, which are an order apart.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]
@@ -281,7 +282,7 @@ def _others(found: Sequence[Difference], first: Difference) -> int:
 
 
 def _guesses(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
-    """What differences of this pattern come from."""
+    """Yield the likely causes of differences with this pattern."""
     if wrong.step == 0:
         yield "the runs begin with other parameters: the script's seeds, or a checkpoint it resumes"
     elif wrong.name == "gradient norm" and found[0] is wrong:

@@ -23,7 +23,7 @@ class VerifyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Side:
-    """How a run differs from the command as it is; fields of `ebbtide.runtime.verify.lines.Job`."""
+    """The changes of a run against the given command; fields of `ebbtide.runtime.verify.lines.Job`."""
 
     name: str
     perturb: bool = False
@@ -37,7 +37,7 @@ class Side:
 
     @property
     def how(self) -> str:
-        """How it was run, in a sentence about the command."""
+        """Return the way it was run, for a sentence about the command."""
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 

@@ -1,4 +1,4 @@
-"""What a run's ranks have written, put together: numbers that do not depend on the partitioning."""
+"""A run assembled from its ranks' records: numbers that do not depend on the partitioning."""
 
 import json
 import math
@@ -47,10 +47,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """After one optimizer step (number 0: before the first).
+    """The state after one optimizer step (number 0: before the first).
 
     Attributes:
-        scalars: losses, gradient norm and learning rates, in the order in which they arise.
+        scalars: losses, gradient norm and learning rates, in the order of their computation.
         tensors: masters, then parameters.
     """
 
@@ -63,11 +63,11 @@ class Run:
     """One side.
 
     Attributes:
-        name: of the side.
+        name: the side's name.
         about: rank 0's description: versions, stage, ranks, dtype.
         steps: number 0 is the state before the first step.
-        asked: steps that it was to take; 0: not known.
-        silent: ranks that told of no step.
+        asked: requested steps. 0: not known.
+        silent: ranks without any recorded step.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Run:
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:
-        """How far a tensor has been moved by the updates up to a step; NaN-free, >= 0."""
+        """Return the distance that updates have moved a tensor up to a step. NaN-free, >= 0."""
         if step == 0:
             return 0.0
         known = self._paths.get((name, step))
@@ -94,7 +94,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str) -> Run | None:
-    """The run whose ranks wrote into a folder; None: no rank did."""
+    """Return the run from the ranks' files in a folder, or None if there are none."""
     ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
     ranks = [lines for lines in ranks if len(lines) > 1]
     if not ranks:

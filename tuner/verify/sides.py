@@ -1,4 +1,4 @@
-"""Which runs are made, and what is compared with what."""
+"""The runs to make, and the pairs to compare."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ NEARER = 4.0  # times: whoever is so much nearer to a third side agrees with it
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of all comparisons.
+    """The result of all comparisons.
 
     Attributes:
-        runs: the sides, the nearest to what is known to be right last.
-        operations: that torch names as not deterministic.
-        chance: what two runs of one side differ by.
+        runs: the sides. The most trusted one is last.
+        operations: operations that torch names as not deterministic.
+        chance: difference of two runs of one side.
     """
 
     runs: tuple[Run, ...]
@@ -68,7 +68,7 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
-    """A plan and stock once more where they differ, by name: does it happen again, and to whom?"""
+    """Repeat the plan's run and stock's if they differ, by name, to see which one differs again."""
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}
     return {run.name: replace(made(Side(run.name)).run, name=run.name) for run in runs[:2]}
@@ -85,11 +85,11 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 def compared(
     runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
 ) -> tuple[Finding, ...]:
-    """Each side against the next.
+    """Compare each side with the next.
 
     Args:
         repeated: a plan and stock, run again because they differ.
-        chance: what one side differs from itself by, so that no two must have the same bits.
+        chance: difference of one side from itself. With it no two sides must have the same bits.
     """
     findings = []
     for run, other in pairwise(runs):
@@ -115,7 +115,7 @@ def _other(runs: Sequence[Run], one: Run) -> str:
 
 
 def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[Finding]:
-    """Of two that differ the wrong one is not the one that agrees with a third."""
+    """Change the blame if a third run agrees with the blamed one."""
     first = findings[0].first
     if len(runs) != 3 or findings[0].verdict != "defect" or first is None:
         return findings
@@ -129,7 +129,7 @@ def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[
 
 
 def _apart(run: Run, other: Run, at: Difference) -> float:
-    """Of the quantity in which two others differ; 0: the same."""
+    """Return the distance of two runs in a quantity that differs elsewhere. 0: the same."""
     if at.step not in common_steps(run, other):
         return 0.0
     found = (d for d in differences(run, other, at.step) if d.name == at.name)

@@ -95,7 +95,7 @@ def _known(result: Verification) -> list[str]:
 
 
 def as_json(result: Verification) -> dict[str, Any]:
-    """For other programs: ``right`` (None: it cannot be said), the sides, and each finding with its
+    """Return the result for other programs: ``right`` (None: unknown), the sides, and each finding with its
     first difference.
     """
     return {
