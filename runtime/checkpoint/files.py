@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
@@ -71,11 +71,37 @@ class Files:
     def exchange(self, one: Path, other: Path) -> bool:
         """Swaps two names in one step; False where the filesystem cannot."""
         try:
-            self._retry("exchange", _exchange, one, other)
+            self._retry("exchange", _renamed, one, other, _RENAME_EXCHANGE)
         except OSError as error:
             if error.errno in _NO_EXCHANGE:
                 return False
             raise
+        return True
+
+    def rename_folder(self, source: Path, target: Path) -> bool:
+        """Rename a folder unless ``target`` exists, and return whether it was renamed.
+
+        A plain rename replaces an empty folder, in which another process may be making its own.
+        A filesystem without such a rename gets the target first, then its content.
+        """
+        try:
+            self._retry("rename_folder", _renamed, source, target, _RENAME_NOREPLACE)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            return self._filled(source, target)
+        return True
+
+    def _filled(self, source: Path, target: Path) -> bool:
+        try:
+            self._retry("mkdir", os.mkdir, target)
+        except FileExistsError:
+            return False
+        for entry in list(source.iterdir()):
+            self.rename(entry, target / entry.name)
+        self.rmdir(source)
         return True
 
     def mkdir(self, path: Path) -> None:
@@ -205,13 +231,14 @@ DRAIN_POINTS = (
 )
 
 
-def _exchange(one: Path, other: Path) -> None:
+def _renamed(one: Path, other: Path, flag: int) -> None:
+    """Call renameat2, which swaps two names or refuses a name that is taken."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         renameat2 = libc.renameat2
     except AttributeError:
         raise OSError(errno.ENOSYS, "no renameat2 in libc") from None
     source, target = os.fsencode(one), os.fsencode(other)
-    if renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) != 0:
+    if renameat2(_AT_FDCWD, source, _AT_FDCWD, target, flag) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one))

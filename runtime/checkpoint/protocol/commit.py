@@ -86,13 +86,17 @@ class Commit:
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
-        """Makes the hidden folder, in the foreground: quick, nothing waits for the disk. The note
-        comes first: killed before it, a run would leave a folder that tells nobody what it is.
+        """Make the hidden folder in the foreground, which is quick since nothing waits for the disk.
+
+        The note comes first: killed before it, a run would leave a folder that does not say what it
+        is. Ranks may come in any order, and the first one makes the checkpoint's folder.
         """
         a = self._attempt
         self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
         if a.rank == 0:
             self.note.write()
+        else:
+            self.note.make_folder()
         self._files.mkdir(a.staging / RANKS_FOLDER)
         if a.rank == 0:
             page = {**owner(), "nonce": a.nonce}

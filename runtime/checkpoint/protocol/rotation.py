@@ -29,6 +29,7 @@ KEPT = "kept_"
 UNCOMMITTED = ".uncommitted_"
 MAKING = ".making"  # a Trainer's folder that has not got its name yet
 PER_CHECKPOINT = re.compile(r"(checkpoint|ckpt|step|epoch|iter)\w*[-_=]?\d+|\.ckpt$", re.IGNORECASE)
+_ATTEMPTS = 5
 # The Trainer writes this one last, after the save: without it, it cannot resume from the folder.
 TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\d+")
 
@@ -49,28 +50,28 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Quick: a machine that loses it loses the checkpoint's folder, too. Where that is not
-        there, both come in one step: killed between the two, a run would leave a folder that tells
-        nobody what it is.
-        """
-        if self._save_dir.exists() or not self._made_with_folder():
+        """Write the note, quickly: a machine that loses it loses the checkpoint's folder, too."""
+        if not self.make_folder():
             self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
-    def _made_with_folder(self) -> bool:
-        """False: another rank has made the folder."""
-        making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}{MAKING}")
+    def make_folder(self) -> bool:
+        """Make the checkpoint's folder together with the note, and return whether it was missing.
+
+        Both come in one step: killed between the two, a run would leave a folder that does not say
+        what it is. A folder that another rank makes meanwhile stays, since that rank may already
+        make its own in it.
+        """
+        if self._save_dir.exists():
+            return False
+        making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}.{os.getpid()}{MAKING}")
         try:
             self._write_to(making / NOTES / self._path.name)
-            with contextlib.suppress(OSError):
-                self._files.rename(making, self._save_dir)
-                return True
+            return self._files.rename_folder(making, self._save_dir)
         finally:
             shutil.rmtree(making, ignore_errors=True)
-        return False
 
     def _write_to(self, path: Path) -> None:
-        self._files.mkdir(path.parent)
         page = {
             **owner(),
             "tag": self._tag,
@@ -79,7 +80,16 @@ class Note:
             "save_latest": self._save_latest,
             "awaits": self._awaits,
         }
-        self._files.write_briefly(path, json.dumps(page).encode())
+        whole = path.with_name(f".{path.name}.{os.getpid()}")  # another rank may read it meanwhile
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(FileNotFoundError):  # another note's end took the empty folder away
+                return self._replace(path, whole, page)
+        return self._replace(path, whole, page)
+
+    def _replace(self, path: Path, whole: Path, page: dict[str, Any]) -> None:
+        self._files.mkdir(path.parent)
+        self._files.write_briefly(whole, json.dumps(page).encode())
+        self._files.rename(whole, path)
 
     def await_trainer(self) -> None:
         """Mark the folder as a Trainer's, complete only with its last file. Call it before `write`."""

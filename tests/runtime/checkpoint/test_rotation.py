@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from ebbtide.runtime.checkpoint import files
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.protocol import rotation
@@ -206,6 +207,7 @@ def cut_at(monkeypatch, number, cut=None):
 
     for name in ("rename", "unlink", "rmdir", "mkdir", "replace"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(files, "_renamed", counted(files._renamed))
 
 
 def torn(root):
