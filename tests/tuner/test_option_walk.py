@@ -83,7 +83,7 @@ MEMORY = {
     "host_memory": changes("--host-memory", "20GiB"),
     "memory_margin": changes("--memory-margin", "20%"),
 }
-SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB", "--subgroup-size", "1e9")
+SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB", "--subgroup-size", "2e8")
 TABLE = {
     "profile": {
         "output": changes("-o", "other.json"),
@@ -122,6 +122,9 @@ TABLE = {
             "--seed", "1", beside=("--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")
         ),
         "why": changes("--why"),
+        "quick": changes(
+            "--quick", beside=("--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")
+        ),
         "as_json": changes("--json"),
     },
     "show": {"plan_file": changes("second.json"), "as_json": changes("--json")},

@@ -7,6 +7,7 @@ from ebbtide.simulator.analysis.bound import bound
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
+from ebbtide.tuner.placements.homes import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
 from hypothesis import given, settings
@@ -159,6 +160,24 @@ def test_what_does_not_fit_says_what_is_missing():
         ebbtide.tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
     with pytest.raises(ValueError, match="--gpu-memory"):
         Limits.of(workload(), machine(), device_memory_bytes=-1)
+
+
+@pytest.mark.parametrize("effort", [0, -0.1, 1.5])
+def test_an_effort_that_is_no_share_is_refused(effort):
+    with pytest.raises(ValueError, match="effort must be above 0 and at most 1"):
+        ebbtide.tuner.plan(workload(4), machine(), effort=effort)
+
+
+def test_less_effort_tries_fewer_plans_and_finds_none_that_is_better():
+    tried, found = [], []
+    for effort in (0.05, 1.0):
+        work, have = workload(), machine(h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
+        limits = Limits.of(work, have, device_memory_bytes=8 * GIB)
+        search = begun(work, have, limits, effort=effort)
+        tried.append(len(search.scores))
+        found.append(ebbtide.tuner.plan(work, have, device_memory_bytes=8 * GIB, effort=effort).prediction.iteration_s)
+    assert tried[0] < tried[1] / 2
+    assert found[0] >= found[1] * (1 - 1e-9)
 
 
 def test_it_tells_how_far_it_is():

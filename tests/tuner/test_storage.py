@@ -40,7 +40,7 @@ def planned(**changes):
 
 @pytest.fixture(scope="module")
 def stored():
-    return planned(endurance_bytes=1.2e15)
+    return planned(endurance_bytes=1.2e15, effort=1.0)
 
 
 def test_what_does_not_fit_into_memory_is_stored_and_the_plan_keeps_all_three_limits(stored):

@@ -46,7 +46,7 @@ def anneal(
     floor_s = search.bound.iteration_s if floor_s is None else floor_s
     count = len(search.workload.subgroups)
     if evaluations is None:
-        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // search.most_ops)
+        evaluations = search.share_of(min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // search.most_ops))
     heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
     starts = _starts(search, max(LEAST_STARTS, min(MOST_STARTS, STARTS_TIMES_SUBGROUPS // count)))
     each = evaluations // (2 * len(starts))

@@ -6,6 +6,7 @@ number of subgroups those evenly spaced go: each fetch then has the passes betwe
 """
 
 import math
+from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
@@ -35,6 +36,7 @@ def begun(
     freely: bool = False,
     whole: Search | None = None,
     tried: tuple[tuple[ParameterHome, ...], ...] = (),
+    effort: float | None = None,
 ) -> Search:
     """The search whose guesses are best, by where parameters live; state goes to storage only where
     not all of it fits into memory.
@@ -43,12 +45,13 @@ def begun(
         freely: parameters may leave although plans fit with all of them on the device.
         whole: the search with all parameters on the device, to be begun.
         tried: further homes.
+        effort: share of a search's evaluations (`Search`).
     """
     some = limits if whole is not None else limits.in_memory
-    found = _at_home(workload, machine, some, seed, freely, whole, tried)
+    found = _at_home(workload, machine, some, seed, freely, whole, tried, effort)
     if some == limits or workload.zero_stage < 3 or (found.fits and not found.homes):
         return found
-    spilled = _at_home(workload, machine, limits, seed, freely, None, tried)
+    spilled = _at_home(workload, machine, limits, seed, freely, None, tried, effort)
     return spilled if spilled.best_s < found.best_s or not found.fits else found
 
 
@@ -60,9 +63,10 @@ def _at_home(
     freely: bool,
     whole: Search | None,
     tried: tuple[tuple[ParameterHome, ...], ...],
+    effort: float | None,
 ) -> Search:
     """`begun`, with storage or without as the limits say."""
-    whole = whole or Search(workload, machine, limits, seed)
+    whole = whole or Search(workload, machine, limits, seed, effort=effort)
     whole.guess()
     whole_s = whole.best_s
     if workload.zero_stage < 3 or machine.unified_memory or (whole.fits and not freely):
@@ -72,9 +76,8 @@ def _at_home(
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     best, best_s = whole, whole.best_s
     for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
-        search = Search(
-            workload, machine, limits, seed, whole.fixed, homes, whole.storable, speculates=whole.speculates
-        )
+        more: dict[str, Any] = {"speculates": whole.speculates, "effort": whole.effort}
+        search = Search(workload, machine, limits, seed, whole.fixed, homes, whole.storable, **more)
         if search.floor_s < best_s:  # else no plan of it can be better
             search.guess()
         if search.best_s < best_s:
@@ -102,9 +105,11 @@ def brought(search: Search) -> list[str]:
     ]
 
 
-def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:
-    """What guesses alone give; ``inf`` where nothing fits."""
-    return begun(workload, machine, limits, seed).best_s
+def quick_iteration_s(
+    workload: Workload, machine: Machine, limits: Limits, seed: int, effort: float | None = None
+) -> float:
+    """Return the iteration time of the best first guess; ``inf`` if nothing fits."""
+    return begun(workload, machine, limits, seed, effort=effort).best_s
 
 
 def _fewest(search: Search, count: int) -> int:

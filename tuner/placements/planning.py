@@ -29,6 +29,7 @@ from ebbtide.tuner.placements.sums import about_sums
 
 FINALISTS = 8
 REORDERINGS = 400  # of each of the best guesses
+QUICK = 0.1  # effort of `tune plan --quick`
 Progress = Callable[[float, str], object]
 
 
@@ -52,6 +53,7 @@ def plan(
     offload_parameters: bool = False,
     storage: Mapping[str, int] | None = None,
     endurance_bytes: float | None = None,
+    effort: float | None = None,
     progress: Progress = _silently,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
@@ -78,6 +80,9 @@ def plan(
             ranks of a node.
         endurance_bytes: that these drives may be written with in their life, together.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
+        effort: share of the evaluations of a search in earnest, above 0 and at most 1 (`QUICK`: a fast
+        effort: share of the evaluations of a search in earnest, above 0 and at most 1; None: 1. With
+            `QUICK` the plan is there sooner and may be some percent slower.
         progress: called with the share that is done, and with what is.
 
     Raises:
@@ -93,9 +98,9 @@ def plan(
     )
     if subgroup_sizes is not None and not machine.unified_memory:
         progress(0.0, "subgroup sizes")
-        workload, _ = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
+        workload, _ = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed, effort)
     progress(0.0, "first guesses")
-    search = begun(workload, machine, limits, seed, freely=offload_parameters)
+    search = begun(workload, machine, limits, seed, freely=offload_parameters, effort=effort)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     result = _best_of(search, robust, folders, endurance_bytes, progress)
@@ -128,7 +133,7 @@ def _improve(search: Search, progress: Progress) -> None:
         return
     search.try_all()
     progress(0.1, "other orders")
-    reorder(search, REORDERINGS)
+    reorder(search, search.share_of(REORDERINGS))
     options(search)
     anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
 

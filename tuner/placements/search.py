@@ -38,6 +38,7 @@ MOST_CHOICES = 7000  # of few subgroups' placements
 MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
 MOST_POINTS, FEWEST_POINTS, MANY_POINTS = 160, 28, 4000  # of a grid of numbers
 MANY_KINDS = 3  # of placements beside the first: fewer numbers of each are tried
+FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
 SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
@@ -142,7 +143,13 @@ class Score:
 
 
 class Search:
-    """Holds the sweep and remembers every score; deterministic under its seed."""
+    """Holds the sweep and remembers every score; deterministic under its seed.
+
+    Attributes:
+        effort: share of the evaluations that a search in earnest makes; 0 < effort <= 1.
+    """
+
+    effort = 1.0
 
     def __init__(
         self,
@@ -156,6 +163,7 @@ class Search:
         *,
         speculates: bool = False,
         most_waiting_s: float = math.inf,
+        effort: float | None = None,
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
 
@@ -164,7 +172,15 @@ class Search:
         ``speculates``: updates may begin before the norm; times are then means over steps of which
         `Workload.clip_rate` clip.
         ``most_waiting_s``: what an iteration of such a plan may take when it does not guess.
+        ``effort``: share of the evaluations; None: all of them.
+
+        Raises:
+            ValueError: ``effort`` is not in (0, 1].
         """
+        if effort is not None:
+            if not 0 < effort <= 1:
+                raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 searches in earnest")
+            self.effort = effort
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3
         self.choices = choices(machine, storage=stores)
@@ -185,6 +201,10 @@ class Search:
         self._orders = UpdateOrders(workload, machine)
         self._gone: dict[tuple[ParameterHome, ...], int] = {}  # bytes, by homes
         self.best_s = self.whole_s = math.inf  # with parameters as they are; all on the device
+
+    def share_of(self, evaluations: int, least: int = 1) -> int:
+        """Return how many of these evaluations the search makes under its effort."""
+        return max(min(least, evaluations), round(self.effort * evaluations))
 
     @property
     def most_ops(self) -> int:
@@ -422,7 +442,8 @@ class Search:
         both = least.device_peak_bytes + least.host_peak_bytes - slots
         hopeless = both > self.limits.total_bytes
         held = list(self._held_apart())
-        best = self._grid(held, max(FEWEST_POINTS, MOST_POINTS // len(held)), (2, 4))
+        points = self.share_of(max(FEWEST_POINTS, MOST_POINTS // len(held)), FEWEST_WITH_LITTLE_EFFORT)
+        best = self._grid(held, points, (2, 4))
         if not self.fits and not hopeless:
             best = self._grid(held, MANY_POINTS, (1,))
         if not STORED.isdisjoint(self.choices):
@@ -439,7 +460,9 @@ class Search:
         count = len(self.workload.subgroups)
         stored = next(p for p in self.choices if p in STORED)
         others = [p for p in self.choices if p not in STORED]
-        for numbers, slots in product(_grid(count, SPILLED_POINTS, others), FEW_HOST_SLOTS):
+        for numbers, slots in product(
+            _grid(count, self.share_of(SPILLED_POINTS, FEWEST_WITH_LITTLE_EFFORT), others), FEW_HOST_SLOTS
+        ):
 
             def spilled(n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots) -> Candidate:
                 some = {**numbers, HOME: numbers[HOME] - n, stored: n}
@@ -490,7 +513,7 @@ class Search:
         for numbers, slots in self.bound.promising:
             self.score(evenly(numbers, slots))
         count = len(self.workload.subgroups)
-        if len(self.choices) ** count > MOST_CHOICES:
+        if len(self.choices) ** count > self.share_of(MOST_CHOICES):
             return
         for placements in product(self.choices, repeat=count):
             for slots in range(1, 1 + max(1, min(2, sum(p in VISITING for p in placements)))):
@@ -542,7 +565,7 @@ class Search:
         few = len(self.workload.subgroups) <= NAMED
         if not few or iteration_s <= (1 + OPEN) * fractions_s:
             return fractions_s
-        whole = tightened(self.fluid, *self._bounded, most_nodes=NODES_OF_PLANNING)
+        whole = tightened(self.fluid, *self._bounded, most_nodes=self.share_of(NODES_OF_PLANNING))
         return max(fractions_s, whole.iteration_s)
 
     @cached_property

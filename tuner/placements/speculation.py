@@ -46,6 +46,7 @@ def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], o
         plain.homes,
         plain.storable,
         speculates=True,
+        effort=plain.effort,
         most_waiting_s=(1 + PAUSED)
         * min((score.iteration_s for c, score in plain.scores.items() if not c.growing), default=math.inf),
     )

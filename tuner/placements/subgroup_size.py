@@ -34,13 +34,16 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
     return sorted(result.values(), key=lambda w: len(w.subgroups)) or [workload]
 
 
-def best_cut(workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int) -> tuple[Workload, float]:
-    """The one whose plans are fastest after a short search; of equals the largest subgroups. And
-    what an iteration takes then.
+def best_cut(
+    workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int, effort: float | None = None
+) -> tuple[Workload, float]:
+    """Return the workload with the fastest plan after a short search, and the time of an iteration.
+
+    Of equally fast workloads, the one with the largest subgroups is returned.
     """
     best, best_s = workloads[0], float("inf")
     for workload in workloads:
-        seconds = quick_iteration_s(workload, machine, limits, seed)
+        seconds = quick_iteration_s(workload, machine, limits, seed, effort)
         if seconds < WORTH * best_s:
             best, best_s = workload, seconds
     return best, best_s
@@ -53,7 +56,7 @@ def about_subgroups(search: Search) -> list[str]:
     work, machine = search.workload, search.machine
     if not work.parameters or work.subgroup_size <= max(SIZES) or machine.unified_memory:
         return []
-    other, seconds = best_cut(recuts(work), machine, search.limits, search.seed)
+    other, seconds = best_cut(recuts(work), machine, search.limits, search.seed, search.effort)
     if seconds > TOLD * search.best_s:
         return []
     return [
