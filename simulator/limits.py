@@ -15,6 +15,7 @@ SOLD_AS = 0.05  # more than a memory holds people still mean all of it: "24 GB" 
 PADDING = 0.01  # of storage: extents are padded to whole sectors, and manifests lie beside them
 SIGMAS = 3.0  # of the profiled steps' peaks
 GIB, MIB = 2**30, 2**20
+MEMORIES: Mapping[Memory, str] = {"device": "GPU memory", "host": "host memory", "storage": "storage"}
 _NAMES: Mapping[Memory, str] = {
     "device": "device_memory_bytes (--gpu-memory)",
     "host": "host_memory_bytes (--host-memory)",
@@ -37,6 +38,22 @@ class Peaks(Protocol):
     def host_peak_bytes(self) -> int: ...
     @property
     def storage_bytes(self) -> int: ...
+
+
+def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
+    """Return the bytes by which peaks exceed each memory. Nothing else decides what fits.
+
+    Args:
+        limits: as `Limits.by_memory` has them. Without "device", host memory must hold both peaks.
+
+    Returns:
+        Bytes by the memory's name for people. Empty: the peaks fit.
+    """
+    if not limits:
+        return {}
+    beside = 0 if "device" in limits else device_bytes
+    taken: dict[Memory, int] = {"device": device_bytes, "host": host_bytes + beside, "storage": storage_bytes}
+    return {MEMORIES[memory]: taken[memory] - most for memory, most in limits.items() if taken[memory] > most}
 
 
 @dataclass(frozen=True)
@@ -127,13 +144,8 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Bytes by which peaks exceed each memory; empty: they fit. Nothing else says what fits."""
-        over = {"GPU memory": device_bytes - self.device_bytes, "host memory": host_bytes - self.host_bytes}
-        if self.unified:
-            over = {"host memory": device_bytes + host_bytes - self.host_bytes}
-        if self.storage_bytes is not None:
-            over["storage"] = storage_bytes - self.storage_bytes
-        return {name: lacking for name, lacking in over.items() if lacking > 0}
+        """Return the bytes by which peaks exceed each memory. Empty: they fit."""
+        return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
         """Whether peaks stay within the limits."""
@@ -153,8 +165,12 @@ class Limits:
 
     def shortfall(self, peaks: Peaks) -> str:
         """What is missing, for people; empty where the peaks fit."""
-        lacking = self._lacking(peaks)
-        return " and ".join(f"needs {size(n)} more {name}" for name, n in lacking.items())
+        return lacks(self._lacking(peaks))
+
+
+def lacks(missing_bytes: Mapping[str, int]) -> str:
+    """Return what is missing, for people. Empty: nothing is."""
+    return " and ".join(f"needs {size(n)} more {name}" for name, n in missing_bytes.items())
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:

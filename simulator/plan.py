@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ebbtide.simulator.limits import lacks, missing
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind
@@ -134,6 +135,16 @@ class Prediction(Page):
     stall_s: float = Field(0.0, ge=0, description="per checkpoint")
     lower_bound_s: float = Field(0.0, ge=0)
     note: str = ""
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes by which the peaks exceed each limit; empty where no limits are known."""
+        return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peaks stay within the limits. Without limits the note of an older file decides."""
+        return not self.missing if self.limits else not self.note
 
 
 class Plan(Page):
@@ -273,8 +284,27 @@ class Plan(Page):
             )
         self._check_folders()
         self._check_homes()
+        self._check_fits()
         issue_order(self.placements, self.order)
         return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields.
+
+        Raises:
+            PlanError: the new prediction does not fit into its limits.
+        """
+        copied = super().model_copy(update=update, deep=deep)
+        copied._check_fits()
+        return copied
+
+    def _check_fits(self) -> None:
+        """Refuse a prediction whose peaks exceed its own limits."""
+        if self.prediction is not None and (missing_bytes := self.prediction.missing):
+            raise PlanError(
+                f"this plan does not fit: by its own prediction it {lacks(missing_bytes)}. Plan again with `tune plan`",
+                key="prediction",
+            )
 
     def _check_folders(self) -> None:
         if self.storage_dir is not None and self.storage_shares:

@@ -56,6 +56,7 @@ def test_the_tables_fit_80_columns_and_say_what_is_missing():
         update={
             "strategy": "Deep Optimizer States, stride 2, of 16 threads",
             "iteration_s": 170.318,
+            "device_peak_bytes": told.limits["device"] + 3 * GIB,
             "note": "needs 3.0 GiB more GPU memory",
         }
     )

@@ -182,7 +182,7 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
         times = [f"{getattr(p, f'{phase}_s') * scale:.{2 if unit == 's' else 1}f}" for phase in phases]
         taken = (p.device_peak_bytes, p.host_peak_bytes, p.storage_bytes)[: len(memories)]
         memory = [f"{b / GIB:.1f}" for b in taken]
-        table.add_row(p.strategy, *times, *memory, "no" if p.note else "yes")
-    lacking = [f"{p.strategy} {p.note}" for p in rows if p.note]
+        table.add_row(p.strategy, *times, *memory, "yes" if p.fits else "no")
+    lacking = [f"{p.strategy} {p.note}" for p in rows if not p.fits]
     table.caption = "\n".join(lacking) or None
     return table

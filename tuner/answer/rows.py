@@ -33,11 +33,13 @@ class Row:
     Attributes:
         role: what it is beside the others.
         label: how people call it, with its setting.
+        limits: bytes that it may take.
     """
 
     role: Role
     label: str
     simulated: Simulated
+    limits: Limits
 
     @property
     def result(self) -> SimResult:
@@ -60,6 +62,7 @@ class Row:
             storage_bytes=self.result.storage_bytes,
             note=self.simulated.lacks,
             memory=self.simulated.memory if self.role in BY_KIND else {},
+            limits=self.limits.by_memory,
         )
 
     def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:
@@ -107,19 +110,22 @@ def compare(
     def run(name: str, **setting: Any) -> Simulated:
         return simulated(name, workload, machine, limits, setting, compile_)
 
+    def row(role: Role, one: Simulated) -> Row:
+        return Row(role, *_labelled(one, workload), limits)
+
     name, setting = stock_beside(workload, plan)
-    rows = [Row("stock", *_labelled(run(name, **setting), workload))]
+    rows = [row("stock", run(name, **setting))]
     if not machine.unified_memory:
-        rows.append(Row("no offload", *_labelled(run("no_offload"), workload)))
+        rows.append(row("no offload", run("no_offload")))
     if plan is not None:
-        rows.insert(0, Row("plan", "ebbtide", run("ebbtide", plan=plan)))
+        rows.insert(0, Row("plan", "ebbtide", run("ebbtide", plan=plan), limits))
     if others:
-        for name in PEERS:
-            if workload.zero_stage in stages(name):
-                best = best_setting(name, workload, machine, limits, compile_=compile_)
-                rows.append(Row("peer", *_labelled(best, workload)))
+        known = (name for name in PEERS if workload.zero_stage in stages(name))
+        best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
+        rows.extend(row("peer", one) for one in best)
     if others and plan is not None:
-        rows += [Row("variant", label, run("ebbtide", plan=less)) for label, less in _variants(workload, plan)]
+        variants = _variants(workload, plan)
+        rows.extend(Row("variant", label, run("ebbtide", plan=less), limits) for label, less in variants)
     return rows
 
 

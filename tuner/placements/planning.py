@@ -1,5 +1,6 @@
 """The plan with the shortest predicted iteration, or the best goodput, that fits."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,8 @@ def _improve(search: Search, progress: Progress) -> None:
 
 def _robust_choice(search: Search) -> Candidate:
     """Among the best in the expected case, the one with the lowest 90th percentile."""
-    finalists = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
+    fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
+    finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
     machines = sampled_machines(search.machine, search.seed)
     sweeps = [PlanSweep(search.workload, machine) for machine in machines]
 
