@@ -11,7 +11,7 @@ from ebbtide.simulator.workload import Workload
 def profile_engine(
     engine: Any, train_step: Callable[[Any], object], iterations: int = 3, name: str | None = None
 ) -> Workload:
-    """Runs ``train_step(engine)`` a few times and describes what it does.
+    """Run ``train_step(engine)`` a few times and describe what it does.
 
     Per-layer forward times come from module hooks; backward is split over the layers in the same
     proportions. What stock DeepSpeed's gradient path takes within backward is measured apart
@@ -122,7 +122,7 @@ class PassiveProfile:
         engine.step = self._stepped
 
     def stop(self) -> None:
-        """Leaves the engine as it was found."""
+        """Leave the engine as it was found."""
         if self._stopped:
             return
         self._stopped = True

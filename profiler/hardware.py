@@ -39,7 +39,7 @@ class Hardware:
 
 
 def look(cuda: bool) -> Hardware:
-    """Asks the operating system and, on CUDA, the driver."""
+    """Ask the operating system and, on CUDA, the driver."""
     import torch
 
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -64,7 +64,7 @@ def look(cuda: bool) -> Hardware:
 
 
 def _memlock() -> str:
-    """The limit, a fact and no warning: NVIDIA's driver does not charge what it locks to it."""
+    """Return the limit, a fact and no warning: NVIDIA's driver does not charge what it locks to it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 

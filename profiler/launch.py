@@ -66,7 +66,7 @@ class ScriptRun:
             raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
 
     def command(self, out: Path, report: Path, port: int) -> list[str]:
-        """The launcher's command line around ``python -m ebbtide.profiler.script``."""
+        """Return the launcher's command line around ``python -m ebbtide.profiler.script``."""
         python = [sys.executable, "-m"]
         ours = [
             "ebbtide.profiler.script",
@@ -89,7 +89,7 @@ class ScriptRun:
 
 
 def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
-    """Runs the script unchanged until its workload is measured, writes it to ``out``.
+    """Run the script unchanged until its workload is measured, write it to ``out``.
 
     Args:
         progress: called with (optimizer steps taken, steps needed), of the slowest rank.
@@ -113,7 +113,7 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], Non
 
 
 def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None) -> int:
-    """The launcher's exit code; its processes are gone when this returns."""
+    """Return the launcher's exit code; its processes are gone when this returns."""
     port = free_port()
     command = run.command(fresh, fresh.parent, port)
     with ExitStack() as stack:

@@ -56,7 +56,7 @@ def measure_machine(
     ranks: int = 1,
     drives: Sequence[str | Path] = (),
 ) -> Machine:
-    """Measures what the simulator needs to know of this machine.
+    """Measure what the simulator needs to know of this machine.
 
     Args:
         storage_dir: the folder that checkpoints will go to; its disk is measured.
@@ -148,7 +148,7 @@ def _cached(path: Path) -> Machine | None:
 
 
 def _watched(wanted: _Wanted) -> Machine:
-    """The machine, with what was seen of neighbours, clocks and the link meanwhile."""
+    """Return the machine, with what was seen of neighbours, clocks and the link meanwhile."""
     if not wanted.cuda:
         with HostWatch() as host_watch:
             machine = _measure(wanted)
@@ -236,7 +236,7 @@ def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
-    """The update on the host, ebbtide's and stock's, and host memory."""
+    """Return the update on the host, ebbtide's and stock's, and host memory."""
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
     tell()
     by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.6)
@@ -318,7 +318,7 @@ def _storage_rates(disk: storage.StorageRates) -> dict[str, Quantity]:
 
 
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:
-    """The larger of what triad and the update itself move: a capacity nothing exceeded."""
+    """Return the larger of what triad and the update itself move: a capacity nothing exceeded."""
     moved = host_adam.scaled(HOST_ADAM_BYTES, "what the fused host Adam moves")
     return triad if moved.median <= triad.median else moved
 

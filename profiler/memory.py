@@ -26,7 +26,7 @@ def reset_host_peak() -> None:
 
 
 def host_peak_bytes() -> int:
-    """The most that the resident set of this process has taken."""
+    """Return the most that the resident set of this process has taken."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 

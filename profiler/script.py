@@ -85,7 +85,7 @@ class ProfiledScript:
         self._written = False
 
     def run(self, script: Path, arguments: list[str]) -> None:
-        """Returns once the workload is written (with ``go_on``: and the script has ended).
+        """Return once the workload is written (with ``go_on``: and the script has ended).
 
         Raises:
             ScriptError: the script ended too early, failed, or cannot be profiled.

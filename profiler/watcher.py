@@ -103,7 +103,7 @@ class Watcher:
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``work`` and files its time and its peak under ``phase``."""
+        """Call ``work`` and file its time and its peak under ``phase``."""
         self.trace.phase = phase
         self.note_memory()
         reset_peak()
@@ -114,7 +114,7 @@ class Watcher:
         return result
 
     def remove(self) -> None:
-        """Takes every hook and wrapper off and ends the sampler."""
+        """Take every hook and wrapper off and end the sampler."""
         self._done.set()
         if self._sampler.ident is not None:  # it was started
             self._sampler.join()

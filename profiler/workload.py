@@ -26,13 +26,13 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 def check_iterations(iterations: int) -> None:
-    """Raises ValueError unless at least one step is to be measured."""
+    """Raise ValueError unless at least one step is to be measured."""
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, but got {iterations}")
 
 
 def check_engine(engine: Any) -> None:
-    """Raises ValueError if the engine's configuration cannot be profiled; names the key."""
+    """Raise ValueError if the engine's configuration cannot be profiled; name the key."""
     kind = type(engine.optimizer).__name__
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
@@ -158,7 +158,7 @@ def _tokens(engine: Any, traces: list[Trace]) -> int | None:
 
 
 def _base_bytes(traces: list[Trace], fullest: Trace, layers: Iterable[Layer]) -> int:
-    """The least that was ever in use, or what activations do not explain of the peak if more."""
+    """Return the least that was ever in use, or what activations do not explain of the peak if more."""
     least = min(point.device_bytes for trace in traces for point in trace.memory)
     activations = sum(layer.activation_bytes for layer in layers)
     return max(least, fullest.device_peak_bytes - activations)

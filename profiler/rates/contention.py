@@ -100,7 +100,7 @@ def _copies(cuda: bool, elements: int) -> dict[str, Work]:
 
 
 def _device_compute(cuda: bool) -> Work:
-    """A matrix product, as forward and backward are made of."""
+    """Return a matrix product, as forward and backward are made of."""
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     a = noise(size * size, "cuda" if cuda else "cpu").view(size, size).to(dtype)
     out = torch.empty_like(a)

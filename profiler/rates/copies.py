@@ -69,7 +69,7 @@ class Endpoints:
 
 
 def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
-    """Measures all of `CopyRates`.
+    """Measure all of `CopyRates`.
 
     Without CUDA the "device" is other host memory: the quantities say ``emulated``.
     """
@@ -117,7 +117,7 @@ def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
 
 
 def both_ways(ends: Endpoints, size_bytes: int) -> Callable[[], None]:
-    """A copy each way at once: on two streams, or by two threads."""
+    """Return a copy each way at once: on two streams, or by two threads."""
     other = Endpoints(size_bytes, ends.cuda)
     if not ends.cuda:
 

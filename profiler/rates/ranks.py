@@ -90,7 +90,7 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raises ValueError unless so many ranks can measure at once."""
+    """Raise ValueError unless so many ranks can measure at once."""
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"
@@ -131,7 +131,7 @@ def _shares(samples: dict[str, StageSamples], cuda: bool) -> tuple[dict[ShareNam
 
 
 def _dram(samples: dict[str, StageSamples]) -> StageSamples:
-    """The larger of what triad and the update move, as in a machine's DRAM rate; in bytes/s."""
+    """Return the larger of what triad and the update move, as in a machine's DRAM rate; in bytes/s."""
     adam = samples["host_adam"]
     update = StageSamples(
         [rate * HOST_ADAM_BYTES for rate in adam.alone],

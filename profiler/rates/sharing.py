@@ -44,7 +44,7 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """The machine with the writers' cost that makes the simulator share the cores as measured.
+    """Return the machine with the writers' cost that makes the simulator share the cores as measured.
 
     A writer's thread takes some CPU time, but what training loses beside it is more: the kernel and
     the disk's driver work elsewhere. What host Adam loses tells of all of it; where forward and
@@ -82,7 +82,7 @@ def _most(machine: Machine) -> float:
 
 
 def _cost_of_cores(machine: Machine, least: float, work: float, writing: float) -> float:
-    """The cores that were lost to a byte written meanwhile."""
+    """Return the cores that were lost to a byte written meanwhile."""
     written = machine.storage_write_bytes_per_s.median * writing
     lost = machine.cpu_cores * (1 - work) / written if written else 0.0
     return min(max(least, lost), max(least, _most(machine)))

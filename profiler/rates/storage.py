@@ -54,7 +54,7 @@ class StorageRates:
 
 
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
-    """Writes and reads a file of up to ``size_bytes`` in ``folder``; removes it, also on error.
+    """Write and read a file of up to ``size_bytes`` in ``folder``; remove it, also on error.
 
     O_DIRECT where the filesystem takes it, so that the page cache does not pose as a disk.
 
@@ -253,7 +253,7 @@ class FileToWrite:
             return self._memory
 
     def _gathering(self, writer: int) -> mmap.mmap:
-        """A writer's own buffer; what blocks are gathered from is there."""
+        """Return a writer's own buffer; what blocks are gathered from is there."""
         self._much()
         with self._lock:
             if writer not in self._buffers:
@@ -266,7 +266,7 @@ class FileToWrite:
         ctypes.memmove(_address(block), source, BLOCK_BYTES)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         for held in (self._memory, *self._buffers.values()):
             if held is not None:
                 held.close()
@@ -294,7 +294,7 @@ class FileToWrite:
 
 @contextmanager
 def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
-    """A file at ``path`` for as long as the block lasts.
+    """Return a file at ``path`` for as long as the block lasts.
 
     Raises:
         OSError: it cannot be made.

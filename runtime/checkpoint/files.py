@@ -50,7 +50,7 @@ class Files:
         self._retry("truncate", os.ftruncate, descriptor, size_bytes)
 
     def allocate(self, descriptor: int, size_bytes: int) -> None:
-        """Grows a file to this length with blocks of its own on the disk."""
+        """Grow a file to this length with blocks of its own on the disk."""
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
@@ -69,7 +69,7 @@ class Files:
         self._retry("rename", os.rename, source, target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Swaps two names in one step; False where the filesystem cannot."""
+        """Swap two names in one step; False where the filesystem cannot."""
         try:
             self._retry("exchange", _renamed, one, other, _RENAME_EXCHANGE)
         except OSError as error:
@@ -124,7 +124,7 @@ class Files:
         return count
 
     def read_into(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Reads until ``data`` is full or the file ends; returns how much."""
+        """Read until ``data`` is full or the file ends; return how much."""
         done = 0
         while done < len(data):
             count = self.pread(descriptor, data[done:], offset + done)
@@ -134,7 +134,7 @@ class Files:
         return done
 
     def fsync_folder(self, path: Path) -> None:
-        """Makes the names in a folder durable."""
+        """Make the names in a folder durable."""
         descriptor = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.fsync(descriptor)
@@ -142,7 +142,7 @@ class Files:
             self.close(descriptor)
 
     def write_durably(self, path: Path, data: bytes, point: str = "") -> None:
-        """Replaces a small file whole or not at all, and returns when it is on disk.
+        """Replace a small file whole or not at all, and return when it is on disk.
 
         Points: ``<point>_written`` before the rename, ``<point>_renamed`` after it.
         """
@@ -161,7 +161,7 @@ class Files:
         self.fsync_folder(path.parent)
 
     def write_briefly(self, path: Path, data: bytes) -> None:
-        """Writes a small file that a crash may take away."""
+        """Write a small file that a crash may take away."""
         descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write_all(descriptor, memoryview(data), 0)
@@ -177,7 +177,7 @@ class Files:
             data, offset = data[written:], offset + written
 
     def remove_tree(self, folder: Path) -> None:
-        """Deletes a folder and what is in it; links are not followed."""
+        """Delete a folder and what is in it; links are not followed."""
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))

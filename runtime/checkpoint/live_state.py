@@ -17,7 +17,7 @@ class Persist(Protocol):
     """The interface of a running checkpoint for the update."""
 
     def release(self, subgroup: int) -> None:
-        """Returns once the subgroup's live bytes are not needed any more."""
+        """Return once the subgroup's live bytes are not needed any more."""
         ...
 
 
@@ -83,7 +83,7 @@ class StoredState(Protocol):
     def read(
         self, page: bytes, adopted: Collection[int]
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """The tensors of the subgroups that were not adopted, by their path in their file; inside,
+        """Return the tensors of the subgroups that were not adopted, by their path in their file; inside,
         to be copied from. Raises at the end if they were written over meanwhile.
         """
         ...
@@ -109,7 +109,7 @@ class LiveState:
         self.stored: StoredState | None = None
 
     def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces what is known of a subgroup (fp32 master and both moments, flat)."""
+        """Replace what is known of a subgroup (fp32 master and both moments, flat)."""
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:

@@ -43,7 +43,7 @@ class Device:
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
-        """Gives back what the lanes and buffers hold."""
+        """Give back what the lanes and buffers hold."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory that copies may run from at full speed, of exact size."""
@@ -69,7 +69,7 @@ class Device:
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Makes ready what `update` needs, so that no training step pays for it: ``steps`` of every
+        """Make ready what `update` needs, so that no training step pays for it: ``steps`` of every
         form, ``tensors`` of state.
         """
 
@@ -88,7 +88,7 @@ class Device:
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
     def current_event(self) -> Event | None:
-        """The moment up to which the training stream has been filled, or None."""
+        """Return the moment up to which the training stream has been filled, or None."""
         return None
 
     def mark(self, event: Event | None) -> Mark | None:
@@ -108,7 +108,7 @@ class Device:
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
-        """Makes the training streams wait for ``ends``; without any, the calling thread.
+        """Make the training streams wait for ``ends``; without any, the calling thread.
 
         Raises:
             BackgroundError: one of them failed.

@@ -196,7 +196,7 @@ def _pci_address(index: int) -> str | None:
 
 
 def _local_gpus() -> list[str | None]:
-    """The PCI addresses of this host's GPUs in the order of the ranks, as far as they are seen."""
+    """Return the PCI addresses of this host's GPUs in the order of the ranks, as far as they are seen."""
     return [_pci_address(index) for index in range(torch.cuda.device_count())]
 
 

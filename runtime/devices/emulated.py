@@ -53,7 +53,7 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Stands for a kernel of the training loop that takes so long with the device to itself."""
+        """Stand for a kernel of the training loop that takes so long with the device to itself."""
         return self._pacer.work(seconds, {"device": 1.0})
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:

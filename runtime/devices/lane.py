@@ -48,7 +48,7 @@ class Completion:
         return completion
 
     def wait_issued(self) -> None:
-        """Blocks until the op is on its stream.
+        """Block until the op is on its stream.
 
         Raises:
             BackgroundError: it failed, or did not get there within the deadline.
@@ -61,13 +61,13 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background") from self.error
 
     def wait_host(self) -> None:
-        """Blocks until the op has ended."""
+        """Block until the op has ended."""
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()
 
     def wait_on(self, stream: Any | None) -> None:
-        """Makes ``stream`` wait for the op; without a stream, the calling thread."""
+        """Make ``stream`` wait for the op; without a stream, the calling thread."""
         if stream is None:
             self.wait_host()
             return
@@ -152,7 +152,7 @@ class Lane:
             del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Ends the thread after what is queued."""
+        """End the thread after what is queued."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

@@ -68,7 +68,7 @@ class FluidPacer:
         return min((job.left_s / job.speed for job in self._active), default=0.0)
 
     def _advance(self) -> None:
-        """Takes what has been done since the last call off every job, from end to end."""
+        """Take what has been done since the last call off every job, from end to end."""
         now_s = time.perf_counter()
         passed_s, self._now_s = now_s - self._now_s, now_s
         while passed_s > 0 and self._active:

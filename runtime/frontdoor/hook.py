@@ -92,7 +92,7 @@ def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
 
 
 def disable() -> None:
-    """Undoes `enable`: ``deepspeed.initialize`` is DeepSpeed's own again."""
+    """Undo `enable`: ``deepspeed.initialize`` is DeepSpeed's own again."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
     modules = sys.modules.get
     _unwrap(modules("deepspeed"), "initialize")

@@ -24,7 +24,7 @@ _CONFIGS = ("config", "config_params")
 def initialize(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """Calls ``original`` as it was called, under the plan that the config names, if any.
+    """Call ``original`` as it was called, under the plan that the config names, if any.
 
     An engine without an optimizer (a reference model, an evaluation) is left as it is: a library
     may well build it from a copy of the training engine's config.
@@ -81,7 +81,7 @@ def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
 
 
 def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
-    """The config as DeepSpeed reads it, and its file's folder; None: DeepSpeed will refuse it."""
+    """Return the config as DeepSpeed reads it, and its file's folder; None: DeepSpeed will refuse it."""
     if isinstance(given, dict):
         return given, None
     if not isinstance(given, str):
@@ -107,7 +107,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without(args: Any, name: str) -> Any:
-    """The script's arguments less their config file, since DeepSpeed takes one config only."""
+    """Return the script's arguments less their config file, since DeepSpeed takes one config only."""
     mine = copy.copy(args)
     setattr(mine, name, None)
     return mine

@@ -55,7 +55,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
-    """The config of a side; None: as it was given."""
+    """Return the config of a side; None: as it was given."""
     if side == "plan":
         return None
     made = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
@@ -72,7 +72,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:
-    """Writes the engine's state now and after every step; after ``steps`` of them calls ``done``.
+    """Write the engine's state now and after every step; after ``steps`` of them calls ``done``.
 
     Reads through what waits for updates in flight; the order of what is computed stays.
     """

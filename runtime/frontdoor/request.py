@@ -33,7 +33,7 @@ class Request:
 
 
 def read_request(value: Any, base: Path | None = None) -> Request:
-    """Checks what stands under the key.
+    """Check what stands under the key.
 
     Args:
         value: as the JSON has it.

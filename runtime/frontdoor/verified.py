@@ -70,7 +70,7 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
 
 
 def end() -> None:
-    """Leaves the job and the process: nothing that the script would do next is part of the run."""
+    """Leave the job and the process: nothing that the script would do next is part of the run."""
     import torch.distributed as dist
 
     sys.stdout.flush()

@@ -20,7 +20,7 @@ _YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
 
 
 def locks(root: Path) -> list[Path]:
-    """The locks in torch's extensions folder, or in one of an interpreter's below it."""
+    """Return the locks in torch's extensions folder, or in one of an interpreter's below it."""
     return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
 
 
@@ -76,7 +76,7 @@ def _watch(thread: int, over: threading.Event, every_s: float) -> None:
 
 
 def _waited_for(thread: int) -> Path | None:
-    """The lock at which a thread is inside torch's `FileBaton.wait`."""
+    """Return the lock at which a thread is inside torch's `FileBaton.wait`."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if (

@@ -11,7 +11,7 @@ SYSFS = Path("/sys")
 
 
 def update_cores(pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = ()) -> list[int]:
-    """The cores for one rank's host updates, in order; empty: wherever the system likes.
+    """Return the cores for one rank's host updates, in order; empty: wherever the system likes.
 
     Those of the GPU's NUMA node that this process may use, shared among the ranks on that node,
     less one for the rank's training thread. A launcher that has bound the ranks to cores already
@@ -83,13 +83,13 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def bind(cores: list[int]) -> None:
-    """Binds the calling thread, and the OpenMP threads it will start; an empty list does not."""
+    """Bind the calling thread, and the OpenMP threads it will start; an empty list does not."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def cpu_name() -> str:
-    """The CPU's model name."""
+    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -33,7 +33,7 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Gives the whole pages of a range back to the system; what was in them is lost.
+    """Give the whole pages of a range back to the system; what was in them is lost.
 
     For the parts of a large buffer whose contents have gone elsewhere, when it cannot be freed
     before the last of them has. The range stays mapped: it reads as zeros, or as it was where the

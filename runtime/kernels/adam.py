@@ -34,7 +34,7 @@ class AdamStep:
         return 2 if self.adamw else 1
 
     def scalars(self, scale: float) -> np.ndarray:
-        """The nine fp32 scalars of the kernels, in their order.
+        """Return the nine fp32 scalars of the kernels, in their order.
 
         ``scale`` is the factor that unscales and clips the gradient; it is rounded to fp32 as
         ``tensor.mul_(scale)`` does.
@@ -107,7 +107,7 @@ class BiasCorrection:
         return np.float32(math.pow(float(b1), step)), np.float32(math.pow(float(b2), step))
 
     def resume(self, step: int, betas_in_order: list[tuple[float, float]]) -> None:
-        """Brings the powers to where ``step`` uninterrupted steps would have left them.
+        """Bring the powers to where ``step`` uninterrupted steps would have left them.
 
         ``betas_in_order`` are the subgroups' betas, in subgroup order.
         """

@@ -177,7 +177,7 @@ def device_update(
 def compile_for(
     steps: Sequence[UpdateStep], tensors: int, grad_dtype: torch.dtype, out_dtype: torch.dtype, device: str = "cuda"
 ) -> None:
-    """Compiles what `device_update` will run, by running it on the current device.
+    """Compile what `device_update` will run, by running it on the current device.
 
     Triton compiles anew for lengths, tails and addresses that are multiples of 16, for those that
     are not, and for a kept gradient, which is fp32: each is run. ``tensors`` are those of the

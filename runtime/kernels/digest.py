@@ -54,7 +54,7 @@ class Digest:
 
 
 def unpacked(text: str) -> Digest:
-    """The digest that `Digest.packed` made this text of."""
+    """Return the digest that `Digest.packed` made this text of."""
     first = struct.unpack(LAYOUT, bytes.fromhex(text))
     whole, narrow, bits, not_finite, squares, largest = first[:6]
     return Digest(whole, narrow, bits, not_finite, squares, largest, first[6:])
@@ -88,7 +88,7 @@ def _library() -> Any:
 
 
 def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
-    """The digest of a flat piece that begins at element ``start`` of its tensor.
+    """Return the digest of a flat piece that begins at element ``start`` of its tensor.
 
     Args:
         piece: fp32, bf16 or fp16, contiguous; not copied (on a device: 8 MiB at once, widened).
@@ -125,7 +125,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
 
 
 def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None) -> Digest:
-    """The same by torch's operations, on whatever device; flat pieces."""
+    """Return the same by torch's operations, on whatever device; flat pieces."""
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
     at = 0
     while at < piece.numel():
@@ -137,7 +137,7 @@ def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = N
 
 
 def added(one: Digest, other: Digest) -> Digest:
-    """The digest of two pieces of one tensor."""
+    """Return the digest of two pieces of one tensor."""
     return Digest(
         (one.hash + other.hash) & _MASK,
         (one.narrow + other.narrow) & _MASK,
@@ -170,7 +170,7 @@ def _chunk(piece: torch.Tensor, start: int, narrow: torch.dtype | None) -> Diges
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """The elements' bits as int64, none of them negative."""
+    """Return the elements' bits as int64, none of them negative."""
     if piece.dtype == torch.float32:
         return piece.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return piece.view(torch.int16).to(torch.int64) & 0xFFFF

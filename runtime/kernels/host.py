@@ -93,7 +93,7 @@ def build(source: Path) -> Path:
 
 @functools.cache
 def load() -> Any:
-    """The compiled library (about 2 s the first time on a machine).
+    """Return the compiled library (about 2 s the first time on a machine).
 
     Raises:
         MissingCompilerError: no compiler, or it refused the source.
@@ -133,7 +133,7 @@ def host_update(
     tail: int = 0,
     source: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Updates ``state`` in place and writes the wire parameter to ``out``; one pass over memory.
+    """Update ``state`` in place and write the wire parameter to ``out``; one pass over memory.
 
     Args:
         state: fp32 master parameter and the rule's moments; flat, contiguous, same length, host.
@@ -228,7 +228,7 @@ def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> No
 
 
 def copy(to: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
-    """Copies between contiguous host tensors of the same size, without the GIL."""
+    """Copy between contiguous host tensors of the same size, without the GIL."""
     _check_copy(to, source)
     size = to.numel() * to.element_size()
     load().ebbtide_copy(to.data_ptr(), source.data_ptr(), size, threads)

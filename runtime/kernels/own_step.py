@@ -89,7 +89,7 @@ class OwnStepRule(UpdateRule):
         out.copy_(step.master.detach())
 
     def _unscaled(self, master: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
-        """The gradient in the master's precision, unscaled and clipped as
+        """Return the gradient in the master's precision, unscaled and clipped as
         `unscale_and_clip_grads` does it.
         """
         elements = master.numel()

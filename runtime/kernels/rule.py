@@ -62,7 +62,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """The rule of a live optimizer, for the op that it has loaded.
+        """Return the rule of a live optimizer, for the op that it has loaded.
 
         Raises:
             UnknownRoundingError: the op was built in a way whose bits are not known.
@@ -86,7 +86,7 @@ class UpdateRule(ABC):
         return {}
 
     def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> UpdateStep:
-        """The next step of a master of parameter group ``group``; its step counter goes up."""
+        """Return the next step of a master of parameter group ``group``; its step counter goes up."""
         state = optimizer.state[master]
         state["step"] += 1
         return self.step(optimizer.param_groups[group], state["step"])
@@ -100,7 +100,7 @@ class UpdateRule(ABC):
         threads: int,
         source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Updates a subgroup's ``state`` on the host and writes its parameters to ``out``.
+        """Update a subgroup's ``state`` on the host and write its parameters to ``out``.
 
         Args:
             source: the old state, which then stays: ``state`` is only written.
@@ -142,10 +142,10 @@ class UpdateRule(ABC):
         """Return the additional arguments of the op's ``create_NAME`` and ``NAME_update``."""
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:  # noqa: B027 - most have none
-        """Goes on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
+        """Go on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
 
     def forms(self) -> list[UpdateStep]:
-        """A step of each variant that parameter groups may bring about."""
+        """Return a step of each variant that parameter groups may bring about."""
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())
 

@@ -158,7 +158,7 @@ class AdagradRule(UpdateRule):
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """The update term, -lr * g / (sqrt(sum) + eps), with decay in the gradient g."""
+        """Return the update term, -lr * g / (sqrt(sum) + eps), with decay in the gradient g."""
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)
         decayed, unread = torch.zeros_like(master), torch.zeros_like(master)
@@ -179,13 +179,13 @@ RULES: tuple[type[UpdateRule], ...] = (AdamRule, LionRule, AdagradRule)
 
 
 def rule_class(optimizer: Any) -> type[UpdateRule] | None:
-    """The rule that repeats this optimizer, if there is one."""
+    """Return the rule that repeats this optimizer, if there is one."""
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     return next((rule for rule in RULES if rule.stock in names), None)
 
 
 def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    """A * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
     near = np.float32(float(exact))  # rounded twice: the result or a neighbour of it
     infinity = np.float32(np.inf)

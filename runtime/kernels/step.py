@@ -19,5 +19,5 @@ class UpdateStep(Protocol):
     def variant(self) -> int: ...
 
     def scalars(self, scale: float) -> np.ndarray:
-        """The kernels' fp32 scalars in their order; the first is ``scale``."""
+        """Return the kernels' fp32 scalars in their order; the first is ``scale``."""
         ...

@@ -21,7 +21,7 @@ Tensors = dict[tuple[Any, ...], torch.Tensor]
 
 
 def export(directory: Path, tag: str, target: Path) -> Path:
-    """Writes ``target``/``tag`` with every byte in its files, and ``latest``; returns its folder.
+    """Write ``target``/``tag`` with every byte in its files, and ``latest``; return its folder.
 
     Training may go on meanwhile: where it wrote over the step before all was read, nothing is left
     behind. A rank's files pass through memory that the system may take back, one after the other.

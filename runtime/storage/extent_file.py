@@ -60,7 +60,7 @@ class ExtentFile(OutputFile):
             raise self._cut_short(size)
 
     def read(self, data: memoryview, offset: int) -> None:
-        """Fills ``data``, which is aligned, as is ``offset``."""
+        """Fill ``data``, which is aligned, as is ``offset``."""
         done, descriptor = 0, self._open_direct()
         try:
             if descriptor is not None:
@@ -83,7 +83,7 @@ class ExtentFile(OutputFile):
         )
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Return when all that was written is on the disk."""
         try:
             self._files.fdatasync(self._open_buffered())
         except OSError as error:

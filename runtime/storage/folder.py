@@ -186,7 +186,7 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
 
 
 def _widest(pages: Sequence[StorePage | None], wanted: StorePage) -> list[tuple[int, list[int]]]:
-    """The subgroups of the largest page, if none is wanted in another size."""
+    """Return the subgroups of the largest page, if none is wanted in another size."""
     held = max((page.sizes for page in pages if page is not None), key=len, default=[])
     there = dict(held)
     fits = all(there.get(subgroup, tensors) == tensors for subgroup, tensors in wanted.sizes)

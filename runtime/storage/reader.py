@@ -71,7 +71,7 @@ class StepReader:
         self._views: dict[int, View] = {}
 
     def check_there(self) -> StepRecord:
-        """The step's record.
+        """Return the step's record.
 
         Raises:
             StorageError: it is not there any more.
@@ -101,7 +101,7 @@ class StepReader:
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:
-        """Reads every byte and compares it with what was hashed while it was written.
+        """Read every byte and compare it with what was hashed while it was written.
 
         Args:
             masters_of: subgroups of which the first tensor alone is read.
@@ -132,7 +132,7 @@ class StepReader:
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
-        """A fp32 tensor, in the page cache as long as the reader is open; to be read only."""
+        """Return a fp32 tensor, in the page cache as long as the reader is open; to be read only."""
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)
             view.show(self._extents[subgroup].extent, self._opened)

@@ -47,7 +47,7 @@ class _Subgroup:
     view: View | None = field(default=None, repr=False)
 
     def of(self, asked: _Announced) -> int | None:
-        """The extent that holds an announced version; None: it is not written yet."""
+        """Return the extent that holds an announced version; None: it is not written yet."""
         held = {v: e for e, v in enumerate(self.versions) if v is not None}
         newest = max((v for v in held if v <= asked.version), default=-1)
         return held[newest] if newest >= asked.due else None
@@ -135,7 +135,7 @@ class ExtentStore:
         files: Files | None = None,
         stands: Callable[[StepRecord], bool] = lambda _: True,
     ) -> ExtentStore:
-        """Reserves the space, or finds what an earlier run has left there, and grows it.
+        """Reserve the space, or finds what an earlier run has left there, and grow it.
 
         Args:
             sizes: bytes of master and moments, by subgroup.
@@ -205,7 +205,7 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Writes a subgroup's first state, that of the latest update; returns `view`."""
+        """Write a subgroup's first state, that of the latest update; return `view`."""
         self.write(subgroup, tensors, self._due)
         return self.view(subgroup)
 
@@ -240,7 +240,7 @@ class ExtentStore:
         return held.view.tensors
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Fills the tensors with the subgroup's state; blocks.
+        """Fill the tensors with the subgroup's state; blocks.
 
         Args:
             into: contiguous host tensors, in the order of ``sizes``; page-aligned ones
@@ -296,7 +296,7 @@ class ExtentStore:
             self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Writes a subgroup's state to a free extent; blocks. From then on it is the live one.
+        """Write a subgroup's state to a free extent; blocks. From then on it is the live one.
 
         Args:
             version: of the state, a `tick`; None: a new one of this subgroup alone.
@@ -404,7 +404,7 @@ class ExtentStore:
     # -- committing
 
     def tick(self) -> int:
-        """The version of the update that is launched now, which writes every subgroup.
+        """Return the version of the update that is launched now, which writes every subgroup.
 
         Raises:
             StorageError: the directories hold steps that nobody has restored, and that would go.
@@ -440,13 +440,13 @@ class ExtentStore:
             return version
 
     def abandon(self, version: int) -> None:
-        """Gives up what was announced."""
+        """Give up what was announced."""
         with self._condition:
             self._announced.pop(version, None)
             self._notify()
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
-        """Makes an announced version durable: when this returns it survives a power loss, and the
+        """Make an announced version durable: when this returns it survives a power loss, and the
         oldest kept step's extents are free. Waits for the version's writes and for the commit
         before; on a thread that may.
 
@@ -496,7 +496,7 @@ class ExtentStore:
         return [s for s in self._steps if s.name not in self._passed_over]
 
     def _make_durable(self, version: int, step: int, name: str, data: str) -> StepRecord:
-        """The version's extents; no manifest names them yet."""
+        """Return the version's extents; no manifest names them yet."""
         try:
             extents = self._written(version)
             for file in self._files:
@@ -544,7 +544,7 @@ class ExtentStore:
             return list(self._steps)
 
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
-        """Takes a committed step's extents as they lie, as version 0; nothing is read yet. The
+        """Take a committed step's extents as they lie, as version 0; nothing is read yet. The
         first read of each subgroup is compared with its hash.
 
         Args:
@@ -601,7 +601,7 @@ class ExtentStore:
             raise StorageError(f"the state on storage is out of use since an error: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Ends the threads and gives the directories to others. Views stay readable."""
+        """End the threads and give the directories to others. Views stay readable."""
         idle = [workers.close() for workers in (*self._readers, *self._writers)]
         if all(idle):  # else what is stuck in the kernel keeps its file
             for file in self._files:

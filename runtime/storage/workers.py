@@ -57,7 +57,7 @@ class Telling:
 
 @contextmanager
 def told_late(what: str) -> Iterator[None]:
-    """Says in the log what is waited for inside, when that takes long; a call that cannot."""
+    """Say in the log what is waited for inside, when that takes long; a call that cannot."""
     timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
     timer.daemon = True
     timer.start()

@@ -38,7 +38,7 @@ class Job:
 
 
 def current_job() -> Job:
-    """The job of this process, from its environment."""
+    """Return the job of this process, from its environment."""
     return Job(**json.loads(os.environ[VARIABLE]))
 
 
@@ -92,7 +92,7 @@ class Lines:
 
 
 def number(value: Any) -> float | None:
-    """A scalar of whatever kind as a float; a collective call for one that is spread over ranks."""
+    """Return a scalar of whatever kind as a float; a collective call for one that is spread over ranks."""
     if isinstance(value, torch.Tensor):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return float(value) if value.numel() == 1 else None

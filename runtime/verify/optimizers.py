@@ -15,7 +15,7 @@ _watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:
-    """Records the first optimizer that takes a step in this process; ``done`` ends it."""
+    """Record the first optimizer that takes a step in this process; ``done`` ends it."""
     if not _watching:
         _watching.append(_Watch(current_job(), done))
 

@@ -158,7 +158,7 @@ def attach(
     checkpoint: CheckpointPlan | None = None,
     overlap_forward: bool = True,
 ) -> Any:
-    """Takes over the optimizer of a live ZeRO engine; returns the engine.
+    """Take over the optimizer of a live ZeRO engine; return the engine.
 
     From then on ``engine.optimizer`` is an `EbbtideStage3` (or, for ZeRO-1 and 2, whose steps wait
     for their updates, an `EbbtideStage2`). Host memory goes down to 14 bytes per parameter (12 of
@@ -243,7 +243,7 @@ def _attach_automatically(
 
 
 def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
-    """The smallest subgroup size of a plan. ZeRO-3's own where its subgroups are not cut once more:
+    """Return the smallest subgroup size of a plan. ZeRO-3's own where its subgroups are not cut once more:
     where an optimizer steps on each itself, and where state is stored or DeepSpeed's swapper has
     parameters.
     """
@@ -269,7 +269,7 @@ def _partitions(optimizer: Any) -> list[int]:
 
 
 def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
-    """The plan for an optimizer that runs its own step, on whole partitions as stock does.
+    """Return the plan for an optimizer that runs its own step, on whole partitions as stock does.
 
     Raises:
         ConfigError: the plan cuts a partition that stock updates as one tensor.
@@ -296,7 +296,7 @@ def session_of(engine: Any) -> Session:
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
-    """Changes the plan of an attached engine: `Session.switch`."""
+    """Change the plan of an attached engine: `Session.switch`."""
     session_of(engine).switch(plan)
 
 
@@ -365,7 +365,7 @@ def host_bytes(optimizer: Any) -> int:
 
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
-    """Installs the checkpoint engine and its copy on update."""
+    """Install the checkpoint engine and its copy on update."""
     from ebbtide.runtime.checkpoint import install
     from ebbtide.runtime.checkpoint.live_state import LiveState
 

@@ -42,7 +42,7 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Sets `own_precision`."""
+        """Set `own_precision`."""
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
 
@@ -55,13 +55,13 @@ class CollectiveGathers:
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
-        """Launches the gathers that were put off and that this module needs."""
+        """Launch the gathers that were put off and that this module needs."""
         self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launches or puts off the gathers of these parameters.
+        """Launch or put off the gathers of these parameters.
 
         Args:
             gather: DeepSpeed's own, of some of them.
@@ -167,7 +167,7 @@ class _Gathering:
         self._param, self._ask, self._launch_all = param, ask, launch_all
 
     def wait(self, **options: Any) -> None:
-        """Raises BackgroundError: an update or a copy has failed."""
+        """Raise BackgroundError: an update or a copy has failed."""
         if self._param not in self._ask.handles:
             self._launch_all()
         self._ask.handles[self._param].wait(**options)

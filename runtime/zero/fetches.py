@@ -88,7 +88,7 @@ class Fetch:
         self._device = device
 
     def wait(self, **_: Any) -> None:
-        """Makes the training streams, or without any the caller, wait; shows the parameter.
+        """Make the training streams, or without any the caller, wait; show the parameter.
 
         Raises:
             BackgroundError: an update or a copy has failed.

@@ -107,7 +107,7 @@ class FlatPartitions(FlatState):
         self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
 
     def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
-        """The subgroup's tensors; a new gradient unless there is one."""
+        """Return the subgroup's tensors; a new gradient unless there is one."""
         group, offset, elements = self.cuts[subgroup]
         if gradient is None:
             dtype = _gradient_dtype(self._optimizer, group)

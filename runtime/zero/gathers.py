@@ -63,7 +63,7 @@ class Gathers:
         return self.open
 
     def open(self) -> None:
-        """Takes the gates away."""
+        """Take the gates away."""
         self.blank()
         for undo in self._undo:
             undo()
@@ -128,7 +128,7 @@ class Gathers:
                 parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
-        """Gathers the parameters that stock keeps gathered between steps. A collective call."""
+        """Gather the parameters that stock keeps gathered between steps. A collective call."""
         small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
         if small:
             small[0].all_gather(small)

@@ -47,7 +47,7 @@ def needed_bytes(
 def check_host_memory(
     plan: Plan, config: dict[str, Any], available_bytes: int | None = None, client: Any = None
 ) -> None:
-    """Refuses a plan that this machine's free memory cannot hold, for all ranks on it together.
+    """Refuse a plan that this machine's free memory cannot hold, for all ranks on it together.
 
     Args:
         client: the optimizer that the script hands over.
@@ -89,7 +89,7 @@ def check_host_memory(
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """The plan with every subgroup updated on the host."""
+    """Return the plan with every subgroup updated on the host."""
     hosted: list[Placement] = ["host"] * plan.subgroup_count
     return plan.placed(hosted, staging_slots=0, growing_slots=(), prefetch=0)
 
@@ -136,6 +136,6 @@ def _wire_bytes(config: dict[str, Any]) -> int:
 
 
 def _optimizer(config: dict[str, Any]) -> OptimizerState:
-    """The config's; Adam and AdamW, and what is given as an object, keep the same state."""
+    """Return the config's; Adam and AdamW, and what is given as an object, keep the same state."""
     name = str((config.get("optimizer") or {}).get("type", "")).lower()
     return OPTIMIZERS.get(name, ADAM)

@@ -138,7 +138,7 @@ class PlannedZero:
         return self.clip_grad > 0
 
     def _kept(self, master: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """The moments of a master that an optimizer with its own step has made so far."""
+        """Return the moments of a master that an optimizer with its own step has made so far."""
         values = self.optimizer.state.get(master, {}).values() if self._rule.own_step else ()
         return tuple(v for v in values if torch.is_tensor(v) and v.shape == master.shape)
 
@@ -151,7 +151,7 @@ class PlannedZero:
         raise NotImplementedError
 
     def _next_steps(self) -> list[UpdateStep]:
-        """The next step of each master; DeepSpeed's step counters go up."""
+        """Return the next step of each master; DeepSpeed's step counters go up."""
         return [
             self._rule.next_step(self.optimizer, master, number)
             for master, number in zip(self._masters(), self._group_of(), strict=True)
@@ -199,7 +199,7 @@ class PlannedZero:
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
-        """Gives device memory back until `reload_states`: all state goes to host memory, and under
+        """Give device memory back until `reload_states`: all state goes to host memory, and under
         ZeRO-3 the parameters too if ``include`` has ``lp_params``, by another plan; so training
         could go on meanwhile, with the same bits. Waits for running updates.
 
@@ -230,11 +230,11 @@ class PlannedZero:
         super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Undoes what was put around DeepSpeed's own objects."""
+        """Undo what was put around DeepSpeed's own objects."""
 
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """An attribute of DeepSpeed's optimizer that shows state: reading it waits for the updates.
+    """Return an attribute of DeepSpeed's optimizer that shows state: reading it waits for the updates.
 
     Everything here reads it through ``__dict__`` instead, and does not wait.
     """
@@ -272,7 +272,7 @@ def published(name: str, then: str = "") -> Callable[..., Any]:
 
 
 def float64_norm(part: torch.Tensor) -> torch.Tensor:
-    """The L2 norm in float64, where the gradient is: on CUDA torch makes a copy, as for stock."""
+    """Return the L2 norm in float64, where the gradient is: on CUDA torch makes a copy, as for stock."""
     if part.device.type == "cpu":
         return torch.tensor(host.norm(part), dtype=torch.float64)
     return torch.linalg.vector_norm(part, dtype=torch.float64)

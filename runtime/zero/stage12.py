@@ -46,7 +46,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Takes a reduced gradient home; stock's cases, in stock's order."""
+        """Take a reduced gradient home; stock's cases, in stock's order."""
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -200,7 +200,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._overflows.clear()
 
     def _checked_norm(self) -> torch.Tensor | None:
-        """The global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
+        """Return the global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
         self.overflow = False
         if self.check_grad_overflow:
             self.check_overflow(partition_gradients=self.partition_gradients)
@@ -359,7 +359,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super().reload_states()
 
     def _follow_parameters(self) -> None:
-        """Updates write to where DeepSpeed's parameters are now: from the next `Session.switch` on,
+        """Update write to where DeepSpeed's parameters are now: from the next `Session.switch` on,
         which lets the old ones go.
         """
         self.parallel_partitioned_bit16_groups[:] = [
@@ -419,7 +419,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
 
 def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:
-    """Makes DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
+    """Make DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
     optimizer._overflows = []

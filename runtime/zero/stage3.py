@@ -42,7 +42,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Takes each gradient home in one crossing; its norm is taken on the device."""
+        """Take each gradient home in one crossing; its norm is taken on the device."""
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:
@@ -176,7 +176,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
-        """Blocks until every update has ended and all that stock shows between steps is there,
+        """Block until every update has ended and all that stock shows between steps is there,
         ``.data`` of the small parameters included; raises what failed in the background. A
         collective call with several ranks.
         """
@@ -247,7 +247,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Shows the persistent parameters, and leaves them partitioned to their first gather, as
+        """Show the persistent parameters, and leave them partitioned to their first gather, as
         `_post_step` does.
 
         Were they gathered after a load and not after a step, a model that reads one outside of its
@@ -369,7 +369,7 @@ def take_over(
     overlap_forward: bool,
     subgroup_size: int,
 ) -> None:
-    """Makes DeepSpeed's live optimizer an `EbbtideStage3` that runs ``plan``.
+    """Make DeepSpeed's live optimizer an `EbbtideStage3` that runs ``plan``.
 
     Args:
         subgroup_size: of its subgroups; less than DeepSpeed's: they are pieces of those.

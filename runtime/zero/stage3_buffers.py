@@ -114,7 +114,7 @@ class Pieces:
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
-    """The subgroup's tensors as DeepSpeed has made them; the fp32 gradient (4 bytes per parameter)
+    """Return the subgroup's tensors as DeepSpeed has made them; the fp32 gradient (4 bytes per parameter)
     is given back.
     """
     pieces, home = optimizer._pieces, private.parameter_home(optimizer)
@@ -234,7 +234,7 @@ def _join_gradients(optimizer: Any) -> None:
 
 
 def drop_flat_parameters(optimizer: Any) -> None:
-    """Gives back DeepSpeed's flat buffers of parameters, on the device (one) or on the host (one
+    """Give back DeepSpeed's flat buffers of parameters, on the device (one) or on the host (one
     per parameter group), where no subgroup's parameters are left in them.
     """
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]

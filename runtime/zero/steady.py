@@ -4,7 +4,7 @@ from typing import Any
 
 
 def keep_flowing(engine: Any) -> None:
-    """Switches it off until the engine is destroyed.
+    """Switch it off until the engine is destroyed.
 
     `ThroughputTimer` synchronises the device twice a step, so that nothing overlaps: its samples
     per second are then those of the host's clock, which after the first steps are the same. What

@@ -24,7 +24,7 @@ logger = logging.getLogger("ebbtide")
 
 
 def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: Path) -> Plan:
-    """The plan of the watched steps: as much state on the host as its memory holds now, the rest
+    """Return the plan of the watched steps: as much state on the host as its memory holds now, the rest
     stored; as an earlier run stored it, where its steps are in the folder.
 
     Raises:

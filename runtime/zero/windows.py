@@ -228,7 +228,7 @@ class Windows(GradientHomes[ZeroSlice]):
         piece.applied = False
 
     def _widen(self, piece: ZeroSlice) -> torch.Tensor:
-        """A copy of what the latest boundary brought, unscaled, in the master's precision."""
+        """Return a copy of what the latest boundary brought, unscaled, in the master's precision."""
         dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
@@ -236,7 +236,7 @@ class Windows(GradientHomes[ZeroSlice]):
         return (home if previous is None else previous).to(home.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """The fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
+        """Return the fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
 
         After a step, and until the next gradient, that is the unscaled and clipped one.
         """
@@ -266,7 +266,7 @@ class Windows(GradientHomes[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """A single one, unless something was kept."""
+        """Return a single one, unless something was kept."""
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
         runs: list[Segment] = []

@@ -149,7 +149,7 @@ class ByteGPT(nn.Module):
 
 @cache
 def python_sources() -> np.ndarray:
-    """The standard library's .py files one after the other, as bytes (uint8).
+    """Return the standard library's .py files one after the other, as bytes (uint8).
 
     In the order of their paths; without tests and installed packages.
 
@@ -201,7 +201,7 @@ def ds_config(
     offload: bool = True,
     **zero: Any,
 ) -> dict[str, Any]:
-    """A DeepSpeed config: ZeRO-3, optimizer offloaded to pinned host memory, AdamW.
+    """Return a DeepSpeed config: ZeRO-3, optimizer offloaded to pinned host memory, AdamW.
 
     Args:
         micro_batch: samples per rank and micro-step.

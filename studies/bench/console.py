@@ -125,7 +125,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """The name with its unit, and each value in it."""
+    """Yield the name with its unit, and each value in it."""
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

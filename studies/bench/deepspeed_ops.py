@@ -15,7 +15,7 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBui
 
 
 def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
-    """Builds CPU Adam and, without a GPU, the shared-memory collectives.
+    """Build CPU Adam and, without a GPU, the shared-memory collectives.
 
     About a minute on two cores the first time, cached in torch's extensions folder after that.
     What another process is building is waited for.

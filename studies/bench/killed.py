@@ -115,7 +115,7 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console) -> int:
-    """Writes and shows the record; the exit code. What failed stays where it is."""
+    """Write and show the record; the exit code. What failed stays where it is."""
     publish(study, path, figures)
     if figures["failures"]:
         console.print(f"what is left of the failed trials: {scratch}")

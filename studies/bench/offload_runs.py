@@ -103,7 +103,7 @@ class Run:
 
     @property
     def labelled_hidden(self) -> int:
-        """The largest usual hidden size that the label allows at the logged depth."""
+        """Return the largest usual hidden size that the label allows at the logged depth."""
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
 
@@ -113,7 +113,7 @@ class Run:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """A plain description of the model that was trained.
+    """Return a plain description of the model that was trained.
 
     The launch script of the runs (published beside the logs) names swiglu, rmsnorm, untied
     embeddings, no biases and key-value heads of their own; Megatron-LM fuses queries, keys and
@@ -140,7 +140,7 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
-    """The runs of a CSV with the columns of the published ones.
+    """Return the runs of a CSV with the columns of the published ones.
 
     Args:
         flag: the option that named the file, for messages.

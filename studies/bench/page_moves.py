@@ -55,7 +55,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
 
 
 def _answered(page: Any, times: int) -> None:
-    """Waits until so many questions are answered and the whole table is drawn."""
+    """Wait until so many questions are answered and the whole table is drawn."""
     page.wait_for_function(
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",

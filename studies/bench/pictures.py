@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def picture(path: Path, *grid: int, dpi: int = 130, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """The figure and the axes of matplotlib's ``subplots``; written when the block has ended."""
+    """Return the figure and the axes of matplotlib's ``subplots``; written when the block has ended."""
     import matplotlib as mpl
 
     mpl.use("Agg")

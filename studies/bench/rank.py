@@ -8,7 +8,7 @@ from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 
 def become_only_rank() -> None:
-    """Sets what torch.distributed reads from the environment, unless a launcher has set it.
+    """Set what torch.distributed reads from the environment, unless a launcher has set it.
 
     One rank on a port that is free now, so that several studies can run at once. DeepSpeed calls
     collectives by names that torch has renamed since, of which torch would warn at every step.

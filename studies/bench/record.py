@@ -19,7 +19,7 @@ _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optun
 
 
 def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
-    """Writes ``figures`` as JSON, whole or not at all, and returns the path.
+    """Write ``figures`` as JSON, whole or not at all, and return the path.
 
     ``device_kind`` is ``cuda`` or ``cpu``; a study on the emulated device overrides it in its
     figures with ``emulated``.

@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
-    """Trains under the plan, with a checkpoint every `CYCLE` steps; then once more, resumed."""
+    """Train under the plan, with a checkpoint every `CYCLE` steps; then once more, resumed."""
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
         notes = folder / f"notes{run}"
@@ -104,7 +104,7 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
 
 
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
-    """The curve, and the rules on it."""
+    """Return the curve, and the rules on it."""
     iteration_s, cost = simulation.iteration_s, choice.cost
     marks = {"ebbtide": choice.saving.interval_steps, **rules_of_thumb(iteration_s, cost, failures)}
     most = 40 * max(marks.values())
@@ -241,7 +241,7 @@ def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Return the command."""
     parser = study_parser("checkpoint_interval", __doc__, drawn=True)
     parser.add_argument("--mtbf", type=float, default=25.0, help="seconds between failures")
     parser.add_argument("--failures", type=int, default=5, help="kills per interval")

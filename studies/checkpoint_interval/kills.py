@@ -71,7 +71,7 @@ def campaign(
 
 
 def _committed(folder: Path) -> int:
-    """The step of the newest checkpoint that verifies: what a restart would go on from."""
+    """Return the step of the newest checkpoint that verifies: what a restart would go on from."""
     from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
     from ebbtide.runtime.checkpoint.protocol.inspect import verify
 
@@ -94,7 +94,7 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Adds to each failure what an iteration took around then, on any interval's turn."""
+    """Add to each failure what an iteration took around then, on any interval's turn."""
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]
         for failure in turn:

@@ -21,7 +21,7 @@ class Training:
     subgroup_size: int = 5_000_000
 
     def engine(self, plan: Plan) -> Any:
-        """An engine of ebbtide's runtime under the plan."""
+        """Return an engine of ebbtide's runtime under the plan."""
         import ebbtide.runtime
 
         return ebbtide.runtime.initialize(**self._parts(), plan=plan)[0]
@@ -47,7 +47,7 @@ class Training:
 
 
 def warm_up() -> None:
-    """Imports what every fork needs; starts no thread."""
+    """Import what every fork needs; starts no thread."""
     from studies.bench.byte_gpt import python_sources
     from studies.checkpoints.run import warm_up as warm
 
@@ -59,7 +59,7 @@ def warm_up() -> None:
 
 
 def profile(training: Training, folder: Path, seconds: float) -> None:
-    """Writes machine.json and workload.json; for a child."""
+    """Write machine.json and workload.json; for a child."""
     from ebbtide.profiler import measure_machine, profile_engine
 
     from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
@@ -80,13 +80,13 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
-    """The plan with a checkpoint every so many steps into a folder; 0: none."""
+    """Return the plan with a checkpoint every so many steps into a folder; 0: none."""
     saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
 def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
-    """Resumes from the newest checkpoint if there is one; notes each step and its time."""
+    """Resume from the newest checkpoint if there is one; note each step and its time."""
     begin = time.monotonic()
     folder = Path(plan.checkpoint.dir or "")
     engine = training.engine(plan)

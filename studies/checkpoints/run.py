@@ -124,7 +124,7 @@ def warm_up() -> None:
 
 
 def start(run: Run) -> list[Forked]:
-    """Forks the ranks."""
+    """Fork the ranks."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
@@ -250,7 +250,7 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """The step's data, shuffled by torch's generator: a lost random state changes the weights."""
+    """Return the step's data, shuffled by torch's generator: a lost random state changes the weights."""
     import torch
 
     from studies.bench.byte_gpt import SIZES, Batches

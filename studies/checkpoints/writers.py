@@ -167,7 +167,7 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Trains and saves in this process; the figures of one writer. Times are medians."""
+    """Train and save in this process; the figures of one writer. Times are medians."""
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)
     folder.mkdir(parents=True, exist_ok=True)

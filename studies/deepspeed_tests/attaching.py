@@ -101,7 +101,7 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """A copy of the config, taken out of the arguments; None: there is no ZeRO in it."""
+    """Return a copy of the config, taken out of the arguments; None: there is no ZeRO in it."""
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(known, (str, Path)):
@@ -118,7 +118,7 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
-    """The config with its optimizer offloaded; a client's own optimizer stays what it is."""
+    """Return the config with its optimizer offloaded; a client's own optimizer stays what it is."""
     zero = config["zero_optimization"]
     asked = (zero.get("offload_optimizer") or {}).get("device")
     if getattr(asked, "value", asked) in (None, "none") and not zero.get("cpu_offload"):
@@ -153,7 +153,7 @@ def reads_at_once(name: str) -> bool:
 
 
 def without_a_plan(engine: Any) -> str | None:
-    """The expected reasons, all there are; None: the engine has what a plan needs."""
+    """Return the expected reasons, all there are; None: the engine has what a plan needs."""
     if engine.zero_optimization_stage() == 0:
         return "ZeRO stage 0"
     if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):

@@ -73,7 +73,7 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Profiles stock, plans, then trains both in turn; True if all their bits are the same."""
+        """Profile stock, plans, then train both in turn; True if all their bits are the same."""
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
         with self._started("stock", train.stock, model=model) as stock:
@@ -101,7 +101,7 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Shows times and the verdict on the bits."""
+        """Show times and the verdict on the bits."""
         same = self._compare("stock", "plan")
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
@@ -148,7 +148,7 @@ class Demo:
         self.console.print(f"\n[bold]{number}/6  {text}[/bold]")
 
     def _phase(self, title: str, work: Callable[..., object], /, **arguments: Any) -> None:
-        """Runs a child to its end."""
+        """Run a child to its end."""
         with self._started(title, work, **arguments) as child:
             self._watch(child, title)
 
@@ -162,7 +162,7 @@ class Demo:
             yield child
 
     def _watch(self, child: PhaseProcess, title: str) -> None:
-        """Shows how far it is until it ends or pauses.
+        """Show how far it is until it ends or pauses.
 
         Raises:
             PhaseError: it ended badly.
@@ -187,7 +187,7 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Compares bits; the tensors of ``reference`` (gigabytes of them) go."""
+        """Compare bits; the tensors of ``reference`` (gigabytes of them) go."""
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
         if wrong or not losses:
@@ -250,7 +250,7 @@ class Demo:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo; 0 if all bits agree, 1 if not, 2 if a phase failed."""
+    """Run the demo; 0 if all bits agree, 1 if not, 2 if a phase failed."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

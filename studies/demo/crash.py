@@ -33,7 +33,7 @@ class Crash:
 
 
 def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float) -> Plan:
-    """The plan with asynchronous checkpoints that take about half an interval to write.
+    """Return the plan with asynchronous checkpoints that take about half an interval to write.
 
     The write rate is capped so that the kill finds a checkpoint half done, and so that storage
     traffic is spread over several iterations as in a long run.
@@ -51,7 +51,7 @@ def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_
 
 
 def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
-    """Kills ``child`` when its second checkpoint is partly on disk and not yet committed.
+    """Kill ``child`` when its second checkpoint is partly on disk and not yet committed.
 
     Looks at nothing but the folder: how much is in it, and what ``latest`` names.
 
@@ -89,7 +89,7 @@ def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
 
 
 def committed(folder: Path) -> str:
-    """The tag that ``latest`` names; empty if there is none yet."""
+    """Return the tag that ``latest`` names; empty if there is none yet."""
     latest = folder / "latest"
     try:
         return latest.read_text().strip()

@@ -20,7 +20,7 @@ def compile_kernels() -> None:
 
 
 def measure(folder: Path, seconds: float, elements: int) -> None:
-    """Compiles what is missing, then measures; writes ``machine.json``."""
+    """Compile what is missing, then measures; writes ``machine.json``."""
     from ebbtide.profiler import measure_machine
 
     compile_kernels()
@@ -30,7 +30,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
 
 def make_plan(folder: Path) -> None:
-    """Searches and writes ``plan.json``."""
+    """Search and writes ``plan.json``."""
     from ebbtide.tuner import plan
 
     report(0, 1, "searching")

@@ -67,7 +67,7 @@ def workload(profiled: Workload) -> str:
 
 
 def plan(chosen: Plan) -> Table:
-    """The plan's prediction above those of the best alternatives, stock among them."""
+    """Return the plan's prediction above those of the best alternatives, stock among them."""
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
     stock = [p for p in ordered if p.strategy in STOCK_NAMES]

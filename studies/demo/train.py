@@ -52,7 +52,7 @@ class DemoModel:
         return FIRST_STEPS + self.turns * TURN_STEPS
 
     def engine(self, plan: Path | None) -> Any:
-        """A DeepSpeed engine: stock, or ebbtide's under ``plan``."""
+        """Return a DeepSpeed engine: stock, or ebbtide's under ``plan``."""
         model = ByteGPT(SIZES[self.size].with_sequence(self.sequence))
         config = ds_config(self.batch, self.subgroup_size)
         if plan is None:
@@ -99,7 +99,7 @@ class Training:
         self.next = last
 
     def save(self, folder: Path, name: str) -> None:
-        """Writes ``runs/NAME.json`` and ``runs/NAME.pt``."""
+        """Write ``runs/NAME.json`` and ``runs/NAME.pt``."""
         report(self.next, self.model.steps, "collecting parameters and moments")
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")

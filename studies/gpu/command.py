@@ -144,7 +144,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
-    """The section's record; one from a run before if it is whole."""
+    """Return the section's record; one from a run before if it is whole."""
     path = suite.out / f"{name}.json"
     if not suite.again and (known := _whole(path, suite)) is not None:
         return known

@@ -125,7 +125,7 @@ def _resumed(options: dict[str, Any], emulated: bool) -> Outcome:
 
 
 def start(stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, **options: Any) -> Any:
-    """A DeepSpeed engine on a tiny model, always from the same weights."""
+    """Return a DeepSpeed engine on a tiny model, always from the same weights."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
 
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
-    """The placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
+    """Return the placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
     from ebbtide.runtime.zero.cuts import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))

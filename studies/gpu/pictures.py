@@ -12,7 +12,7 @@ PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 
 def draw_parts(folder: Path) -> list[Path]:
-    """Draws every part that has something to show; returns the pictures.
+    """Draw every part that has something to show; return the pictures.
 
     Raises:
         SystemExit: the folder holds no record of the suite.

@@ -114,7 +114,7 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def one_step(suite: Suite) -> Figures:
-    """A tiny model under all placements: the bits of stock, lanes that overlap, and every place
+    """Return a tiny model under all placements: the bits of stock, lanes that overlap, and every place
     that makes the host wait for the device in a steady step.
     """
     settle()
@@ -188,7 +188,7 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """The last steps of a run without delays, and what synchronised in three of them."""
+    """Return the last steps of a run without delays, and what synchronised in three of them."""
     import ebbtide.runtime
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step

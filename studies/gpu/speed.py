@@ -80,7 +80,7 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
 
 
 def efficiency(suite: Suite) -> Figures:
-    """The chosen plan against its floor."""
+    """Return the chosen plan against its floor."""
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
     row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
     limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
@@ -93,7 +93,7 @@ def efficiency(suite: Suite) -> Figures:
 
 
 def ablation(suite: Suite) -> Figures:
-    """The chosen plan without one feature at a time, all on one engine."""
+    """Return the chosen plan without one feature at a time, all on one engine."""
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {
         "whole": {},

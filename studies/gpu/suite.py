@@ -115,7 +115,7 @@ class Suite:
         ]
 
     def _of_this_size(self, *parts: str) -> Path:
-        """A file of this model's: one folder can hold a suite of several sizes."""
+        """Return a file of this model's: one folder can hold a suite of several sizes."""
         return self.out.joinpath(self.size, *parts)
 
     def _measured(self, path: Path, command: list[str]) -> Figures:
@@ -186,7 +186,7 @@ class Suite:
         return Machine.load(path)
 
     def measure_machine(self) -> Machine:
-        """Takes a minute on a GPU machine."""
+        """Take a minute on a GPU machine."""
         from ebbtide.profiler import measure_machine
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {"seconds": 45.0}
@@ -204,7 +204,7 @@ class Suite:
         return Workload.load(path)
 
     def plan(self) -> Plan:
-        """The tuner's, within the cap."""
+        """Return the tuner's, within the cap."""
         if not self.plan_path.exists():
             self._plan_for(self.workload()).save(self.plan_path)
         return Plan.load(self.plan_path)

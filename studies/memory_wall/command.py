@@ -140,7 +140,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
-    """Trains a few steps under stock ZeRO-3 offload and describes their phases."""
+    """Train a few steps under stock ZeRO-3 offload and describe their phases."""
     cuda = torch.cuda.is_available()
     model = ByteGPT(SIZES[size].with_sequence(sequence))
     engine = stock_engine(model, ds_config(batch, subgroup))
@@ -175,7 +175,7 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
 def _trained(
     engine: Any, batches: Batches, steps: int, borders: PhaseBorders, counters: LinkCounters | None
 ) -> Sequence[LinkSample]:
-    """Takes the steps; the link's samples meanwhile, if there is a link."""
+    """Take the steps; the link's samples meanwhile, if there is a link."""
 
     def train() -> None:
         for number in track(range(WARMUP, WARMUP + steps), description="stock ZeRO-3 offload"):

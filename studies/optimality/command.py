@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
-    """Plans each pair and compares with its bound, and few subgroups with the optimum."""
+    """Plan each pair and compare with its bound, and few subgroups with the optimum."""
     rng = np.random.default_rng(seed)
     rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="planning")]
     gaps = sorted(row["gap_pct"] for row in rows)
@@ -79,7 +79,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
-    """The gap of each model on its machine (`studies.optimality.real_models`)."""
+    """Return the gap of each model on its machine (`studies.optimality.real_models`)."""
     pairs = list(some)
     rows = [
         what | gap(workload, node, WANTED_REAL_PCT) for what, workload, node in track(pairs, description="real models")
@@ -120,7 +120,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 
 
 def exact_s(workload: Workload, machine: Machine) -> float:
-    """The optimum, from nothing but everything on the host."""
+    """Return the optimum, from nothing but everything on the host."""
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
     search.score(Candidate(tuple(placements)))
@@ -128,7 +128,7 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 
 
 def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) -> dict[str, float]:
-    """The chosen plan against the bound with all the device memory that is allowed.
+    """Return the chosen plan against the bound with all the device memory that is allowed.
 
     A gap little above ``wanted_pct`` may be the bound's: it is asked for once more, with far more
     work, until it has proven that much. ``proof_s`` is what that took; the gap is

@@ -253,7 +253,7 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Flags hold if all of them do."""
+    """Flag hold if all of them do."""
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -288,7 +288,7 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Trains one variant; seconds of an iteration are those of all steps, the last one's updates
+    """Train one variant; seconds of an iteration are those of all steps, the last one's updates
     included.
 
     Args:
@@ -354,7 +354,7 @@ def predict(
     spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """An iteration as the simulator expects it with each of the drives, all state stored and under
+    """Return an iteration as the simulator expects it with each of the drives, all state stored and under
     a plan, that of the tuner where memory has so much more room if None is given; trains nothing
     but stock.
     """
@@ -370,7 +370,7 @@ def predict(
 
 
 def _drive(folder: Path) -> StorageRates:
-    """The disk, as the floor and the prediction know it."""
+    """Return the disk, as the floor and the prediction know it."""
     return measure_drive(folder, DISK_BYTES, 20.0)
 
 

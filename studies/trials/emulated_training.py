@@ -54,7 +54,7 @@ class Setting:
     host_adam_out_of_place: float = OUT_OF_PLACE
 
     def scaled(self, factor: float) -> "Setting":
-        """The same balance with a model of another size, in ``factor`` times the time."""
+        """Return the same balance with a model of another size, in ``factor`` times the time."""
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
             self,
@@ -78,7 +78,7 @@ class Setting:
         return self.forward_s * self.layers, self.backward_s * self.layers
 
     def machine(self) -> Machine:
-        """The rates as given: the link and the device are shared, DRAM and cores are ample."""
+        """Return the rates as given: the link and the device are shared, DRAM and cores are ample."""
         given = {
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
             "d2h_bytes_per_s": self.d2h_bytes_per_s,
@@ -102,7 +102,7 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """The same, for the emulated device."""
+        """Return the same, for the emulated device."""
         return EmulatedRates(
             self.h2d_bytes_per_s,
             self.d2h_bytes_per_s,
@@ -174,7 +174,7 @@ class PacedModel(nn.Module):
 
 
 def start(setting: Setting, **zero: Any) -> Any:
-    """A DeepSpeed engine, always from the same weights; gradients are reduced layer by layer.
+    """Return a DeepSpeed engine, always from the same weights; gradients are reduced layer by layer.
 
     ``zero``: further keys of ``zero_optimization``.
     """
@@ -210,7 +210,7 @@ class Kernels:
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
-    """Applies a plan on an emulated device that keeps to the setting's rates."""
+    """Apply a plan on an emulated device that keeps to the setting's rates."""
     import ebbtide.runtime
 
     device = EmulatedDevice(setting.rates())
@@ -255,7 +255,7 @@ class Bench:
         self._kernels: Kernels | None = None  # of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Trains ``steps`` steps under ``plan`` after the warm-up.
+        """Train ``steps`` steps under ``plan`` after the warm-up.
 
         Args:
             settle: each step's updates end before the next forward, so that the phases are those
@@ -282,7 +282,7 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """The borders of the phases of one step."""
+        """Return the borders of the phases of one step."""
         inputs, targets = batch(self.setting, self.steps)
         self.steps += 1
         if self._kernels is not None:
@@ -310,7 +310,7 @@ class Bench:
         return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
-        """Ends the engine; returns all that training has changed."""
+        """End the engine; return all that training has changed."""
         from studies.bench.bits import state_of
 
         self.engine.optimizer.wait()

@@ -62,7 +62,7 @@ def many_layers() -> Setting:
 
 
 def setting_of(base: Setting, ratio: float) -> Setting:
-    """The same passes with no room for state on the device."""
+    """Return the same passes with no room for state on the device."""
     passes_s = sum(base.given_s)
     link = LINK * base.params / passes_s
     return replace(

@@ -96,7 +96,7 @@ def same_sums(*, warn_only: bool = False) -> None:
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains and reports."""
+    """Train and reports."""
     cuda = torch.cuda.is_available()
     engine = make_engine(args)
     size = SIZES[args.size]
@@ -154,7 +154,7 @@ def timed(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    """The variant's engine, with a model that has the same weights for all."""
+    """Return the variant's engine, with a model that has the same weights for all."""
     import ebbtide.runtime
 
     name, _, setting = args.variant.partition(":")

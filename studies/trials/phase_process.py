@@ -33,7 +33,7 @@ class Progress:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Imports modules once for all phases of this process: to be called before the first one.
+    """Import modules once for all phases of this process: to be called before the first one.
 
     In the background, in a server that runs nothing else and forks the phases. Not where there is
     CUDA, which does not survive a fork: there each phase imports what it needs.

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def trials(args: argparse.Namespace) -> Any:
-    """Yields each plan's row."""
+    """Yield each plan's row."""
     from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}

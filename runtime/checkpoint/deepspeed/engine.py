@@ -209,7 +209,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Stands for ``engine.save_checkpoint``; returns as soon as training may go on.
+        """Stand for ``engine.save_checkpoint``; return as soon as training may go on.
 
         Returns:
             False: skipped, because one is running and ``checkpoint.busy`` is ``skip``.
@@ -367,11 +367,11 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
-        """The file's content; what can goes straight to where it is live."""
+        """Return the file's content; what can goes straight to where it is live."""
         return load_file(path, self._loading.into)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
-        """The background commits; see `wait`."""
+        """Return the background commits; see `wait`."""
         return True
 
     def is_decoupled(self) -> bool:
@@ -393,7 +393,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def load_checkpoint(
         self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
-        """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
+        """Stand for ``engine.load_checkpoint``; see `Loading.load`."""
         self.wait_for_drain()
         wait_for_jobs()  # another engine of this process may be writing what is to be loaded
         self._before_save()
@@ -402,7 +402,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @property
     def chosen(self) -> Choice | None:
-        """The checkpoint that the last ``load_checkpoint`` took."""
+        """Return the checkpoint that the last ``load_checkpoint`` took."""
         return self._loading.chosen
 
 

@@ -22,7 +22,7 @@ def install(
     after_step: list[Callable[[], None]] | None = None,
     **options: Any,
 ) -> LazyCheckpointEngine:
-    """Makes a DeepSpeed engine save and load through ebbtide; returns the checkpoint engine.
+    """Make a DeepSpeed engine save and load through ebbtide; return the checkpoint engine.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
@@ -89,7 +89,7 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _finish_first(lazy: LazyCheckpointEngine) -> Callable[..., None]:
-    """The optimizer frees its buffers in destroy: the writers must be done with them."""
+    """Return the optimizer frees its buffers in destroy: the writers must be done with them."""
 
     def destroy(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:

@@ -165,7 +165,7 @@ class Loading:
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """The module's live weights by their path in the model's file, for a load to read straight
+    """Return the module's live weights by their path in the model's file, for a load to read straight
     into: 2 bytes per parameter less in host memory than to read them and copy them there.
 
     Only where ``load_state_dict`` would do nothing but copy each to its place: no partitioned or

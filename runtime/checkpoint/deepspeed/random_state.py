@@ -25,13 +25,13 @@ def random_states() -> dict[str, Any]:
 
 
 def _python_state() -> list[Any]:
-    """A tensor in place of 625 numbers, which pickle slowly."""
+    """Return a tensor in place of 625 numbers, which pickle slowly."""
     version, internal, gauss = random.getstate()
     return [version, torch.tensor(internal), gauss]
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Sets what `random_states` returned. Generators of devices that are not here are left out."""
+    """Set what `random_states` returned. Generators of devices that are not here are left out."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]

@@ -68,7 +68,7 @@ def newest_of_tiers(
     check: Callable[[Path, str], list[Problem]] = verify,
     when: Callable[[Committed], float] = counted,
 ) -> Choice:
-    """The newest checkpoint of all tiers that verifies; of two copies, the first folder's."""
+    """Return the newest checkpoint of all tiers that verifies; of two copies, the first folder's."""
     passed_over: dict[str, str] = {}
     candidates = []
     for directory in directories:
@@ -88,7 +88,7 @@ def newest_of_tiers(
 
 
 def _named(folder: Path, directories: Sequence[Path]) -> str:
-    """A tag alone where there is one folder only."""
+    """Return a tag alone where there is one folder only."""
     return folder.name if len(directories) == 1 else str(folder)
 
 
@@ -108,7 +108,7 @@ class Resumption:
         self.stored_problem: Callable[[Path], str] = lambda _: ""
 
     def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> Choice:
-        """The checkpoint to load; ``tag`` is None where there is none, as DeepSpeed has it.
+        """Return the checkpoint to load; ``tag`` is None where there is none, as DeepSpeed has it.
 
         Args:
             needed: by a file's path in the checkpoint: whether it will be read.

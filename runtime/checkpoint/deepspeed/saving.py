@@ -63,7 +63,7 @@ class Means:
         self.bounce.close()
 
     def other_tier(self, folder: Path) -> Path | None:
-        """The tier that ``folder`` is not; None: there are no two, or it is neither."""
+        """Return the tier that ``folder`` is not; None: there are no two, or it is neither."""
         if self.tiers is None or not self.tiers.holds(folder):
             return None
         fast = folder.resolve() == self.tiers.fast.resolve()
@@ -119,7 +119,7 @@ class Save:
         return step
 
     def make_job(self, when_over: Callable[[Job], None]) -> Job:
-        """The writing of all that was added, not yet started."""
+        """Return the writing of all that was added, not yet started."""
         means, attempt, plan = self._means, self.attempt, self._means.plan
         for planned in self._planned:
             means.files.mkdir((attempt.staging / planned.path).parent)
@@ -152,7 +152,7 @@ class Save:
 
 
 def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
-    """The tag under which to save.
+    """Return the tag under which to save.
 
     Raises:
         ValueError: no folder to save to; as DeepSpeed does.

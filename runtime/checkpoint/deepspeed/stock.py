@@ -38,7 +38,7 @@ class StockState:
         return [p for group in inner.param_groups for p in group["params"]]
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands for ``optimizer.step``."""
+        """Stand for ``optimizer.step``."""
         for subgroup in range(self._count):
             self._live.before_update(subgroup)
         return original(*args, **kwargs)

@@ -61,7 +61,7 @@ class Block:
         return address if whole and address is not None and address % ALIGNMENT == 0 else None
 
     def gather(self, destination: int) -> None:
-        """Copies its bytes to a host buffer of `padded_bytes`; gaps and padding become zero."""
+        """Copy its bytes to a host buffer of `padded_bytes`; gaps and padding become zero."""
         at = 0
         for piece in self.pieces:
             if piece.at > at:

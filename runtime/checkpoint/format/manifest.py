@@ -127,7 +127,7 @@ def dump(page: Page) -> bytes:
 
 
 def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
-    """Reads what `dump` wrote.
+    """Read what `dump` wrote.
 
     Raises:
         ManifestError: any other bytes: torn, altered, of a newer format, not a manifest.

@@ -29,7 +29,7 @@ class Source(Protocol):
         ...
 
     def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
-        """Copies a range to a host address; returns when it is there."""
+        """Copy a range to a host address; return when it is there."""
         ...
 
 
@@ -50,7 +50,7 @@ class HostBytes:
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> "HostBytes":
-        """The bytes of a contiguous host tensor, without a copy."""
+        """Return the bytes of a contiguous host tensor, without a copy."""
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
 
     @classmethod
@@ -97,7 +97,7 @@ _streams: defaultdict[torch.device, deque[torch.cuda.Stream]] = defaultdict(dequ
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A stream that no other copy has meanwhile. Copies know no priority; theirs are of one block,
+    """Return a stream that no other copy has meanwhile. Copies know no priority; theirs are of one block,
     so that none of training's waits for more than that.
 
     They are used again: CUDA's streams come from a pool of 32, and those of every new checkpoint's
@@ -114,7 +114,7 @@ def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """A writable buffer over existing memory; the caller keeps that memory alive."""
+    """Return a writable buffer over existing memory; the caller keeps that memory alive."""
     return (ctypes.c_char * size_bytes).from_address(address)
 
 

@@ -30,7 +30,7 @@ class OutputFile:
         self.error: str = ""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Writes a block; ``data`` and ``offset`` are aligned, ``data`` may reach past the end."""
+        """Write a block; ``data`` and ``offset`` are aligned, ``data`` may reach past the end."""
         descriptor = self._open_direct()
         if descriptor is not None:
             try:
@@ -49,7 +49,7 @@ class OutputFile:
                 raise self._explain(error) from error
 
     def make_durable(self) -> None:
-        """Sets the length, and waits for the disk."""
+        """Set the length, and waits for the disk."""
         try:
             descriptor = self._open_buffered()
             self._files.truncate(descriptor, self._size)
@@ -99,7 +99,7 @@ class Pace:
         self._free_s = 0.0
 
     def wait(self, size_bytes: int, hurry: Callable[[], bool]) -> None:
-        """Returns when the bytes may be written: in turn, or at once while ``hurry()``."""
+        """Return when the bytes may be written: in turn, or at once while ``hurry()``."""
         if self._bytes_per_s is None:
             return
         with self._lock:

@@ -80,7 +80,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path) -> str:
-    """The classes and functions in a file that loading refuses; empty: none, or no such file."""
+    """Return the classes and functions in a file that loading refuses; empty: none, or no such file."""
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
     return ""
@@ -102,7 +102,7 @@ def unreadable(path: str) -> str:
 
 
 def _gist(error: BaseException) -> str:
-    """The line of torch's long texts that says what was met."""
+    """Return the line of torch's long texts that says what was met."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
     return (telling or lines or [type(error).__name__])[-1].rstrip(".")

@@ -55,7 +55,7 @@ class Layout:
 
 
 def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
-    """The layout of the file that ``torch.save(state)`` would write.
+    """Return the layout of the file that ``torch.save(state)`` would write.
 
     Args:
         state: as given to ``torch.save``.
@@ -86,7 +86,7 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
 
 
 def plain(data: bytes) -> Layout:
-    """The layout of a small file of these bytes."""
+    """Return the layout of a small file of these bytes."""
     return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
 
 
@@ -170,7 +170,7 @@ def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterato
 
 
 def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
-    """Writes all but the tensors' bytes; returns the file offset of each storage, by address, and
+    """Write all but the tensors' bytes; return the file offset of each storage, by address, and
     what loading would refuse.
     """
     pickler = _storage_recorder()
@@ -194,7 +194,7 @@ def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
 
 
 def _storage_recorder() -> Any:
-    """Stands for the pickle module in torch.save; ``keys``: record name of each storage.
+    """Stand for the pickle module in torch.save; ``keys``: record name of each storage.
 
     torch.save names a storage when its pickler first meets it, in ``persistent_id``; the instance's
     attribute goes before the method of torch's subclass.

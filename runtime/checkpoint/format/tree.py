@@ -8,7 +8,7 @@ import torch
 
 
 def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The tensors in nested dicts, lists and tuples, each with its path, in pickling order.
+    """Yield the tensors in nested dicts, lists and tuples, each with its path, in pickling order.
 
     Those inside other objects are left out, as in `replace_tensors`.
     """
@@ -30,7 +30,7 @@ def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace_tensors(tree: Any, replace: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with each dense tensor replaced."""
+    """Return a copy of nested dicts, lists and tuples with each dense tensor replaced."""
     if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
         return replace(tree)
     if type(tree) in (dict, OrderedDict):

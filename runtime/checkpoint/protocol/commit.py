@@ -188,7 +188,7 @@ class Commit:
             self.note.close(committed=committed)
 
     def abort(self, error: BaseException) -> None:
-        """Tells the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
+        """Tell the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
         a, reason = self._attempt, f"{type(error).__name__}: {error}"
         page = {"rank": a.rank, "reason": reason[:2000], "cancelled": isinstance(error, Cancelled)}
         note = json.dumps(page).encode()
@@ -205,7 +205,7 @@ class Commit:
     # -- rank 0
 
     def _collect_votes(self) -> dict[int, bytes]:
-        """The manifests of all ranks, by rank."""
+        """Return the manifests of all ranks, by rank."""
         a, votes = self._attempt, dict[int, bytes]()
 
         def missing() -> list[int]:

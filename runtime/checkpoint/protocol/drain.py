@@ -64,7 +64,7 @@ class Tiers:
 
 
 def next_to_drain(tiers: Tiers) -> Committed | None:
-    """The newest checkpoint of the fast tier, where the durable one has none as new."""
+    """Return the newest checkpoint of the fast tier, where the durable one has none as new."""
     newest = next(iter(committed(tiers.fast)), None)
     held = next(iter(committed(tiers.durable)), None)
     if newest is None or (held and held.manifest.sequence >= newest.manifest.sequence):
@@ -82,7 +82,7 @@ class Drain:
         self._check = check  # called for every block; raises to give up
 
     def run(self, found: Committed) -> None:
-        """Returns once the checkpoint is committed in the durable tier, and old ones are pruned.
+        """Return once the checkpoint is committed in the durable tier, and old ones are pruned.
 
         Raises:
             DamagedSourceError: a byte in the fast tier differs from its manifest.
@@ -175,7 +175,7 @@ class Drain:
 
 
 def _manifests(source: Path) -> tuple[dict[str, bytes], list[FileRecord]]:
-    """The bytes of all manifests by path, the global one last, and the files they list."""
+    """Return the bytes of all manifests by path, the global one last, and the files they list."""
     pages, records = dict[str, bytes](), list[FileRecord]()
     try:
         sealed = (source / GLOBAL_NAME).read_bytes()
@@ -257,7 +257,7 @@ class Drainer:
             self._progress_s = time.monotonic()
 
     def reap(self) -> None:
-        """Raises what went wrong since the last call.
+        """Raise what went wrong since the last call.
 
         Raises:
             CheckpointError: a checkpoint did not reach the durable tier; the cause is chained.

@@ -49,7 +49,7 @@ class Problem:
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
-    """The checkpoints of a folder, newest first, then those with damaged manifests.
+    """Return the checkpoints of a folder, newest first, then those with damaged manifests.
 
     Payload is not read: see `verify`.
     """
@@ -77,7 +77,7 @@ def verify(
     readers: int = 4,
     needed: Callable[[str], bool] = lambda _: True,
 ) -> list[Problem]:
-    """Reads a checkpoint and compares every byte with its manifest; an empty list: it is whole.
+    """Read a checkpoint and compare every byte with its manifest; an empty list: it is whole.
 
     Its folder may have been renamed since it was committed.
 

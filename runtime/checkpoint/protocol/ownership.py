@@ -46,7 +46,7 @@ def _is_renewed(path: Path) -> bool:
 
 
 def _now_ns(folder: Path) -> int:
-    """The time by the filesystem's own clock, which stamps what other machines write there."""
+    """Return the time by the filesystem's own clock, which stamps what other machines write there."""
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns

@@ -57,7 +57,7 @@ class Peers:
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:
-        """Gives the group back; it must not outlive the job's own groups."""
+        """Give the group back; it must not outlive the job's own groups."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -11,7 +11,7 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None) -> None:
-    """Gives a finished folder its name, and returns when that is durable.
+    """Give a finished folder its name, and return when that is durable.
 
     A folder that has the name already is swapped out in one step where the filesystem can; where
     it cannot, it keeps the name ``.TAG.NONCE.replaced`` for a moment, and `recover_replaced` finds
@@ -39,7 +39,7 @@ def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[P
 
 
 def recover_replaced(save_dir: Path, files: Files) -> None:
-    """Gives a checkpoint its name back if a crash came between the two renames of a swap."""
+    """Give a checkpoint its name back if a crash came between the two renames of a swap."""
     for folder in save_dir.glob(f".*{REPLACED}"):
         tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
         if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():

@@ -68,7 +68,7 @@ def being_read(folder: Path) -> Iterator[None]:
 
 
 def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
-    """Deletes all but the ``keep`` newest committed checkpoints; returns the deleted tags.
+    """Delete all but the ``keep`` newest committed checkpoints; return the deleted tags.
 
     Never deletes the newest, the one that ``latest`` names, or one being read. Each is renamed
     first, so that it is whole or gone.

@@ -130,7 +130,7 @@ class Note:
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, home: Path) -> None:
-        """Keeps a folder that another one has replaced at ``home``."""
+        """Keep a folder that another one has replaced at ``home``."""
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
         temporary.mkdir(parents=True)
@@ -185,7 +185,7 @@ def kept(save_dir: Path, nonce: str = "") -> list[Path]:
 
 
 def put_back(save_dir: Path, place: Path) -> Path | None:
-    """Gives a deleted checkpoint its place again; returns it. What is left there by a deletion
+    """Give a deleted checkpoint its place again; return it. What is left there by a deletion
     that was cut short makes room.
     """
     home = _home(save_dir, place)
@@ -207,7 +207,7 @@ def _home(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Ends what a crash left in the folder of a checkpoint; returns at once where nothing is left.
+    """End what a crash left in the folder of a checkpoint; return at once where nothing is left.
 
     Ranks may call it at the same time: the first does it, the others wait.
     """
@@ -226,7 +226,7 @@ def twin(directory: Path) -> Path:
 
 
 def restore_deleted(directory: Path) -> None:
-    """Puts back what was deleted there before a save that a crash cut short."""
+    """Put back what was deleted there before a save that a crash cut short."""
     place = twin(directory)
     with _alone(place / NOTES) as notes:
         if notes is None or _anybody(notes):
@@ -245,7 +245,7 @@ def _is_whole(home: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(notes: Path) -> Iterator[Path | None]:
-    """The folder of notes, locked against other ranks; None: there is nothing to settle."""
+    """Return the folder of notes, locked against other ranks; None: there is nothing to settle."""
     # Its own listings come back here through the audit hooks that call it.
     if _settling.busy or not notes.is_dir():
         yield None
@@ -317,7 +317,7 @@ def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
 
 
 def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
-    """Ends a commit that was killed between the rename and ``latest``."""
+    """End a commit that was killed between the rename and ``latest``."""
     latest = save_dir / "latest"
     now = latest.read_text() if latest.exists() else ""
     if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
@@ -325,7 +325,7 @@ def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _forget(save_dir: Path, page: dict[str, Any]) -> None:
-    """Takes a checkpoint that was placed but is torn, as after a power failure, out of the way."""
+    """Take a checkpoint that was placed but is torn, as after a power failure, out of the way."""
     tag = str(page.get("tag", ""))
     for result in committed(save_dir):
         if result.manifest.nonce == page.get("nonce"):

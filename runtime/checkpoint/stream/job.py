@@ -126,7 +126,7 @@ class Job:
         return self._commit.note
 
     def cancel(self) -> None:
-        """Gives up, unless all blocks are written already: then the commit goes on."""
+        """Give up, unless all blocks are written already: then the commit goes on."""
         self._writer.cancel()
 
     def _run(self) -> None:

@@ -136,7 +136,7 @@ class BlockWriter:
         self._files.point("copied_on_update")
 
     def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
-        """A slot to copy the block to; None once nothing reads its live bytes any more (where not
+        """Return a slot to copy the block to; None once nothing reads its live bytes any more (where not
         ``patient``: or if that is not so yet).
         """
         with self._condition:
@@ -206,7 +206,7 @@ class BlockWriter:
 
     @staticmethod
     def _pop(queue: deque[Block] | None) -> Block | None:
-        """The next pending block; forgets the ones that are written or being written."""
+        """Return the next pending block; forgets the ones that are written or being written."""
         while queue:
             block = queue[0]
             if block.state is State.PENDING:
@@ -234,7 +234,7 @@ class BlockWriter:
                 self._bounce.give(bounce)
 
     def _in_turn(self, block: Block, data: memoryview) -> None:
-        """Writes a block once the disk has room for it, unless an update has had it copied until
+        """Write a block once the disk has room for it, unless an update has had it copied until
         then: it comes again, from its slot.
         """
         if not self._at_disk.acquire(blocking=False) and not self._waited_for_the_disk(block):
@@ -317,7 +317,7 @@ class BlockWriter:
             self._failure = CheckpointError("every writer thread of the checkpoint died")
 
     def _stop(self) -> None:
-        """Ends the threads; gives the slots of an abandoned checkpoint back."""
+        """End the threads; give the slots of an abandoned checkpoint back."""
         self._fail(CheckpointError("this checkpoint is over"))
         for thread in self._threads:
             if thread.ident is not None:

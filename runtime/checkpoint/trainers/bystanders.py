@@ -43,7 +43,7 @@ watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves 
 
 
 def foreign_trainer() -> str | None:
-    """The library that called, directly or not, if it is one of `TRAINERS`."""
+    """Return the library that called, directly or not, if it is one of `TRAINERS`."""
     frame = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -164,7 +164,7 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
 
 
 def _deletes(path: Path, job: Job) -> bool:
-    """Keeps a checkpoint that is deleted alive; True: the deletion must wait instead."""
+    """Keep a checkpoint that is deleted alive; True: the deletion must wait instead."""
     if _real(job.attempt.save_dir).is_relative_to(path):
         return True  # all of it goes, what is being written included
     if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):

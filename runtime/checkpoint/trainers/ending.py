@@ -15,7 +15,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Returns when no checkpoint is in flight, or one will not be committed in time; raises
+        """Return when no checkpoint is in flight, or one will not be committed in time; raises
         nothing.
         """
         ...

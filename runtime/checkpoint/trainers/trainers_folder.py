@@ -53,7 +53,7 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Gives up the notes of folders that are complete; of ``path``, which has another note by now;
+    """Give up the notes of folders that are complete; of ``path``, which has another note by now;
     and, when training is ``over``, of all: what lies there is what the script wanted.
     """
     if not _notes:

@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | None) -> None:
-    """Logs what the plan was made for and what this is, where its fingerprints differ.
+    """Log what the plan was made for and what this is, where its fingerprints differ.
 
     A plan for something else still gives stock's bits; what it predicts does not hold.
 

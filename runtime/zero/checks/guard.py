@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Checks a DeepSpeed config before an engine is built from it.
+    """Check a DeepSpeed config before an engine is built from it.
 
     Raises:
         ConfigError: names the rule, the value received and the key to change.
@@ -56,7 +56,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def stored_at(config: Mapping[str, Any]) -> Path | None:
-    """The folder on the drive that the config offloads state to; None: it does not, or DeepSpeed
+    """Return the folder on the drive that the config offloads state to; None: it does not, or DeepSpeed
     refuses it.
     """
     read = as_deepspeed_reads(config)
@@ -94,7 +94,7 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_engine(engine: Any) -> UpdateRule:
-    """Checks a live engine; returns the rule of its optimizer.
+    """Check a live engine; return the rule of its optimizer.
 
     Raises:
         ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.

@@ -131,7 +131,7 @@ class UnsupportedDeepSpeedError(RuntimeError):
 
 
 def check_version() -> None:
-    """Refuses a DeepSpeed that was not tested.
+    """Refuse a DeepSpeed that was not tested.
 
     Raises:
         UnsupportedDeepSpeedError: with the version found and the range.
@@ -167,7 +167,7 @@ def mended_since(optimizer: str) -> str:
 
 
 def check_members(optimizer: Any) -> None:
-    """Refuses an optimizer that lacks a member this folder relies on.
+    """Refuse an optimizer that lacks a member this folder relies on.
 
     Raises:
         UnsupportedDeepSpeedError: with the names.
@@ -233,7 +233,7 @@ def partition_rank(optimizer: Any, param: Any) -> int:
 
 
 def checked_norm(optimizer: Any) -> torch.Tensor | None:
-    """The global norm times the loss scale; None: a gradient is not finite, and the step is off.
+    """Return the global norm times the loss scale; None: a gradient is not finite, and the step is off.
 
     Sets ``overflow`` and the loss scale as the installed DeepSpeed's step does: since 0.19.8 an
     invalid norm counts as an overflow too.
@@ -272,7 +272,7 @@ def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
 
 
 def is_partitioned(param: Any) -> bool:
-    """The parameter shows nothing: it must be gathered first."""
+    """Return the parameter shows nothing: it must be gathered first."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
@@ -313,7 +313,7 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
 
 
 def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Callable[[], None]:
-    """Calls ``begins(parameters that it needs)`` before a module's forward or backward gathers
+    """Call ``begins(parameters that it needs)`` before a module's forward or backward gathers
     them, and those of modules to come; returns an undo.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
@@ -399,7 +399,7 @@ def is_whole(param: Any) -> bool:
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """A gather of these parameters reads their partitions here."""
+    """Return a gather of these parameters reads their partitions here."""
     homes = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
@@ -448,7 +448,7 @@ def on_stream(stream: Any) -> AbstractContextManager[None]:
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:
-    """Raises RuntimeError: one of them is available or on its way already."""
+    """Raise RuntimeError: one of them is available or on its way already."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for param in params:
@@ -475,7 +475,7 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Calls ``gate(parameters about to be gathered)`` before every gather; returns an undo.
+    """Call ``gate(parameters about to be gathered)`` before every gather; return an undo.
 
     Every reader of a partitioned parameter, be it forward, GatheredParameters or a state_dict,
     goes through ``param.all_gather`` or ``param.all_gather_coalesced``. The latter, which modules
