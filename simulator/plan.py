@@ -7,8 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ebbtide.simulator import plan_schema
 from ebbtide.simulator.limits import lacks, missing
 from ebbtide.simulator.page import Page
+from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
@@ -25,8 +27,6 @@ from pydantic import (
 )
 
 ParameterHome = Literal["host", "device"]
-SCHEMA_VERSION = 2
-_LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
 # Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
 # disk has as many writes to do at every moment as there are writers.
 READY_BLOCKS = 1
@@ -158,9 +158,6 @@ class Plan(Page):
             come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
         order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
-        growing_slots: further ones, in memory that activations leave: one for each subgroup named
-            here, from when its gradient is complete until the next forward is about to read its
-            parameters. No more than there are visits for.
         prefetch: how many visiting subgroups may come in during backward, before the norm is
             known: from the first gradient of the last micro-batch on, as far as slots are free. At
             most as many as there are slots; 0 starts at the norm barrier.
@@ -173,9 +170,6 @@ class Plan(Page):
         speculate_visits: how many subgroups that visit the device are updated before the norm is
             known, likewise: the last ones. Their state comes in during backward as slots are free,
             ahead of those that ``prefetch`` counts.
-        speculate_stored: how many ``stored`` subgroups are updated before the norm is known,
-            likewise: evenly spread among them, in their host slots, and written behind the norm. A
-            wrong guess is read again. At most ``host_slots``.
         speculate_among: of how many of the last ones that are updated on the host those are, evenly
             spread; they are the very last ones where that is no more than ``speculate``. Behind the
             norm the next forward then meets updated subgroups between those that it has to wait
@@ -201,12 +195,10 @@ class Plan(Page):
     parameter_home: tuple[HomeRun, ...] = ()
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
-    growing_slots: tuple[NonNegativeInt, ...] = ()
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
     speculate_visits: int = Field(0, ge=0)
-    speculate_stored: int = Field(0, ge=0)
     speculate_among: int = Field(0, ge=0)
     device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
@@ -220,18 +212,8 @@ class Plan(Page):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_schema_1(cls, fields: Any) -> Any:
-        """What the runtime never executed is left out; a plan that asks for it is refused."""
-        if not isinstance(fields, dict) or fields.get("schema_version") != 1:
-            return fields
-        if fields.get("split_master"):
-            raise RuleError(
-                "plan.split_master must be false, but got true: split masters are not lossless and "
-                "no longer part of a plan; plan again with `tune plan`",
-                key="split_master",
-            )
-        kept = {k: v for k, v in fields.items() if k not in _LEFT_OUT[1]}
-        return {**kept, "schema_version": SCHEMA_VERSION}
+    def _read_older(cls, fields: Any) -> Any:
+        return plan_schema.read(fields) if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -249,32 +231,17 @@ class Plan(Page):
                 f"host_slots={self.host_slots}",
                 key="host_slots",
             )
-        if Slot.STATE in taken and self.speculate_stored > self.host_slots:
-            raise RuleError(
-                "plan.speculate_stored must be at most plan.host_slots, in which those subgroups "
-                f"wait for the norm, but got speculate_stored={self.speculate_stored}, "
-                f"host_slots={self.host_slots}",
-                key="speculate_stored",
-            )
-        slots = self.staging_slots + len(self.growing_slots)
-        if Slot.STAGING in taken and not slots:
+        if Slot.STAGING in taken and not self.staging_slots:
             raise RuleError(
                 "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
                 f"got staging_slots={self.staging_slots}",
                 key="staging_slots",
             )
-        if self.prefetch > slots:
-            more = f" and {len(self.growing_slots)} growing_slots" if self.growing_slots else ""
+        if self.prefetch > self.staging_slots:
             raise RuleError(
                 "plan.prefetch must be at most plan.staging_slots, but got "
-                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}{more}",
+                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}",
                 key="prefetch",
-            )
-        if max(self.growing_slots, default=0) >= self.subgroup_count:
-            raise RuleError(
-                f"plan.growing_slots must name subgroups, 0 to {self.subgroup_count - 1}, but got "
-                f"{max(self.growing_slots)}",
-                key="growing_slots",
             )
         if self.subgroups and len(self.subgroups) != self.subgroup_count:
             raise RuleError(
@@ -335,14 +302,13 @@ class Plan(Page):
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
-        for name in (*SPECULATES.values(), "device_sums", "growing_slots"):
+        for name in (*SPECULATES.values(), "device_sums"):
             if not getattr(self, name):
                 fields.pop(name, None)
         if not self.speculate or not self.speculate_among:
             fields.pop("speculate_among", None)
         if not self.stores:
             fields.pop("host_slots", None)
-            fields.pop("speculate_stored", None)
             fields.pop("storage_dir", None)
         if not self.stores or not self.storage_shares:
             fields.pop("storage_shares", None)
@@ -364,19 +330,14 @@ class Plan(Page):
     @property
     def guessed(self) -> tuple[bool, ...]:
         """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
-        them ``speculate_among``; ``speculate_visits``; ``speculate_stored``).
+        them ``speculate_among``; ``speculate_visits``).
         """
         able: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
         for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
             if can_be_guessed(*way):
                 able[way[0]].append(i)
-        chosen = guesses_among(able, self.speculate, self.speculate_among, self.speculate_visits, self.speculate_stored)
+        chosen = guesses_among(able, self.speculate, self.speculate_among, self.speculate_visits)
         return tuple(i in chosen for i in range(self.subgroup_count))
-
-    @property
-    def grown(self) -> tuple[int, ...]:
-        """``growing_slots``, as far as there are visits for them beside ``staging_slots``."""
-        return self.growing_slots[: max(0, self.count("device") - self.staging_slots)]
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:
@@ -479,17 +440,11 @@ def spread(able: int, count: int, among: int = 0) -> list[int]:
     return [able - 1 - i * among // count for i in range(count)]
 
 
-def guesses_among(
-    able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0, stored: int = 0
-) -> set[int]:
+def guesses_among(able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0) -> set[int]:
     """Those that a plan with these fields updates before the norm, of those that can be, by
     placement.
     """
-    numbers: dict[Placement, tuple[int, int]] = {
-        "host": (speculate, among),
-        "device": (visits, 0),
-        "stored": (stored, len(able["stored"])),
-    }
+    numbers: dict[Placement, tuple[int, int]] = {"host": (speculate, among), "device": (visits, 0)}
     return {able[p][i] for p, some in numbers.items() for i in spread(len(able[p]), *some)}
 
 

@@ -144,9 +144,7 @@ class Schedule:
     The order of the ops is the order in which each lane runs them.
 
     Attributes:
-        held: in use all through an iteration, but for the slots that make room for activations.
-        slots: of those bytes, by op: what a forward takes over when it starts, and what is there
-            again when a backward ends. Both are taken off what these ops say of activations.
+        held: in use all through an iteration.
 
     Raises:
         ValueError: ids are not positions, or an op waits for a later one.
@@ -157,7 +155,6 @@ class Schedule:
     ranks_per_node: int = 1
     strategy: str = "ebbtide"
     held: Held = field(default_factory=dict)
-    slots: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, op in enumerate(self.ops):

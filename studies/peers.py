@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbtide.simulator import Plan
 from ebbtide.simulator.update.recipes import SPECULATES
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +36,6 @@ PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepc
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
     "without_speculation": dict.fromkeys(SPECULATES.values(), 0),
-    "without_growing_slots": {"growing_slots": ()},
     "without_device_sums": {"device_sums": 0},
 }
 ACCUMULATING = "stock_accumulating"
@@ -121,17 +119,9 @@ def _features(suite: Suite) -> dict[str, list[str]]:
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
-        path = suite.save_plan(name, _with_slots(plan.model_copy(update=fields)))
+        path = suite.save_plan(name, plan.model_copy(update=fields))
         trials[name] = ["--variant", "ebbtide", "--plan", str(path), *own]
     return trials
-
-
-def _with_slots(plan: Plan) -> Plan:
-    """With one that is always there, where visits have none that grow."""
-    if plan.growing_slots or not plan.count("device"):
-        return plan
-    slots = max(1, plan.staging_slots)
-    return plan.model_copy(update={"staging_slots": slots, "prefetch": min(plan.prefetch, slots)})
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:

@@ -118,18 +118,6 @@ class Device:
             for stream in streams:
                 end.wait_on(stream)
 
-    def training_memory(self) -> AbstractContextManager[Any]:
-        """Inside, memory and events are of the stream that computes."""
-        return nullcontext()
-
-    def take_back(self, end: Completion) -> None:
-        """Make the computing stream wait until ``end`` before dropped memory of `training_memory` is reused.
-
-        Raises:
-            BackgroundError: the awaited op failed.
-        """
-        end.wait_host()
-
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
         """Entered around the host kernel's update of so many parameters."""
         del elements, out_of_place

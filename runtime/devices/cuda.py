@@ -3,7 +3,6 @@
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class CudaDevice(Device):
         now = _record_event(torch.cuda.current_stream(self.index))
         now.synchronize()
         self._clock = DeviceClock(now)
-        self._computes = torch.cuda.current_stream(self.index)
 
     def lanes(self) -> dict[LaneName, Lane]:
         lanes = {name: Lane(name.value, begin=self._begin_host_lane) for name in HOST_LANES}
@@ -155,15 +153,6 @@ class CudaDevice(Device):
         # waits for it where a module needs what was gathered, and not before: it may go on with
         # this layer while the next one's parameters are updated.
         return [torch.cuda.current_stream(self.index)]
-
-    def training_memory(self) -> AbstractContextManager[Any]:
-        # Activations' memory goes back to the pool of the stream that computes. DeepSpeed's
-        # reduction stream, which is current where gradients arrive, has a pool of its own.
-        return torch.cuda.stream(self._computes)
-
-    def take_back(self, end: Completion) -> None:
-        # Not the current stream, on which DeepSpeed may gather a layer ahead.
-        end.wait_on(self._computes)
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
         source.record_stream(stream)  # the allocator hands its memory out again after the copy

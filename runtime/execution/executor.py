@@ -17,7 +17,7 @@ from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.guesses import Guess, Guesses, SubgroupJob
 from ebbtide.runtime.execution.step_template import GradientOp, TemplateOp
 from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
-from ebbtide.runtime.execution.visits import Growing, Visit, Visits
+from ebbtide.runtime.execution.visits import Visit, Visits
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.schedule import Lane as LaneName
@@ -76,12 +76,10 @@ class Executor:
         guesses: Guesses | None = None,
         prefetch: int = 0,
         arrival: Sequence[int] | None = None,
-        growing: Growing | None = None,
     ) -> None:
         """``store``: of the stored subgroups, whose state passes through ``host_slots``;
         ``guesses``: memory of the ``template``'s guessed ones; ``prefetch``: the plan's;
-        ``arrival``: in which order gradients come; None: the last subgroup's first; ``growing``:
-        further slots, beside ``slots``.
+        ``arrival``: in which order gradients come; None: the last subgroup's first.
         """
         self.device, self.states, self.slots = device, states, slots
         self.template = template
@@ -116,7 +114,7 @@ class Executor:
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
         published = (published_by(s, guessed=s.index in self._guessed) for s in states)
         self._published = [self._position[kind, i] for i, kind in enumerate(published)]
-        self.visits = self._visits_of(prefetch, arrival, growing)
+        self.visits = self._visits_of(prefetch, arrival)
         self._late = set[int]()  # of the latest step, visits that nobody guessed, or wrong
         # Since the latest launch, for the timeline: copies for passes and dropped guesses.
         self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
@@ -157,12 +155,12 @@ class Executor:
             dtypes = updated[0].gradient.dtype, updated[0].wire.dtype
             self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
-    def _visits_of(self, prefetch: int, arrival: Sequence[int] | None, growing: Growing | None) -> Visits:
+    def _visits_of(self, prefetch: int, arrival: Sequence[int] | None) -> Visits:
         visiting = _of_kind(self.template, OpKind.STATE_H2D)
         order = sorted(visiting, key=self._published.__getitem__)
         coming = arrival or range(len(self.states))[::-1]
         guessed = [s for s in coming if s in visiting and s in self._guessed]
-        return Visits(self.slots, order, guessed, prefetch, growing)
+        return Visits(self.slots, order, guessed, prefetch)
 
     def _begin_ahead(self) -> None:
         """Of the first step what else the step before would have begun: not before training does,
@@ -209,10 +207,6 @@ class Executor:
         self.visits.begin(guesses=guesses)
         self.come_in()
 
-    def grow(self, subgroup: int) -> None:
-        """Its gradient is complete: slots may grow behind it. `come_in` fills them."""
-        self.visits.grow(subgroup, self.device)
-
     def come_in(self) -> None:
         """As `EbbtideLoop._come_in`."""
         while (subgroup := self.visits.next()) is not None:
@@ -221,9 +215,8 @@ class Executor:
             self._guess_visit(subgroup)
 
     def guess(self, subgroup: int, job: SubgroupJob) -> None:
-        """Starts a subgroup's update in backward, behind its gradient's arrival: out of place, or
-        in its slot where state is stored; that of a visit when it is in a slot. `settle` says
-        whether ``job`` was right.
+        """Start a subgroup's update in backward, out of place, behind its gradient's arrival; that
+        of a visit when it is in a slot. `settle` says whether ``job`` was right.
         """
         self._begin_ahead()
         if subgroup in self.visits.guessed:
@@ -257,41 +250,17 @@ class Executor:
         some = list(self._guessed if subgroups is None else subgroups)
         waiting = [s for s in some if self.visits.ready.pop(s, None)]
         dropped = self.guesses.drop(some)
-        for subgroup, guess in dropped.items():
+        for subgroup in dropped:
             for position in self._guessed[subgroup]:
                 begun, self._current[position] = self._current[position], None
                 assert begun is not None
                 self._beside.append((self.template[position].op, begun))
-                if subgroup in self._reads:
-                    self._read_again(subgroup, guess, begun)
         return bool(dropped or waiting)
-
-    def _read_again(self, subgroup: int, guess: Guess, behind: Completion) -> None:
-        """What a wrong guess has written over in its slot: whoever waits for the read waits for
-        this one.
-        """
-        position = self._position[OpKind.STATE_READ, subgroup]
-        op, number = self.template[position].op, self._steps
-        completion = self._previous[position] = Completion(op.label)
-        self._beside.append((op, completion))
-
-        def body(subgroup: int, number: int, job: SubgroupJob | None) -> None:
-            if guess.written:
-                self._state_read(subgroup, number, job)
-
-        self.lanes[op.lane].submit(lambda: self._run(body, op, number, None), [behind], completion)
 
     def skip(self) -> bool:
         """This step updates nothing; whether there were guesses."""
         dropped = self.drop_guesses()
         self.visits.end()
-        if self.visits.growing.wanted:  # the next forward needs the memory of who came in vain
-            for subgroup in list(self.visits.inside):
-                position = self._position[OpKind.STATE_H2D, subgroup]
-                begun, self._current[position] = self._current[position], None
-                assert begun is not None
-                self._beside.append((self.template[position].op, begun))
-                self.visits.leaves(subgroup, begun)
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
@@ -308,7 +277,6 @@ class Executor:
         """
         self._begin_ahead()
         self.visits.end()
-        self.visits.grow_all(self.device)
         self._jobs = jobs
         self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())
@@ -512,10 +480,6 @@ class Executor:
         assert job is not None
         if guess.dropped:
             return
-        if subgroup in self._reads:
-            guess.written = True
-            self._update_host(subgroup, number, job)
-            return
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
@@ -572,25 +536,15 @@ class Executor:
         Raises:
             BackgroundError: the update failed.
         """
-        subgroups = list(subgroups)
-        self._make_room(subgroups)
         if not self.busy:
             return  # the rest of the iteration reads without a word to the device
         self.device.training_waits(self._previous[self._published[s]] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
         """What has to end before these subgroups' parameters are new; empty: they are."""
-        subgroups = list(subgroups)
-        self._make_room(subgroups)
         if not self.busy:
             return []
         return [self._previous[self._published[subgroup]] for subgroup in subgroups]
-
-    def _make_room(self, subgroups: Iterable[int]) -> None:
-        """Slots that grew behind them go: what the training stream does next has their memory."""
-        for subgroup in subgroups:
-            for slot in self.visits.make_room(subgroup):
-                self.device.take_back(slot.free)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
         """Starts a copy of parameters from host to device memory, behind ``waits``.

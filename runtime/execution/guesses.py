@@ -10,7 +10,6 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.gradients import Segment
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels.step import UpdateStep
-from ebbtide.simulator.update.recipes import RECIPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class SubgroupJob:
 @dataclass(slots=True)
 class Guess:
     """An update out of place: ``source`` stays, ``into`` is the subgroup's state if it was right.
-    Both are empty where it is in place, in a slot: what it has ``written`` over storage still has.
 
     ``dropped`` is set by the training thread; what has not begun by then does nothing.
     """
@@ -37,7 +35,6 @@ class Guess:
     source: tuple[torch.Tensor, ...]
     into: tuple[torch.Tensor, ...]
     dropped: bool = False
-    written: bool = False
 
 
 class Guesses:
@@ -51,11 +48,7 @@ class Guesses:
     def __init__(self, device: Device, states: Sequence[SubgroupState]) -> None:
         """``states``: of the subgroups that are guessed."""
         self._device = device
-        self._spares = {
-            s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state)
-            for s in states
-            if RECIPES[s.placement].state == "host"
-        }
+        self._spares = {s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states}
         self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
         self.begun: dict[int, Guess] = {}
 
@@ -67,8 +60,7 @@ class Guesses:
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> Guess:
         """To be submitted by who calls."""
-        spare = self._spares.get(state.index, ())
-        guess = Guess(job, state.state if spare else (), spare)
+        guess = Guess(job, state.state, self._spares[state.index])
         self.begun[state.index] = guess
         return guess
 
@@ -84,14 +76,11 @@ class Guesses:
         return [s for s, guess in self.begun.items() if not guess.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """What is left was right: state and spare, if there is one, change places; those subgroups,
-        in order.
-        """
+        """What is left was right: state and spare change places; those subgroups, in order."""
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
             guess = self.begun.pop(state.index)
-            if guess.into:
-                state.state, self._spares[state.index] = guess.into, guess.source
+            state.state, self._spares[state.index] = guess.into, guess.source
         return taken
 
     def close(self) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +17,7 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template, step_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import (
-    Buffers,
-    SubgroupState,
-    place,
-    place_sums,
-    staging_slot,
-    staging_slots,
-)
-from ebbtide.runtime.execution.visits import Growing
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState, place, place_sums, staging_slots
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
@@ -211,9 +201,7 @@ class Session:
         tensors = 1 + len(rule.moments)
         wire = self.engine.wire_dtype()
         waits = plan.speculate_visits and not self.device.unified
-        room = (visiting, tensors, DTYPES[wire] if waits else None)
-        slots = staging_slots(self.device, plan.staging_slots, *room)
-        placed = bool(slots or plan.grown)
+        slots = staging_slots(self.device, plan.staging_slots, visiting, tensors, DTYPES[wire] if waits else None)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
@@ -222,7 +210,7 @@ class Session:
         homes = plan.parameter_homes
         apart = homes != self._homes_now(len(homes))
         states = [
-            self._move(index, "host" if placement == "device" and not placed else placement, home, apart)
+            self._move(index, "host" if placement == "device" and not slots else placement, home, apart)
             for index, (placement, home) in enumerate(zip(placements, homes, strict=True))
         ]
         self.engine.settle()
@@ -248,7 +236,6 @@ class Session:
             spares_of(self.device, states, plan.guessed),
             plan.prefetch,
             arrival,
-            Growing(Counter(plan.grown), partial(staging_slot, self.device, *room)),
         )
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
@@ -274,7 +261,7 @@ class Session:
 
     def _arrival(self, plan: Plan) -> list[int] | None:
         """In which order gradients come, where that counts; None: the last subgroup's first."""
-        if not (plan.speculate_visits or plan.speculate_stored):
+        if not plan.speculate_visits:
             return None
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
@@ -337,10 +324,9 @@ class Session:
         self.executor.prefetch(guesses=self.guessing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Its gradient is: the update may begin, if the plan guesses it, and slots grow. Another
-        gradient for the same window makes the guess void.
+        """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
+        same window makes the guess void.
         """
-        self.executor.grow(subgroup)
         self._guess(subgroup)
         self.executor.come_in()
 
@@ -492,7 +478,7 @@ def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     return plan.placed(
         [s.placement for s in states],
         staging_slots=slots,
-        prefetch=min(plan.prefetch, slots + len(plan.growing_slots)),
+        prefetch=min(plan.prefetch, slots),
         parameter_home=Plan.home_runs([s.parameter_home for s in states]),
     )
 

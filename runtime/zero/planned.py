@@ -211,9 +211,7 @@ class PlannedZero:
         homes = Plan.home_runs(["host"] * plan.subgroup_count) if leave else plan.parameter_home
         held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
         self._ebbtide.set_aside = self._ebbtide.set_aside or plan
-        self._ebbtide.switch(
-            plan.placed(held, staging_slots=0, growing_slots=(), prefetch=0, device_sums=0, parameter_home=homes)
-        )
+        self._ebbtide.switch(plan.placed(held, staging_slots=0, prefetch=0, device_sums=0, parameter_home=homes))
         private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:

@@ -14,8 +14,8 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
-from ebbtide.simulator.update.footprint import Activations, ByKind, Holding, activations_beside, footprint, slot_bytes
-from ebbtide.simulator.update.recipes import SPECULATES, can_be_summed
+from ebbtide.simulator.update.footprint import ByKind, Holding, footprint, slots_within, tallies
+from ebbtide.simulator.update.recipes import SPECULATES, Slot, can_be_summed
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which guesses are tried
@@ -148,22 +148,20 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 
 
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
-    """With slots that grow where memory does not hold them beside activations, and with as many
-    sums of micro-batches on the device as there is memory left for.
+    """Return the plan with as many staging slots, and then as many sums of micro-batches on the
+    device, as there is memory for.
     """
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:
         bare = plan.model_copy(update={"staging_slots": 0})
-        left = limits.device_bytes - footprint(workload, bare)["device"]
-        each = slot_bytes(workload, plan)
-        always, grown = Activations.of(workload).slots(left, plan.staging_slots, each)
-        slots = {"staging_slots": always, "growing_slots": grown, "prefetch": always + len(grown)}
-        plan = plan.model_copy(update=slots)
+        left = limits.device_bytes - workload.activation_bytes - footprint(workload, bare)["device"]
+        slots = slots_within(left, plan.staging_slots, held.each_bytes(Slot.STAGING, tallies(workload.subgroups, plan)))
+        plan = plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
     if not held.sums:
         return plan
     pairs = zip(workload.subgroups, plan.placements, strict=True)
     sizes = [size for size, placement in pairs if can_be_summed(placement)]
-    taken = footprint(workload, plan)["device"] + activations_beside(workload, plan)
+    taken = footprint(workload, plan)["device"] + workload.activation_bytes
     count = held.most_sums(sizes, limits.device_bytes - taken)
     return plan.model_copy(update={"device_sums": count})
 

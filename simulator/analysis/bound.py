@@ -228,9 +228,8 @@ class _Problem:
         each = max(held.per_param["host"]) + (held.guess_bytes("host") if guesses else 0)
         most = each * workload.params
         if host_bytes is None or most <= host_bytes:
-            # There is room: what is stored takes all the time that the host's takes, and more. But
-            # a guess is in place there, and so may be quicker.
-            host_bytes, storage_bytes = None, storage_bytes if guesses else 0
+            # There is room: what is stored takes all the time that the host's takes, and more.
+            host_bytes, storage_bytes = None, 0
         if storage_bytes == 0:
             some = [way for way in some if recipe_of(*way).state != "storage"]
         self.model = Model(workload, machine, some, pieces, where, guesses=guesses, sums=held.sums)

@@ -9,10 +9,10 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import Holding
 from ebbtide.simulator.update.guessing import shares
-from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Placement, Wait, recipe_of
+from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Placement, recipe_of
 from ebbtide.simulator.workload import Workload
 
-# Of an iteration without guesses and slots that grow: what a plan may lose while it does not guess.
+# Of an iteration without guesses: what a plan may lose while it does not guess.
 PAUSED = 0.01
 
 
@@ -77,7 +77,7 @@ def late_s(
 ) -> float:
     """How much later updates begin behind wrong guesses than where nobody guessed, at the most:
     behind what is under way at the barrier, since what has not begun is dropped; without the visits
-    that would have come in meanwhile; and behind what is read from storage again.
+    that would have come in meanwhile.
 
     Args:
         sizes: of each placement, the elements of the subgroups that are guessed.
@@ -87,14 +87,7 @@ def late_s(
         for placement, some in sizes.items()
     }
     late["device"] *= 1 + prefetch
-    late["stored"] += sum(sizes["stored"]) * _again_s(workload, machine)
     return max(late.values())
-
-
-def _again_s(workload: Workload, machine: Machine) -> float:
-    """To read an element's state again."""
-    read = recipe_of("stored", "device", guessed=True).steps[0]
-    return read.work(Bytes.of(workload)) / machine.rate(read.rate)
 
 
 def guess_s(
@@ -104,7 +97,5 @@ def guess_s(
     all cores or so many threads.
     """
     recipe, amounts = recipe_of(placement, "device", guessed=True), Bytes.of(workload)
-    early = [
-        step for step in recipe.steps[: recipe.before_norm] if not recipe.keeps_slot or Wait.GRADIENT in step.waits
-    ]
+    early = recipe.steps[: recipe.before_norm]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

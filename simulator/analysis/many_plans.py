@@ -4,7 +4,6 @@
 `Op` object in between. It is what the tuner's search calls.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -28,7 +27,7 @@ from ebbtide.simulator.engines.recipe_arrays import (
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record
-from ebbtide.simulator.update.footprint import Activations, Amounts, Holding, fetched_elements, moved_out
+from ebbtide.simulator.update.footprint import Amounts, Holding, fetched_elements, moved_out
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
 from ebbtide.simulator.update.tiers import Memory
@@ -71,10 +70,9 @@ class PlanSweep:
         remember = lru_cache(MOST_AMOUNTS)
         self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
         self.each_bytes = remember(self.held.each_bytes)
-        self.activations = Activations.of(workload)
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
-        self._programs: dict[tuple[bytes, bool], tuple[Program, int, tuple[Ints, Ints]]] = {}
+        self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
         self._allocate()
 
     def _rates(self) -> Floats:
@@ -108,7 +106,6 @@ class PlanSweep:
         overlap_forward: bool = True,
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
-        growing: Sequence[int] = (),
     ) -> Floats:
         """One row with `COLUMNS` for one plan.
 
@@ -117,12 +114,10 @@ class PlanSweep:
                 added, GUESSED where an update begins before the norm, and SUMMED where a sum of
                 micro-batches stays on the device; the rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
-            growing: `Plan.growing_slots`, beside ``staging_slots``.
 
         Raises:
             PlanError: another number of placements than subgroups, or prefetch without slots.
         """
-        staging_slots += len(growing)
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
@@ -131,12 +126,10 @@ class PlanSweep:
             )
         both = amounts, guessed = self.amounts(placement)
         slots = self.slots(both, staging_slots, host_slots)
-        grown = growing[: max(0, slots[Slot.STAGING] - staging_slots + len(growing))]
-        slot_bytes = self.each_bytes(Slot.STAGING, both) if grown else 0
         limits = early_limits(prefetch, slots)
         early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
-        program, moved_out_bytes, passes = self._program(placement, overlap_forward)
-        plan = np.array([self.iterations, *(slots[s] for s in SLOTS), *early, *ahead, slot_bytes], dtype=np.int64)
+        program, moved_out_bytes = self._program(placement, overlap_forward)
+        plan = np.array([self.iterations, *(slots[s] for s in SLOTS), *early, *ahead], dtype=np.int64)
         count = build(
             program,
             self.recipes.with_threads(threads),
@@ -146,13 +139,12 @@ class PlanSweep:
             self._forward_order if issue is None else issue,
             self._arrival,
             plan,
-            *self._grown(program, passes, grown),
             self.ops,
             self.after_first,
             self.after,
         )
         row = self._run(count, self._rates_with(threads))
-        # On top of the activations' peak, for which slots may make room.
+        # On top of the activations' peak.
         held = self.held_bytes(amounts, staging_slots, host_slots, guessed, self.summed_elements(placement))
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
@@ -164,21 +156,6 @@ class PlanSweep:
         """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
         waiting, guessed = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, guessed))
-
-    def _grown(self, program: Program, passes: tuple[Ints, Ints], grown: Sequence[int]) -> tuple[Ints, Ints]:
-        """How many slots there are behind each subgroup's gradient, and what that means for each
-        place of the tape (see `build`).
-        """
-        behind, room = np.zeros(len(self.sizes), np.int64), program.no_room
-        if not grown:
-            return behind, room
-        first, last = passes
-        room = room.copy()
-        for subgroup in grown:
-            behind[subgroup] += 1
-            room[first[self.activations.before_forward(subgroup)]] += 1
-            room[last[self.activations.lowest[subgroup]]] -= 1
-        return behind, room
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Of the subgroups whose sums stay on the device, where micro-batches are added up."""
@@ -204,12 +181,11 @@ class PlanSweep:
             plan.overlap_forward,
             np.array(plan.issue_order, dtype=np.int64),
             plan.host_slots,
-            plan.growing_slots,
         )
 
-    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int, tuple[Ints, Ints]]:
-        """The passes, recorded once for each set of parameter homes; the bytes of parameters that
-        the device does not hold; and `Program.passes`.
+    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
+        """Return the passes, recorded once for each set of parameter locations, and the bytes of
+        parameters that the device does not hold.
         """
         away = placement >= PARAMETERS_ON_HOST
         key = (away.tobytes(), overlaps)
@@ -223,8 +199,7 @@ class PlanSweep:
             program = Program.of(tape)
             for rate in np.unique(program.rows[:, kernel.RATE]).astype(int):
                 self.machine.rate(RATES[rate])  # tells which one is missing
-            passes = program.passes(len(self.workload.layers))
-            self._programs[key] = program, gone_bytes, passes
+            self._programs[key] = program, gone_bytes
         return self._programs[key]
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:

@@ -28,8 +28,7 @@ def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
 
 
 def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free: int) -> list[int]:
-    """Bytes of each of `KINDS` that ops hold when they hold most; less of staging where slots make
-    room.
+    """Return the bytes of each of `KINDS` that ops hold when they hold most.
 
     Where ops start and end at the same moment, ends come first, as in the engines; an op that takes
     no time ends behind its own start.
@@ -49,13 +48,7 @@ def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free:
     if not total.size or total.max() <= 0:
         return [0] * len(KINDS)
     until = int(total.argmax()) + 1
-    held = [int(sizes[:until][kinds[:until] == number].sum()) for number in range(len(KINDS))]
-    slots = schedule.schedule.slots if alloc == kernel.DEVICE_ALLOC else {}
-    given = np.array([slots.get(int(i), 0) for i in starts] + [-slots.get(int(i), 0) for i in ends])
-    moved = int(given[order][:until].sum()) if slots else 0
-    held[KINDS.index("staging")] -= moved
-    held[KINDS.index("activations")] += moved
-    return held
+    return [int(sizes[:until][kinds[:until] == number].sum()) for number in range(len(KINDS))]
 
 
 def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:

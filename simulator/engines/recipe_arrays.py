@@ -41,7 +41,6 @@ HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
 SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
-_STAGING = SLOTS.index(Slot.STAGING)
 RATES: tuple[RateName, ...] = get_args(RateName)
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
@@ -61,7 +60,6 @@ X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
 P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
-P_SLOT_BYTES = P_AHEAD + len(SLOTS)
 # Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
 # gradients' ways home: how many were begun, how many of them something waits for that comes behind,
 # and the latest such one.
@@ -142,13 +140,11 @@ class Program(NamedTuple):
         places: shape (places + 1, 5), see X_*; the refs of place p are
             refs[places[p, X_REFS]:places[p + 1, X_REFS]].
         rows: of the ops: shape (places, OP_COLUMNS).
-        no_room: zeros, shape (places,).
     """
 
     places: Ints
     refs: Ints
     rows: Floats
-    no_room: Ints
 
     @classmethod
     def of(cls, tape: Sequence[Place]) -> Self:
@@ -160,15 +156,7 @@ class Program(NamedTuple):
             if place.op is not None:
                 rows[number] = _op_row(place.op)
         refs = [ref for place in tape for ref in place.refs]
-        none = np.zeros(len(tape), np.int64)
-        return cls(places, np.array(refs, dtype=np.int64), rows, none)
-
-    def passes(self, layers: int) -> tuple[Ints, Ints]:
-        """The places of each layer's first forward, and of its last backward."""
-        kinds = self.rows[:, kernel.KIND].astype(int)
-        kinds[self.places[:-1, X_WHAT] != _OP] = -1
-        first, last = (np.flatnonzero(kinds == kernel.KINDS.index(kind)) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
-        return first[:layers], last[: -layers - 1 : -1]
+        return cls(places, np.array(refs, dtype=np.int64), rows)
 
 
 def _op_row(op: Op) -> Floats:
@@ -211,8 +199,6 @@ class _Given(NamedTuple):
     issue: Ints
     arrival: Ints
     plan: Ints
-    grown: Ints
-    room: Ints
 
 
 class _Made(NamedTuple):
@@ -326,22 +312,14 @@ def _make_room(made: _Made, op: int, left: float) -> float:
 
 
 @uncounted
-def _add_pass(made: _Made, given: _Given, program: Program, place: int) -> None:
-    """An op of the tape itself, behind those of its refs that there are; in a forward also behind
-    the slots that make room for it.
-    """
+def _add_pass(made: _Made, program: Program, place: int) -> None:
+    """An op of the tape itself, behind those of its refs that there are."""
     if int(program.rows[place, kernel.KIND]) in _ISSUED:
         _wait(made, made.n[_N_ROOM])
         made.n[_N_ROOM] = -1
     for j in range(program.places[place, X_REFS], program.places[place + 1, X_REFS]):
         _wait(made, made.done[program.refs[j]])
-    room = given.room[place]
-    for _ in range(room):
-        _wait(made, made.free[_STAGING, made.head[_STAGING]])
-        made.head[_STAGING] += 1
-    op = made.done[place] = _append(made, program.rows, place, 1.0)
-    made.ops[op, kernel.DEVICE_ALLOC] -= max(0, room) * given.plan[P_SLOT_BYTES]
-    made.ops[op, kernel.DEVICE_FREE] -= max(0, -room) * given.plan[P_SLOT_BYTES]
+    made.done[place] = _append(made, program.rows, place, 1.0)
 
 
 @uncounted
@@ -356,9 +334,6 @@ def _add_gradient(made: _Made, given: _Given, s: int, behind: int, left: float) 
         left = _make_room(made, op, left)
     if made.n[_N_COMPLETES]:
         made.complete[s] = 1
-        for _ in range(given.grown[s]):
-            made.free[_STAGING, made.tail[_STAGING]] = made.n[_N_BEGIN] = behind
-            made.tail[_STAGING] += 1
         _guess(made, given, s)
         _come_in(made, given)
     return left
@@ -408,7 +383,7 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
         s = given.arrival[k]
         first = given.ways[given.placement[s], W_FIRST]
         guesses = given.ways[given.placement[s], W_BEFORE] > first
-        if guesses and given.rows[first, T_EARLY] > 0 and not _keeps_slot(given, s):
+        if guesses and given.rows[first, T_EARLY] > 0:
             made.coming[n[_N_COMING]] = s
             n[_N_COMING] += 1
     _add_first(made, given, P_EARLY)
@@ -435,14 +410,6 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
     for kind in range(made.left.size):
         made.left[kind] = given.plan[first + kind]
         left += made.left[kind]
-    for k in range(given.arrival.size if first == P_AHEAD and left > 0 else 0):
-        s = given.arrival[k]
-        slot = int(given.rows[given.ways[given.placement[s], W_FIRST], T_TAKES])
-        if _keeps_slot(given, s) and made.left[slot] > 0:
-            made.left[slot] -= 1
-            left -= 1
-            made.coming[made.n[_N_COMING]] = s
-            made.n[_N_COMING] += 1
     for k in range(given.issue.size):
         if left == 0:
             break
@@ -458,24 +425,11 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
 
 
 @uncounted
-def _keeps_slot(given: _Given, s: int) -> bool:
-    """`Recipe.keeps_slot`."""
-    row = given.ways[given.placement[s], W_FIRST]
-    slot = int(given.rows[row, T_TAKES])
-    ahead = slot >= 0 and given.plan[P_AHEAD + slot] > 0
-    return bool(ahead and given.ways[given.placement[s], W_BEFORE] > row)
-
-
-@uncounted
 def _add_updates(made: _Made, given: _Given, norm: int) -> None:
     """What is left of them at the norm, and what begins ahead of the next."""
     made.n[_N_NORM] = norm
-    for k in range(given.arrival.size):
-        if _keeps_slot(given, given.arrival[k]):
-            _add_update(made, given, given.arrival[k])
     for k in range(given.issue.size):
-        if not _keeps_slot(given, given.issue[k]):
-            _add_update(made, given, given.issue[k])
+        _add_update(made, given, given.issue[k])
     _begin_ahead(made, given, norm)
 
 
@@ -499,7 +453,7 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
         for place in range(places.shape[0] - 1):
             what = places[place, X_WHAT]
             if what == _OP:
-                _add_pass(made, given, program, place)
+                _add_pass(made, program, place)
                 continue
             behind = made.done[program.refs[places[place, X_REFS]]]
             if what == _GRADIENT:
@@ -523,8 +477,6 @@ def build(
     issue: Ints,
     arrival: Ints,
     plan: Ints,
-    grown: Ints,
-    room: Ints,
     ops: Floats,
     after_first: Ints,
     after: Ints,
@@ -535,13 +487,10 @@ def build(
         rows, ways: of `RecipeArrays`.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order;
             arrival: in the order in which gradients are complete.
-        plan: see P_*; grown: by subgroup, how many slots there are behind its gradient;
-        room: by place of the tape, how many are given back there, or if less than 0 grow;
-        ops, after_first, after: written.
+        plan: see P_*; ops, after_first, after: written.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]
-    growths = grown.sum() * iterations
     counts = np.zeros(_N_COUNTS, np.int64)
     counts[_N_ROOM] = -1
     after_first[0] = 0
@@ -560,7 +509,7 @@ def build(
         np.zeros(kinds, np.int64),
         plan[P_SLOTS:P_EARLY].copy(),
         np.zeros(kinds, np.int64),
-        np.full((kinds, growths + subgroups * (iterations + 1)), -1),
+        np.full((kinds, subgroups * (iterations + 1)), -1),
     )
-    given = _Given(rows, ways, sizes, placement, issue, arrival, plan, grown, room)
+    given = _Given(rows, ways, sizes, placement, issue, arrival, plan)
     return _build(made, given, program)

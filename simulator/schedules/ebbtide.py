@@ -1,13 +1,13 @@
 """Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import PlannedLoop
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Activations, footprint_by_kind, slot_bytes
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
 from ebbtide.simulator.workload import Workload
@@ -45,13 +45,6 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
                 f"where it is, but got {getattr(plan, key)}: train with zero_optimization.stage 3",
                 key=f"plan.{key}",
             )
-    if zero_stage < 3 and plan.growing_slots:
-        raise PlanError(
-            f"plan.growing_slots must be absent under ZeRO-{zero_stage}, where nobody is asked "
-            f"before a forward reads parameters, but got {list(plan.growing_slots)}: plan again "
-            "with `tune plan`, or train with zero_optimization.stage 3",
-            key="plan.growing_slots",
-        )
     if zero_stage < 3 and "host" in plan.parameter_homes:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
@@ -97,20 +90,12 @@ class EbbtideLoop(PlannedLoop):
         ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        slots = plan.staging_slots + len(plan.grown)
-        self.slots = slot_limits(slots, self.recipes, plan.host_slots)
+        self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         self.arrival = arrival or arrival_order(self.layers_of)
-        # Guesses that wait for the norm in their slots have them first, and give them back first.
-        self.kept = [s for s in self.arrival if self.recipes[s].keeps_slot]
         self.norm = self.begin = -1  # begin: before it no visit comes in
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         # Of each slot that is free, the op behind which it is: who takes one, takes the first.
         self.free = {slot: deque([-1] * count) for slot, count in self.slots.items()}
-        self.activations = Activations.of(workload)
-        self.grown, self.slot_bytes = Counter(plan.grown), 0  # slots behind each subgroup
-        if plan.grown:
-            self.slot_bytes = slot_bytes(workload, plan)
-        self.room: dict[int, int] = {}  # op -> bytes of slots that it gives back, or that grow
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
         # Subgroup -> how many of its steps began before the norm, and the latest.
@@ -126,11 +111,10 @@ class EbbtideLoop(PlannedLoop):
             ranks_per_node=self.workload.ranks_per_node,
             strategy="ebbtide",
             held=footprint_by_kind(self.workload, self.plan),
-            slots=self.room,
         )
 
     def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
-        left_out, behind = Wait.SUM if micro_step == 0 else Wait(0), after
+        left_out = Wait.SUM if micro_step == 0 else Wait(0)
         if micro_step != self.boundary:
             left_out |= Wait.LAST
         for step in self.recipes[subgroup].gradient_steps:
@@ -142,9 +126,6 @@ class EbbtideLoop(PlannedLoop):
         self.at_home[subgroup] = after
         if micro_step == self.boundary:
             self.complete.add(subgroup)
-            if subgroup in self.grown:
-                self.free[Slot.STAGING].extend([behind] * self.grown[subgroup])
-                self.begin = behind
             self._guess(subgroup)
             self._come_in()
 
@@ -196,7 +177,7 @@ class EbbtideLoop(PlannedLoop):
     def prefetch(self) -> None:
         """Guesses come in as gradients do, before what waits for the norm in its slot."""
         guessed = (s for s in self.arrival if self.recipes[s].before_norm)
-        visits = (s for s in guessed if self.recipes[s].steps[0].early and s not in self.kept)
+        visits = (s for s in guessed if self.recipes[s].steps[0].early)
         self.coming = deque([*visits, *self._first(ahead=False)])
         self.begin = self.backward_done
         self._come_in()
@@ -207,7 +188,7 @@ class EbbtideLoop(PlannedLoop):
         """
         left = early_limits(self.plan.prefetch, self.slots)
         waiting = (s for s in self.order if not self.recipes[s].before_norm)
-        for subgroup in (*self.kept, *waiting):
+        for subgroup in waiting:
             recipe = self.recipes[subgroup]
             slot = recipe.steps[0].takes if recipe.steps[0].early else None
             if slot is not None and slot.ahead == ahead and left[slot]:
@@ -224,7 +205,7 @@ class EbbtideLoop(PlannedLoop):
         self.coming.clear()
         new: dict[int, int] = {}
         ends = []
-        for subgroup in (*self.kept, *(s for s in self.order if s not in self.kept)):
+        for subgroup in self.order:
             begun, previous = self.early.pop(subgroup, (0, -1))
             for step in self.recipes[subgroup].steps[begun:]:
                 previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
@@ -266,22 +247,6 @@ class EbbtideLoop(PlannedLoop):
         if step.gives_back is not None:
             self.free[step.gives_back].append(op)
         return op
-
-    def slots_left(self, layer: int) -> tuple[int, list[int]]:
-        """Those that grew make room for the activations of a forward, and it waits for them."""
-        some = [s for s in self.grown if self.activations.before_forward(s) == layer]
-        count = sum(self.grown[s] for s in some)
-        waits = [self.free[Slot.STAGING].popleft() for _ in range(count)]
-        return count * self.slot_bytes, [op for op in waits if op >= 0]
-
-    def slots_grown(self, layer: int) -> int:
-        """Bytes of those that take the place of a layer's activations."""
-        some = (n for s, n in self.grown.items() if self.activations.lowest[s] == layer)
-        return sum(some) * self.slot_bytes
-
-    def room_changed(self, op: int, room: int) -> None:
-        if room:
-            self.room[op] = room
 
     def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
         """The ops that must have ended before a subgroup's state changes where it lives: a

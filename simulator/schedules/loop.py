@@ -93,32 +93,17 @@ class TrainingLoop(ABC):
         for number, layer in enumerate(w.layers):
             waits = self._parameter_waits(number) if micro_step == 0 else []
             waits = [*self.before_pass(number, waits), *self.issued_behind()]
-            room, behind = self.slots_left(number) if micro_step == 0 else (0, [])
             op = self.out.add(
                 OpKind.FORWARD,
                 Lane.COMPUTE,
                 layer.forward_s,
-                after=[*waits, *behind],
+                after=waits,
                 device_share=1.0,
-                device_alloc_bytes=layer.activation_bytes - room,
+                device_alloc_bytes=layer.activation_bytes,
                 layer=number,
             )
-            self.room_changed(op, room)
             self.passes.append(op)
             self.after_forward(number, op)
-
-    def slots_left(self, layer: int) -> tuple[int, list[int]]:  # noqa: ARG002
-        """Bytes of staging slots that are given back before a layer's first forward, and the ops
-        behind which they are free.
-        """
-        return 0, []
-
-    def slots_grown(self, layer: int) -> int:  # noqa: ARG002
-        """Bytes of staging slots that are there when a layer's last backward ends."""
-        return 0
-
-    def room_changed(self, op: int, room: int) -> None:  # noqa: B027 - most have no slots
-        """So many bytes are given back to, or taken from, what an op says of activations."""
 
     def issued_behind(self) -> list[int]:
         """What the training thread has waited for before it issues the next pass."""
@@ -151,7 +136,6 @@ class TrainingLoop(ABC):
         waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):
             layer = w.layers[number]
-            room = self.slots_grown(number) if micro_step == self.boundary else 0
             op = self.out.add(
                 OpKind.BACKWARD,
                 Lane.COMPUTE,
@@ -159,10 +143,9 @@ class TrainingLoop(ABC):
                 after=[*waits, *self.issued_behind()],
                 device_share=1.0,
                 device_alloc_bytes=self.gradient_alloc_bytes(number, micro_step),
-                device_free_bytes=layer.activation_bytes - room,
+                device_free_bytes=layer.activation_bytes,
                 layer=number,
             )
-            self.room_changed(op, room)
             self.passes.append(op)
             self.backward_done = op
             # Gathers and reductions are streams of their own: on the one lane for both, the next

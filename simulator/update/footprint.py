@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,17 +55,15 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     """Bytes of one rank that a plan holds all through an iteration, by what they are for.
 
     The workload's base (parameters, buckets), state, gradients, parameters where they live, and the
-    slots, those included that make room for activations (`Activations`). Activations, which come
-    and go, and what a checkpoint reserves are not in it. Of the parameters that live on the host,
-    as many are on the device as are gathered at once.
+    slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
+    parameters that live on the host, as many are on the device as are gathered at once.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     homes = plan.parameter_homes
     amounts, guessed = tallies(workload.subgroups, plan)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
     summed = summed_elements(workload.subgroups, plan)
-    slots = plan.staging_slots + len(plan.grown)
-    taken = held.by_kind(amounts, slots, plan.host_slots, guessed, summed)
+    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, guessed, summed)
     taken["device"] = with_base(workload, taken["device"], gone)
     return taken
 
@@ -129,72 +126,6 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
         / max(1, layer.params)
         for layer in workload.layers
     ]
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What they take of the device, layer by layer, and which staging slots fit in when they do
-    not. A slot of `Plan.growing_slots` is there while its subgroup's lowest layer, and what is
-    above it, has no activations.
-
-    Attributes:
-        below: bytes of the layers below each, and of all of them at last.
-        lowest: of each subgroup, the layer behind whose backward its gradient is complete; -1: it
-            has no parameters.
-    """
-
-    below: tuple[int, ...]
-    lowest: tuple[int, ...]
-
-    @classmethod
-    def of(cls, workload: Workload) -> Self:
-        lowest = (layers[0] if layers else -1 for layers in workload.layers_of_subgroups())
-        sizes = (layer.activation_bytes for layer in workload.layers)
-        return cls((0, *accumulate(sizes)), tuple(lowest))
-
-    @cached_property
-    def arrival(self) -> tuple[int, ...]:
-        """The subgroups, in the order in which backward completes their gradients."""
-        some = (s for s, layer in enumerate(self.lowest) if layer >= 0)
-        return tuple(sorted(some, key=lambda s: (self.lowest[s], s), reverse=True))
-
-    def before_forward(self, subgroup: int) -> int:
-        """The layer before whose forward a slot that grew behind this subgroup is given back: the
-        one below, since frameworks ask for parameters a layer ahead.
-        """
-        return max(0, self.lowest[subgroup] - 1)
-
-    def most_bytes(self, grown: Sequence[int] = (), slot_bytes: int = 0) -> int:
-        """The most that they take beside what is held, which slots of ``slot_bytes`` make room for
-        (`Plan.grown`).
-        """
-        ends = sorted(self.lowest[subgroup] for subgroup in grown)
-        gone = (bisect_right(ends, layer) for layer in range(len(self.below) - 1))
-        alive = (size - n * slot_bytes for size, n in zip(self.below[1:], gone, strict=True))
-        return max(0, *alive)
-
-    def slots(self, left_bytes: float, wanted: int, slot_bytes: int) -> tuple[int, tuple[int, ...]]:
-        """Of so many slots how many there are all through an iteration, and the others'
-        `Plan.growing_slots`: those that there is no room for beside all activations, each as soon
-        as there is. No more than there is room for, but for one.
-
-        Args:
-            left_bytes: of device memory, for slots and activations.
-        """
-        room = left_bytes - self.below[-1]
-        if wanted * slot_bytes <= room:
-            return wanted, ()
-        always, grown = max(0, int(room // slot_bytes)), list[int]()
-        behind = iter(self.arrival)
-        subgroup = next(behind, None)
-        for number in range(always + 1, wanted + 1):
-            room = left_bytes - number * slot_bytes
-            while subgroup is not None and self.below[self.lowest[subgroup]] > room:
-                subgroup = next(behind, None)
-            if subgroup is None:
-                break
-            grown.append(subgroup)
-        return (always if grown else max(1, always)), tuple(grown)
 
 
 @dataclass(frozen=True)
@@ -408,16 +339,11 @@ def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
     return first, second
 
 
-def slot_bytes(workload: Workload, plan: Plan) -> int:
-    """Of one of the plan's staging slots."""
-    held, both = Holding.of_workload(workload), tallies(workload.subgroups, plan)
-    return held.each_bytes(Slot.STAGING, both)
-
-
-def activations_beside(workload: Workload, plan: Plan) -> int:
-    """The most that activations take beside what `footprint` counts."""
-    each = slot_bytes(workload, plan) if plan.grown else 0
-    return Activations.of(workload).most_bytes(plan.grown, each)
+def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
+    """Return how many of the wanted slots so much memory holds, but one at the least."""
+    if wanted * each_bytes <= left_bytes:
+        return wanted
+    return max(1, int(left_bytes // each_bytes))
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:

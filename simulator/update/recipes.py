@@ -191,8 +191,6 @@ class Recipe:
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:
             return replace(self, steps=_guessed_visit(update, *rest))
-        if update.takes == Slot.STATE and not rest[0].publishes:
-            return replace(self, steps=_guessed_in_slot(update, *rest))
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
         # As many bytes as in place: what is written goes past the caches, and is not read first.
@@ -221,14 +219,6 @@ class Recipe:
     def before_norm(self) -> int:
         """So many of its first steps never wait for the norm, but for the gradient and slots."""
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
-
-    @cached_property
-    def keeps_slot(self) -> bool:
-        """It is guessed in a slot that it has from the step before on, and keeps until the norm is
-        known.
-        """
-        slot = self.steps[0].takes
-        return bool(self.before_norm) and slot is not None and slot.ahead
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
@@ -285,18 +275,6 @@ _PARAMETERS_OUT = out_of(
 def _behind_the_norm(publish: Step) -> Step:
     """New parameters that have waited for it in a buffer of their own."""
     return replace(publish, waits=publish.waits | Wait.NORM, gives_back=None)
-
-
-def _guessed_in_slot(read: Step, update: Step, publish: Step, write: Step) -> tuple[Step, ...]:
-    """In place in the slot, and written behind the norm: until then storage has the old state, of
-    which a wrong guess is read again.
-    """
-    return (
-        replace(read, waits=read.waits & ~Wait.NORM),
-        replace(update, kind=OpKind.UPDATE_GUESSED, waits=update.waits & ~Wait.NORM, takes=None),
-        _behind_the_norm(publish),
-        write,
-    )
 
 
 def _guessed_visit(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
@@ -435,7 +413,7 @@ def can_be_guessed(placement: Placement, home: Memory) -> bool:
 
 
 # The field of a plan that says how many subgroups of a placement are.
-SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits", "stored": "speculate_stored"}
+SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits"}
 
 
 def guessed_ways() -> list[Way]:

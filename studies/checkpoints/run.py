@@ -234,7 +234,6 @@ def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> P
         staging_slots=2,
         prefetch=1,
         device_sums=count,
-        speculate_stored=min(1, placements.count("stored")),
         storage_dir=None if storage is None else str(storage),
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
     )

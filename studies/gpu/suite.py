@@ -223,12 +223,7 @@ class Suite:
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
         count = plan.subgroup_count
-        most = {
-            "speculate": count,
-            "speculate_visits": count,
-            "device_sums": count,
-            "growing_slots": (count - 1, count // 2),
-        }
+        most = {"speculate": count, "speculate_visits": count, "device_sums": count}
         return plan.model_copy(update=most if self.emulated else {})
 
     def save_plan(self, name: str, plan: Plan) -> Path:

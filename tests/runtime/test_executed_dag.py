@@ -14,7 +14,6 @@ from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
 from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
 from ebbtide.runtime.execution.step_template import gradient_template, step_template
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
-from ebbtide.runtime.execution.visits import Growing
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
@@ -82,10 +81,7 @@ def executor_for(workload, plan):
     guesses = spares_of(device, states, plan.guessed)
     count = sum(p in VISITING for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
-    growing = Growing(Counter(plan.grown), lambda: StagingSlot(()))
-    return Executor(
-        device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch, growing=growing
-    )
+    return Executor(device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch)
 
 
 def executed(workload, plan):
@@ -109,7 +105,7 @@ def executed(workload, plan):
             early = number < gradients and kind[0] in (OpKind.STATE_H2D, OpKind.STATE_READ)
             waits[name] = {"prefetch"} if early else set()
             # The training stream's event: of the reduction, or of the norm; what comes in early
-            # waits for a backward, in which its slot may have grown.
+            # waits for a backward.
             event = "prefetch" if early else "reduced" if number < gradients else "norm"
             for wait in given_waits:
                 waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
@@ -123,7 +119,6 @@ def backward(executor, workload):
     slices = {i: ParameterSlice(i, 0, n, real=True) for i, n in enumerate(workload.subgroups)}
 
     def complete(subgroup):
-        executor.grow(subgroup)
         if subgroup in executor.guesses.wires:
             executor.guess(subgroup, SubgroupJob(None, []))
         executor.come_in()
@@ -175,21 +170,15 @@ def random_case(rng):
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [placement for placement, _ in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
-    grown = rng.choice([0, rng.randint(1, 4)])
-    if grown:
-        slots = rng.randint(0, 2)
-    growing = rng.choices(range(len(sizes)), k=grown)
     plan = Plan(
         subgroup_size=90,
         placement=Plan.runs(placements),
         staging_slots=slots,
-        growing_slots=growing,
         parameter_home=Plan.home_runs([home for _, home in chosen]),
-        prefetch=rng.randint(0, slots + grown),
+        prefetch=rng.randint(0, slots),
         overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=host_slots,
-        speculate_stored=rng.randint(0, host_slots),
         speculate=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_among=rng.choice([0, rng.randint(0, len(sizes))]),

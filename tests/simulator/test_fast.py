@@ -75,8 +75,7 @@ def enlarged(work, on, rng):
 def random_plan(work, rng):
     known = list(RECIPES) if work.zero_stage == 3 else ["host", "device", "resident"]
     placements = rng.choices(known, k=len(work.subgroups))
-    grown = rng.choice([0, rng.randint(1, 4)]) if work.zero_stage == 3 else 0
-    slots, host_slots = rng.randint(0 if grown else 1, 4), rng.randint(1, 4)
+    slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
     homes = ["device"] * len(placements)
     if work.zero_stage == 3:
         homes = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(homes))
@@ -85,11 +84,9 @@ def random_plan(work, rng):
         placement=Plan.runs(placements),
         staging_slots=slots,
         parameter_home=Plan.home_runs(homes),
-        growing_slots=rng.choices(range(len(placements)), k=grown),
-        prefetch=rng.randint(0, slots + grown),
+        prefetch=rng.randint(0, slots),
         threads=rng.choice([0, 1, 2]),
         host_slots=host_slots,
-        speculate_stored=rng.randint(0, host_slots) if work.zero_stage == 3 else 0,
         speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
         speculate_among=rng.randint(0, len(placements)),
         speculate_visits=rng.choice([0, rng.randint(0, len(placements))]) if work.zero_stage == 3 else 0,

@@ -116,48 +116,6 @@ def test_what_a_guessed_visit_takes_of_each_memory():
     assert [b["device"] - a["device"] for a, b in pairwise(held)] == [2 * 64 * 2, 0]
 
 
-def test_guesses_of_stored_state_wait_for_the_norm_in_their_slots():
-    """Of four of which two are in slots: read ahead, updated as gradients come, written first."""
-    on = machine(storage_write_bytes_per_s=480, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4, host_adam_params_per_s=5)
-    plan = planned(0, "stored", staging_slots=0, host_slots=2, speculate_stored=2)
-    assert plan.guessed == (False, True, False, True)
-    schedule = build_schedule(workload(), plan)
-    norms = {op.iteration: op.id for op in schedule.of_kind(OpKind.NORM)}
-    guesses = schedule.of_kind(OpKind.UPDATE_GUESSED)
-    assert [op.subgroup for op in guesses] == [3, 1] * 3
-    assert all(op.id < norms[op.iteration] for op in guesses)
-    assert {op.rate for op in guesses} == {"host_adam_params_per_s"}, "in place"
-    reads = schedule.of_kind(OpKind.STATE_READ)
-    assert [op.subgroup for op in reads] == [3, 1, *([0, 2, 3, 1] * 3)]
-    writes = schedule.of_kind(OpKind.STATE_WRITE)
-    assert [op.subgroup for op in writes] == [3, 1, 0, 2] * 3
-    assert [writes[0].id in reads[2].after, writes[1].id in reads[3].after] == [True, True]
-    assert all(op.id > norms[op.iteration] for op in writes)
-    timeline = simulate(schedule, on)
-    spans = {(s.kind, s.subgroup): s for s in timeline.spans if s.iteration == 1}
-    norm_s = next(s.end_s for s in timeline.spans if s.kind == OpKind.NORM and s.iteration == 1)
-    assert spans[OpKind.UPDATE_GUESSED, 3].end_s < norm_s
-    # The first write begins behind the new parameters' way home, the third one behind a read and an
-    # update too.
-    home_s = spans[OpKind.PARAMETER_H2D, 3].end_s
-    assert spans[OpKind.STATE_WRITE, 3].start_s == pytest.approx(home_s)
-    assert spans[OpKind.STATE_READ, 0].start_s == pytest.approx(home_s + 0.25)
-    waits = plan.model_copy(update={"speculate_stored": 0})
-    slower = simulate(build_schedule(workload(), waits), on)
-    assert slower.iteration_s > timeline.iteration_s + 0.4
-
-
-def test_stored_state_that_is_guessed_takes_memory_for_its_new_parameters_alone():
-    work = workload((64, 64, 64, 64))
-    held = [footprint(work, planned(0, "stored", staging_slots=0, speculate_stored=n)) for n in range(4)]
-    slots = [2, 2, 2, 1]  # for parameters that come home from a slot that they take in turn
-    for number, (now, count) in enumerate(zip(held, slots, strict=True)):
-        assert now["host"] - held[0]["host"] == 64 * 2 * (number + count - slots[0])
-        assert now["storage"] == held[0]["storage"]
-    with pytest.raises(ValueError, match=r"speculate_stored must be at most plan\.host_slots"):
-        planned(0, "stored", staging_slots=0, host_slots=2, speculate_stored=3)
-
-
 def test_what_cannot_be_guessed_is_not():
     for placement in ("device", "resident", "stored"):
         assert not any(planned(4, placement).guessed)
@@ -166,9 +124,6 @@ def test_what_cannot_be_guessed_is_not():
     homes = Plan.home_runs(["host"] * 4)
     assert not any(planned(4, parameter_home=homes).guessed)
     assert not any(planned(0, "device", parameter_home=homes, speculate_visits=4).guessed)
-    assert not any(planned(0, "stored", parameter_home=homes, speculate_stored=3).guessed)
-    for placement in ("host", "device", "resident"):
-        assert not any(planned(0, placement, speculate_stored=3).guessed)
     assert planned(0, "device", speculate_visits=3).guessed == (False, True, True, True)
     assert planned(9).guessed == (True,) * 4
     assert planned(2, speculate_among=3).guessed == (False, False, True, True)

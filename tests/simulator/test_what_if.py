@@ -181,7 +181,7 @@ def test_processes_give_the_same_rows():
 
 
 def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
-    """Slots that grow, visits that are guessed, and a large embedding that keeps no slot."""
+    """Visits that are guessed, and a large embedding that keeps no slot."""
     layers = [
         Layer(params=n, forward_s=0.01, backward_s=0.02, activation_bytes=2 * 10**8)
         for n in (3 * 10**8, *[10**8] * 10, 3 * 10**8)
@@ -190,7 +190,6 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     work = Workload(name="w", layers=layers, subgroups=sizes, device_base_bytes=4 * GIB)
     on = machine(h2d_bytes_per_s=40e9, d2h_bytes_per_s=40e9)
     made = plan(work, on.with_rates(device_memory_bytes=10 * GIB), memory_margin=0)
-    assert made.growing_slots
     never = work.model_copy(update={"clip_rate": 0.0})
     [row], [guessed] = (what_if(one, on, ["ebbtide"], gpu_memory_bytes=10 * GIB).itertuples() for one in (work, never))
     assert row.fits

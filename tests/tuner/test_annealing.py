@@ -8,7 +8,7 @@ from ebbtide.simulator import Quantity
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.tuner.placements.annealing import CLOSE, _starts, anneal, options, reorder
+from ebbtide.tuner.placements.annealing import CLOSE, anneal, options, reorder
 from ebbtide.tuner.placements.moves import CHOICES, QUEUES, VISITING, Moved
 from ebbtide.tuner.placements.search import Candidate, Search
 
@@ -116,14 +116,3 @@ def test_what_does_not_fit_is_never_taken():
     codes = best.codes.copy()
     codes[:] = 2
     assert math.isinf(search.seconds(codes, 1, 0, 0, True, None)), "all of it cannot stay"
-
-
-def test_plans_without_slots_that_grow_are_begun_with_too():
-    """Between the two kinds there is often none but worse plans."""
-    search = Search(workload(), machine(host_adam_params_per_s=4e8), Limits(5 * GIB, 10**12))
-    search.guess()
-    still = (c for c in search.scores if not c.growing)
-    first, second = _starts(search, 2)
-    assert first == search.best()
-    assert first.growing
-    assert second == min(still, key=lambda c: search.scores[c].iteration_s)

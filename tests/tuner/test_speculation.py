@@ -4,7 +4,7 @@ from functools import cache
 
 import ebbtide.tuner
 import pytest
-from ebbtide.simulator import Quantity, build_schedule, simulate, what_if
+from ebbtide.simulator import build_schedule, simulate, what_if
 from ebbtide.simulator.analysis.guessed import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.update.footprint import footprint
@@ -45,23 +45,6 @@ def test_where_no_step_clips_the_plan_guesses_and_is_faster():
     timeline = simulate(build_schedule(small(), found), machine())
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s)
     assert any("before the norm is known, which saves" in reason for reason in found.reasons)
-
-
-def test_what_memory_cannot_hold_is_guessed_in_the_slots_that_it_is_read_to():
-    """There is no room for state beside the old one; on storage that is there anyhow."""
-    on, work = machine(), small()
-    on = on.model_copy(update={"storage_write_bytes_per_s": Quantity.exact(2e10)})
-    short = {"host_memory_bytes": int(2.2 * GIB), "storage": {"/nvme": 10**12}, "memory_margin": 0}
-    plain, found = (
-        ebbtide.tuner.plan(work.model_copy(update={"clip_rate": rate}), on, **short) for rate in (None, 0.0)
-    )
-    assert found.speculate_stored > 0
-    assert not found.speculate
-    assert found.prediction.iteration_s < 0.97 * plain.prediction.iteration_s
-    assert found.prediction.lower_bound_s <= found.prediction.iteration_s
-    assert footprint(work, found)["host"] <= short["host_memory_bytes"]
-    timeline = simulate(build_schedule(work, found), on.storing_in(["/nvme"]))
-    assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s)
 
 
 def test_while_guesses_pause_the_plan_is_nearly_as_quick_as_one_that_waits():

@@ -113,7 +113,6 @@ def show_plan(plan: Plan, console: Console) -> None:
     placed = ", ".join(f"{n} {p}" for p, n in counts)
     console.print(
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots"
-        + (f" and {len(plan.grown)} that grow in backward" if plan.grown else "")
         + f", {plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
         + (f"; {plan.host_slots} host slots" if plan.stores else "")
         + (f"; {sum(plan.guessed)} updated before the norm" if any(plan.guessed) else "")

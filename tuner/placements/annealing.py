@@ -61,16 +61,15 @@ def anneal(
 
 
 def _starts(search: Search, most: int) -> list[Candidate]:
-    """The best, also of those without slots that grow; the best with each number of slots, which
-    take what could stay; then with other numbers of each placement.
+    """The best; the best with each number of slots, which take what could stay; then with other
+    numbers of each placement.
     """
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
-    still = [c for c in known if not c.growing]
     slots = {c.staging_slots: c for c in reversed(known)}
     numbers = {tuple(c.placements.count(p) for p in PLACEMENTS): c for c in reversed(known)}
     by_score = (sorted(some.values(), key=known.index) for some in (slots, numbers))
-    return list(dict.fromkeys(chain(known[:1], still[:1], *by_score)))[:most]
+    return list(dict.fromkeys(chain(known[:1], *by_score)))[:most]
 
 
 def reorder(search: Search, evaluations: int) -> None:
@@ -99,12 +98,9 @@ def options(search: Search) -> None:
     }
     for name, some in values.items():
         best = search.best()
-        others: dict[str, Any] = {"device_sums": None, "growing": None}
-        if name == "host_slots":
-            others["speculate_stored"] = None
         for value in some:
             if name != "prefetch" or value <= best.staging_slots:
-                search.score(replace(best, **{name: value}, **others))
+                search.score(replace(best, **{name: value, "device_sums": None}))
 
 
 class _Walk:
@@ -146,9 +142,7 @@ class _Walk:
                 speculate=guesses[0],
                 speculate_among=guesses[1],
                 speculate_visits=guesses[2],
-                speculate_stored=guesses[3],
                 device_sums=None,
-                growing=None,
             )
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

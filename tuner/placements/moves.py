@@ -42,7 +42,6 @@ VISITING = frozenset(placement for placement, recipe in RECIPES.items() if visit
 AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOME = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
-_STORED_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in STORED]
 _VISITING_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in VISITING]
 
 
@@ -53,8 +52,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: `Plan.speculate`, ``speculate_among``, ``speculate_visits`` and
-            ``speculate_stored``; None: they stay.
+        guesses: `Plan.speculate`, ``speculate_among`` and ``speculate_visits``; None: they stay.
     """
 
     codes: list[int]
@@ -106,8 +104,7 @@ class Moved:
     @property
     def _guessing(self) -> list[int]:
         """Which of ``guesses`` count."""
-        stored = [3] if any(code in _STORED_CODES for code in self.codes) else []
-        return [0, 1, *([2] if self.visiting else []), *stored]
+        return [0, 1, *([2] if self.visiting else [])]
 
     @property
     def visiting(self) -> int:

@@ -105,7 +105,6 @@ def _variants(search: Search, base: Candidate, order: tuple[Placement, ...], slo
                 threads=threads,
                 overlap_forward=True,
                 device_sums=None,
-                growing=None,
             )
             most = search.ordered(candidate).device_sums or 0
             yield from (replace(candidate, device_sums=n) for n in range(most, -1, -1))

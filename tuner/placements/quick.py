@@ -9,7 +9,7 @@ from functools import partial
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.footprint import activations_beside, footprint
+from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.recipes import SPECULATES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal
@@ -85,8 +85,7 @@ def quick_plan(
     made = current.placed(
         best.placements,
         order=best.order,
-        staging_slots=best.always if visits else 0,
-        growing_slots=best.growing or () if visits else (),
+        staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0,
         prediction=None,
         alternatives=(),
@@ -94,7 +93,6 @@ def quick_plan(
         parameter_home=Plan.home_runs(best.homes),
         host_slots=best.host_slots,
         device_sums=best.device_sums or 0,
-        speculate_stored=best.speculate_stored or 0,
     )
     return QuickPlan(made, best_s, current_s)
 
@@ -103,12 +101,11 @@ def _running(current: Plan) -> Candidate:
     """As the search sees it."""
     return Candidate(
         current.placements,
-        max(1, current.staging_slots + len(current.grown)),
+        max(1, current.staging_slots),
         current.prefetch,
         order=current.order,
         host_slots=current.host_slots,
         device_sums=current.device_sums,
-        growing=current.grown,
     )
 
 
@@ -126,9 +123,8 @@ def _limits(
 ) -> Limits:
     """Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
-    beside = activations_beside(workload, current)
     return Limits(
-        held["device"] + beside if device_bytes is None else device_bytes,
+        held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,
         max(machine.host_memory_bytes // workload.ranks_per_node, held["host"]) if host_bytes is None else host_bytes,
         storage_bytes=held["storage"] or None,
     )

@@ -18,7 +18,7 @@ from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEME
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Placement, Plan, guesses_among
-from ebbtide.simulator.update.footprint import Amounts, fetched_elements, moved_out
+from ebbtide.simulator.update.footprint import fetched_elements, moved_out, slots_within
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import (
     HOST_SLOTS,
@@ -60,12 +60,10 @@ class Candidate:
     """One point of the search: what `PlanSweep.evaluate` takes.
 
     Attributes:
-        staging_slots: in all.
-        growing: `Plan.growing_slots` of them; None: those that there is no memory for beside
-            activations; where there is none without them either, there are fewer slots.
+        staging_slots: fewer, where memory does not hold them beside activations.
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
-        speculate, speculate_visits, speculate_stored: None: as many as there is memory and time
+        speculate, speculate_visits: None: as many as there is memory and time
             for, where the search speculates.
         device_sums: None: as many as the device has memory left for.
     """
@@ -80,10 +78,8 @@ class Candidate:
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
     speculate_visits: int | None = None
-    speculate_stored: int | None = None
     speculate_among: int = 0
     device_sums: int | None = None
-    growing: tuple[int, ...] | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -94,8 +90,7 @@ class Candidate:
             "subgroups": workload.subgroups,
             "placement": Plan.runs(self.placements),
             "order": self.order or FORWARD,
-            "staging_slots": self.always if visits else 0,
-            "growing_slots": (self.growing or ()) if visits else (),
+            "staging_slots": self.staging_slots if visits else 0,
             "prefetch": self.prefetch if visits else 0,
             "threads": self.threads,
             "overlap_forward": self.overlap_forward,
@@ -103,7 +98,6 @@ class Candidate:
             "parameter_home": Plan.home_runs(self.homes),
             "speculate": self.speculate or 0,
             "speculate_visits": self.speculate_visits or 0,
-            "speculate_stored": self.speculate_stored or 0,
             "speculate_among": self.speculate_among,
             "device_sums": self.device_sums or 0,
         }
@@ -115,15 +109,9 @@ class Candidate:
         return with_sums(early, self.device_sums or 0)
 
     @property
-    def always(self) -> int:
-        """Slots that are there all through an iteration."""
-        return self.staging_slots - len(self.growing or ())
-
-    @property
     def guesses(self) -> tuple[int, ...]:
         """As `with_guesses` takes them."""
-        visits, stored = self.speculate_visits or 0, self.speculate_stored or 0
-        return self.speculate or 0, self.speculate_among, visits, min(stored, self.host_slots)
+        return self.speculate or 0, self.speculate_among, self.speculate_visits or 0
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -228,7 +216,7 @@ class Search:
             self._ordered[candidate] = self._completed(candidate)
         return self._ordered[candidate]
 
-    def _completed(self, candidate: Candidate) -> Candidate:
+    def _completed(self, candidate: Candidate, *, fits: bool = True) -> Candidate:
         unset = [name for name in SPECULATES.values() if getattr(candidate, name) is None]
         changed: dict[str, Any] = {} if self.speculates else dict.fromkeys(unset, 0)
         if candidate.order is None:
@@ -239,40 +227,36 @@ class Search:
             number = getattr(candidate, name)
             if number is None:
                 number = self._most_guesses(candidate, placement)
-            if placement in STORED:
-                number = min(number, candidate.host_slots)
             if number != getattr(candidate, name):
                 changed = {name: number}
                 candidate = replace(candidate, **changed)
-        changed = self._fitted(candidate) if candidate.growing is None else {}
+        candidate = self._fitted(candidate) if fits else candidate
         if candidate.device_sums is None:
-            slots = changed.get("staging_slots", candidate.staging_slots), candidate.host_slots
-            grown = changed.get("growing", candidate.growing or ())
-            changed["device_sums"] = self._most_sums(candidate.codes, slots, grown)
-        return replace(candidate, **changed) if changed else candidate
+            slots = candidate.staging_slots, candidate.host_slots
+            candidate = replace(candidate, device_sums=self._most_sums(candidate.codes, slots))
+        return candidate
 
-    def _fitted(self, c: Candidate) -> dict[str, Any]:
-        """Slots that grow where memory does not hold them beside activations."""
-        slots, grown = self._slots(c.codes, c.staging_slots, c.host_slots)
-        return {"staging_slots": slots, "growing": grown, "prefetch": min(c.prefetch, slots)}
+    def _fitted(self, c: Candidate) -> Candidate:
+        """Return the candidate with no more slots than memory holds."""
+        slots = self._slots(c.codes, c.staging_slots, c.host_slots)
+        return c if slots == c.staging_slots else replace(c, staging_slots=slots, prefetch=min(c.prefetch, slots))
 
-    def _slots(self, codes: NDArray[np.int8], wanted: int, host_slots: int) -> tuple[int, tuple[int, ...]]:
-        """How many slots memory holds, of so many, and which of them grow."""
+    def _slots(self, codes: NDArray[np.int8], wanted: int, host_slots: int) -> int:
+        """Return how many of the wanted staging slots memory holds beside activations."""
         sweep = self._sweep
         both = sweep.amounts(codes)
         users = sweep.slots(both, wanted)[Slot.STAGING]
         if not users or self.workload.zero_stage < 3 or self.machine.unified_memory:
-            return wanted, ()
+            return wanted
         summed = sweep.summed_elements(codes)
         taken = sweep.held_bytes(both[0], 0, host_slots, both[1], summed)["device"]
-        left = self.limits.device_bytes - taken - self._base_bytes(self.homes)
-        each = sweep.each_bytes(Slot.STAGING, both)
-        always, grown = sweep.activations.slots(left, users, each)
-        return (always + len(grown), grown) if grown or always < users else (wanted, ())
+        left = self.limits.device_bytes - taken - self._device_bytes(self.homes)
+        slots = slots_within(left, users, sweep.each_bytes(Slot.STAGING, both))
+        return slots if slots < users else wanted
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
         """What a candidate takes, whether it fits or not."""
-        candidate = self.ordered(candidate)
+        candidate = self._completed(candidate, fits=False)
         row = evaluated(self._sweep, candidate)
         return self._settled_s(candidate, self._mean_s(row, candidate))
 
@@ -296,13 +280,11 @@ class Search:
         if not self._may_store(codes):
             return math.inf
         codes = codes + home_codes(self.homes)
-        guesses = (*guesses[:3], *(min(n, host_slots) for n in guesses[3:]))
         early = with_guesses(codes, *guesses)
-        slots, grown = self._slots(early, slots, host_slots)
-        codes = with_sums(codes, self._most_sums(early, (slots, host_slots), grown))
+        slots = self._slots(early, slots, host_slots)
+        codes = with_sums(codes, self._most_sums(early, (slots, host_slots)))
         prefetch = min(prefetch, slots)
-        always = slots - len(grown)
-        options = (always, prefetch, threads, overlap, issue, host_slots, grown)
+        options = (slots, prefetch, threads, overlap, issue, host_slots)
         early = with_guesses(codes, *guesses)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
@@ -321,13 +303,12 @@ class Search:
         left = self.limits.host_bytes - taken
         most = guesses_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
         if placement in VISITING and most:  # slots with room for new parameters fit too
-            some = replace(c, speculate_visits=1)
-            some = replace(some, **self._fitted(some))
+            some = self._fitted(replace(c, speculate_visits=1))
             device_bytes, *_ = self._taken(some, c.homes)
             return most if device_bytes <= self.limits.device_bytes else 0
         return most
 
-    def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int], grown: tuple[int, ...]) -> int:
+    def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
         """How many sums of micro-batches the device has memory left for."""
         if not self.sums:
             return 0
@@ -336,8 +317,7 @@ class Search:
             return min(len(sizes), int(self.fixed["device_sums"]))
         amounts, early = self._sweep.amounts(codes)
         taken = self._sweep.held_bytes(amounts, *slots, early)["device"]
-        taken += self._base_bytes(self.homes)
-        taken += self._beside_bytes((amounts, early), grown)
+        taken += self._device_bytes(self.homes)
         return self._sweep.held.most_sums(sizes, self.limits.device_bytes - taken)
 
     @property
@@ -480,23 +460,17 @@ class Search:
         return self.limits.hold(*self._taken(c, self.homes))
 
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
-        """Its peaks: all activations are there at the end of forward, when slots have made room."""
+        """Return its peaks: all activations are there at the end of forward."""
         codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
         amounts, early = self._sweep.amounts(codes)
         summed = self._sweep.summed_elements(codes)
         held = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early, summed)
-        device = held["device"] + self._base_bytes(homes)
-        device += self._beside_bytes((amounts, early), c.growing or ())
-        return device, held["host"], held["storage"]
+        return held["device"] + self._device_bytes(homes), held["host"], held["storage"]
 
-    def _base_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
-        """Of the workload alone, all through an iteration."""
-        return max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
-
-    def _beside_bytes(self, both: Sequence[Amounts], grown: tuple[int, ...]) -> int:
-        """Of activations, beside all slots."""
-        each = self._sweep.each_bytes(Slot.STAGING, both) if grown else 0
-        return self._sweep.activations.most_bytes(grown, each)
+    def _device_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+        """Return the device memory of the workload alone, all activations among it."""
+        base = max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
+        return base + self.workload.activation_bytes
 
     def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
         """Of parameters that live elsewhere."""
@@ -588,16 +562,14 @@ class Search:
             return math.inf
 
 
-def with_guesses(
-    codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0, stored: int = 0
-) -> NDArray[np.int8]:
+def with_guesses(codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0) -> NDArray[np.int8]:
     """Codes of subgroups that are guessed as `guesses_among` takes it: `Plan.guessed`."""
-    if not (speculate or visits or stored):
+    if not (speculate or visits):
         return codes
-    numbers = zip(SPECULATES, (speculate, visits, stored), strict=True)
+    numbers = zip(SPECULATES, (speculate, visits), strict=True)
     able = {p: np.flatnonzero(_able(codes, p)).tolist() if n else [] for p, n in numbers}
     early = codes.copy()
-    early[sorted(guesses_among(able, speculate, among, visits, stored))] += GUESSED
+    early[sorted(guesses_among(able, speculate, among, visits))] += GUESSED
     return early
 
 
@@ -676,6 +648,4 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
     """The row of a candidate."""
-    return sweep.evaluate(
-        c.codes, c.always, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots, c.growing or ()
-    )
+    return sweep.evaluate(c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots)

@@ -3,7 +3,7 @@
 Guesses take host memory, and a step that clips makes all of them wrong. So they are planned for
 where somebody says how many steps do (`Workload.clip_rate`), and where the mean iteration is
 shorter by more than nothing. What was said may be wrong: while its guesses pause, such a plan is
-nearly as quick as the best one without, and without slots that grow.
+nearly as quick as the best one without.
 """
 
 import math
@@ -47,15 +47,14 @@ def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], o
         plain.storable,
         speculates=True,
         effort=plain.effort,
-        most_waiting_s=(1 + PAUSED)
-        * min((score.iteration_s for c, score in plain.scores.items() if not c.growing), default=math.inf),
+        most_waiting_s=(1 + PAUSED) * min((score.iteration_s for score in plain.scores.values()), default=math.inf),
     )
     most: dict[str, Any] = dict.fromkeys(SPECULATES.values())
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
     for candidate in (chosen, *known[:FEW]):
         search.score(replace(candidate, speculate=None, speculate_visits=0))
         for roomier in _with_room(candidate):
-            search.score(replace(roomier, growing=None, **most))
+            search.score(replace(roomier, **most))
     search.guess()
     if not search.fits:
         return plain, chosen
@@ -92,9 +91,6 @@ def _spread(search: Search) -> None:
     for many in sorted({(best.speculate or 0) * i // PARTS for i in range(1, PARTS + 1)} - {0}):
         for among in sorted({many + (count - many) * i // SPREADS for i in range(SPREADS + 1)}):
             search.score(replace(best, speculate=many, speculate_among=among))
-    best = search.ordered(search.best())
-    for many in range(best.speculate_stored or 0):
-        search.score(replace(best, speculate_stored=many))
 
 
 def fewest(search: Search, best: Candidate, name: str) -> Candidate:

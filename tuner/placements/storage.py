@@ -70,7 +70,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     """What the same plan would take with enough host memory."""
     hosted = tuple(HOME if p in STORED else p for p in c.placements)
     work = search.workload
-    faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None, growing=None))
+    faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None))
     taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))
     more = (needed["host"] - taken["host"]) * work.ranks_per_node / GIB
     saved = f"{faster_s * 1e3:.1f} ms instead of {seconds * 1e3:.1f}"

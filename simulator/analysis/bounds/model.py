@@ -79,9 +79,6 @@ class Model:
         rest_s: an iteration without its window.
         first_s: of backward, until the first gradient is complete.
         early_s: the end of the last backward, in which visits may come in.
-        lowest: the layers behind whose backward a subgroup's gradient is complete.
-        below_s: of each layer, backward of those below it; behind_s: forward from it on.
-        fetching_s: from the end of the first forward until the first sum can be fetched.
     """
 
     def __init__(
@@ -111,13 +108,7 @@ class Model:
         self.forward_s = w.forward_s / self.micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
-        forward = np.array([layer.forward_s for layer in w.layers])
-        self.below_s, self.behind_s = np.cumsum([0.0, *backward]), np.cumsum(forward[::-1])[::-1]
-        self.lowest = sorted({held[0] for held in w.layers_of_subgroups() if held})
-        self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
         self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
-        # Slots that some have until the norm is known, and give back then, whoever waits for them.
-        self.kept = frozenset(slot for r in self.recipes if r.keeps_slot for slot in r.slots)
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
             self._part(n, step, times=self._times(step))
@@ -132,12 +123,6 @@ class Model:
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
-
-    def grown_behind(self, layer: int) -> int:
-        """Behind whose backward the last slots have grown that are there before the one of the
-        layer below: they grow behind subgroups (`Activations`). The number of layers: none has.
-        """
-        return min((n for n in self.lowest if n >= layer), default=len(self.below_s) - 1)
 
     def _times(self, step: Step) -> int:
         """Of a gradient's step, in an iteration."""

@@ -10,7 +10,6 @@ from ebbtide.simulator.analysis.bounds.modes import Modes
 from ebbtide.simulator.analysis.bounds.rows import Columns, Term
 from ebbtide.simulator.analysis.bounds.window import Window
 from ebbtide.simulator.schedule import Lane
-from ebbtide.simulator.update.recipes import Slot
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -45,7 +44,6 @@ class Sharing:
                 for end in range(len(self.ends)):
                     self._do(lane, begin, end)
             self._follow(lane)
-        self._leave_for_activations()
 
     def _heads(self) -> list[float]:
         """Moments behind the begin: of each step the lowest, the next and the median."""
@@ -105,8 +103,6 @@ class Sharing:
         chosen = begun & ended
         if part.inside == Inside.TAKERS:
             chosen = ended
-            if begin_s and part.slot in self.model.kept:
-                return
             if begin_s:
                 yield window.early[part.way][~begun], -begin_s
         if part.inside == Inside.GIVERS:
@@ -119,29 +115,6 @@ class Sharing:
         chosen = chosen & (self.model.pieces.size >= self.model.least_size)
         if chosen.any():
             yield from window.asked(part, part.alone_s, chosen)
-
-    def _leave_for_activations(self) -> None:
-        """Before a layer's first forward slots that grew are given back: what has come in and not
-        left fits into the others.
-        """
-        givers = [p for p in self.model.parts if p.slot == p.step.gives_back == Slot.STAGING]
-        takers = [self.model.taker(p) for p in givers]
-        if not (givers and self.window.growing):
-            return
-        lanes = givers[0].step.lane, takers[0].step.lane
-        sizes, seconds = self.model.pieces.size, [p.alone_s for p in givers]
-        ratio = max(float((g.alone_s / sizes).max()) for g in givers) / min(
-            float((t.alone_s / sizes).min()) for t in takers
-        )
-        coming = [t for p in takers for t in self.window.asked(p, p.alone_s, slice(None))]
-        coming += [(self._late[lanes[1]], 1.0)] if lanes[1] in self._late else []
-        for end, end_s in enumerate(self.ends):
-            begun = np.flatnonzero(self.model.behind_s >= end_s * (1 - CLOSE))
-            if len(begun):  # the last of them, whose slots went a layer ahead
-                gone, come = (int(self.done[n][len(self.begins) - 1 + end]) for n in lanes)
-                left = self.window.beyond_slots(givers, seconds, int(begun[-1]) + 2)
-                behind = [(columns, -ratio * np.asarray(s)) for columns, s in coming]
-                self.rows.at_most(0.0, *left, *behind, (come, ratio), (gone, -1.0))
 
     def _follow(self, lane: Lane) -> None:
         """A lane has done no more than what it follows lets it: the steps before, or, of visits
@@ -174,8 +147,7 @@ class Sharing:
         same = [p for p in self.model.parts if p.way == part.way]
         number = same.index(part)
         if part.inside == Inside.TAKERS:
-            gives = next(p for p in same if p.inside == Inside.GIVERS)
-            return None if part.slot in self.model.kept else gives
+            return next(p for p in same if p.inside == Inside.GIVERS)
         follows = part.inside == Inside.ALL and number and same[number - 1].inside == Inside.ALL
         return same[number - 1] if follows else None
 

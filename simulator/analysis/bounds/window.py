@@ -23,8 +23,6 @@ MANY = 2**20  # slots: as many as one likes
 CLOSE = 1e-6
 NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one is the last
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
-MOST_LARGE = 2  # subgroups that may be far larger than the others
-GROWTHS = 6  # moments of backward at which slots that grow are counted
 MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
@@ -77,9 +75,6 @@ class Window:
         visited = sorted({p.slot for p in model.parts if p.slot is not None})
         self.beyond = {slot: self.rows.one(1.0, whole=True) for slot in visited}
         self._size = {slot: self.rows.one() for slot in visited}  # in units of the largest subgroup
-        self.growing: tuple[float, list[Term], float, float] | None = None  # bytes beside slots
-        self._beside: dict[int, int] = {}
-        self._numbers: list[int] = []  # of slots beside activations
         self._place(numbers)
         for slot in visited:
             self._visit(slot)
@@ -89,10 +84,6 @@ class Window:
         wait_for_room(model, self.rows, self.x, self.waited)
         self._resources()
         self._iteration()
-        self._come_home()
-        self._fetch_sums()
-        self._large_way_home()
-        self._last_updates()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
         """Seconds that must fit into the window and ``outside_s`` of backward beside it."""
@@ -191,7 +182,7 @@ class Window:
     def place_each(self) -> None:
         """Only whole subgroups of a piece are updated in a way, where they are alike."""
         some = self.x[self.model.pieces.whole].ravel()
-        for variable in (*some, *self._crosses, *self._numbers):
+        for variable in (*some, *self._crosses):
             self.rows.whole[variable] = True
 
     def limit(self, slot: Slot) -> int:
@@ -220,8 +211,6 @@ class Window:
             some = [outside[way] for way in users if way in outside]
             for way in users if some else ():
                 self._apart(outside[way], way, self.beyond[slot])
-            if outside is self.early:  # guesses keep theirs beside those that come early
-                some += [self.x[:, way] for way in early if m.recipes[way].keeps_slot]
             if some:
                 fewer = [(number, -1.0)] if limit == MANY else []
                 self.rows.at_most(limit % MANY, *((columns, 1.0) for columns in some), *fewer)
@@ -264,9 +253,7 @@ class Window:
             self.behind_the_norm(m.pieces.tail_s[-1], *inside)
 
     def _fit(self, room: Mapping[Memory, float]) -> None:
-        """State, gradients, parameters and slots, in units of a large subgroup's state. Staging
-        slots may grow: then there are none beside all activations, but all without any.
-        """
+        """State, gradients, parameters and slots, in units of a large subgroup's state."""
         m = self.model
         if m.machine.unified_memory:
             return
@@ -290,42 +277,7 @@ class Window:
                 for slot, size in self._size.items()
                 if slot.memory == memory
             }
-            if Slot.STAGING in slots and m.workload.zero_stage == 3:
-                without = (size_bytes + m.workload.activation_bytes) / unit
-                self.rows.at_most(without, *terms, *slots.values(), name="memory without activations")
-                _, each = slots.pop(Slot.STAGING)
-                self.growing = without, [*terms, *slots.values()], each, unit
             self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
-
-    def beyond_slots(self, parts: Sequence[Part], seconds: Sequence[Floats], layers: int) -> list[Term]:
-        """What a step of all visits asks for, less what it does of those that fit into the slots
-        which are there while the first so many layers have activations. Of tiny ones nothing.
-        """
-        pieces = self.model.pieces
-        sizes = pieces.size / self.model.largest * (pieces.size >= self.model.least_size)
-        paces = [float((s * self.model.largest / pieces.size).min()) for s in seconds]
-        asked = [(self.x[:, p.way], pace * sizes) for p, pace in zip(parts, paces, strict=True)]
-        return [*asked, (self._slots_beside(layers), -max(paces))]
-
-    def _slots_beside(self, layers: int) -> int:
-        """How much is in slots, as `_size`: those that grow in the place of activations are not
-        there beside them (`Activations`), and a slot is there as a whole.
-        """
-        if self.growing is None:
-            return self._size[Slot.STAGING]
-        layers = self.model.grown_behind(layers)
-        if layers not in self._beside:
-            m, (without, others, each, unit) = self.model, self.growing
-            held, number = self.rows.one(), self.rows.one(whole=len(m.workload.subgroups) <= NAMED)
-            least, most = self.visitor or (min(m.workload.subgroups), m.largest)
-            below = sum(n.activation_bytes for n in m.workload.layers[:layers])
-            for size in ((held, each), (number, each * least / m.largest)):
-                self.rows.at_most(without - below / unit, *others, size)
-            self.rows.at_most(0.0, (held, 1.0), (self._size[Slot.STAGING], -1.0))
-            self.rows.at_most(0.0, (held, 1.0), (number, -most / m.largest))
-            self._beside[layers] = held
-            self._numbers.append(number)
-        return self._beside[layers]
 
     def _under_way(self) -> int:
         """What the device keeps for gradients on their way, of the most: all of them, or that. So
@@ -381,48 +333,16 @@ class Window:
                 self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
         coming = self._coming()
         takers = [p for p in coming if p.inside == Inside.TAKERS]
-        some = np.linspace(0, len(m.lowest) - 1, min(GROWTHS, len(m.lowest))).astype(int)
-        grows = [m.lowest[i] for i in some] if takers and self.growing else []
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
             self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
             others = [(self.x[:, p.way], p.taken_s[name]) for p in coming if p not in takers]
             visits = [(self.x[:, p.way], p.taken_s[name]) for p in takers]
             self.within(m.early_s - tails[-1], *others, *visits)
-            for layer in grows:  # slots that are not there before its backward
-                late = self.beyond_slots(takers, [p.taken_s[name] for p in takers], layer + 1)
-                self.within(float(m.below_s[layer]) - tails[-1], *others, *late)
-        if grows:
-            self._come_and_leave(takers, grows)
         for part in takers:
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
-
-    def _come_and_leave(self, takers: Sequence[Part], grows: Sequence[int]) -> None:
-        """Visits leave in the order in which they came in, and a forward that needs a slot's room
-        waits for all but as many as there are other slots: behind all ways in of those that have
-        left there is the last one's way out. Of few subgroups, since whether a slot goes is whole,
-        and not beside guesses, which may have had it.
-        """
-        m, ways = self.model, [p.way for p in takers]
-        count = float(len(m.workload.subgroups))
-        if count > NAMED or any(m.guessed):
-            return
-        givers = [p for p in m.parts if p.way in ways and p.step.gives_back == Slot.STAGING]
-        out_s = min(float(p.least_s.min()) for p in givers)
-        come_s, leave_s = ([p.seconds for p in parts] for parts in (takers, givers))
-        all_s = out_s + max(float(s @ m.pieces.count) for s in (*come_s, *leave_s))
-        for layer in (max(0, lowest - 1) for lowest in grows):
-            *come, stay = self.beyond_slots(takers, come_s, layer + 2)
-            goes, behind_s = self.rows.one(1.0, whole=True), float(m.behind_s[layer])
-            self.rows.at_most(0.0, (self._size[Slot.STAGING], 1.0), (stay[0], -1.0), (goes, -count))
-            leave = self.beyond_slots(givers, leave_s, layer + 2)
-            self.behind_the_norm(behind_s - all_s, *leave, (goes, all_s))
-            for begin in grows:
-                early = self.beyond_slots(takers, come_s, begin + 1)[-1]
-                before_s = float(m.below_s[begin]) - behind_s + all_s
-                self.within(before_s, *come, stay, early, (goes, out_s + all_s))
 
     def _coming(self) -> list[Part]:
         """What comes in for an update, and not before the end of the last backward begins."""
@@ -437,111 +357,3 @@ class Window:
             if home == "host":
                 each = np.array([m.work.fetched(float(n)).taken_s[capacity] for n in sizes])
                 yield self.x[:, way], m.pieces.fetches * each
-
-    # -- chains ------------------------------------------------------------------------------
-
-    def _come_home(self) -> None:
-        """Gradients come home in the order of backward, of all micro-batches one after the other:
-        behind the first of those that come last there are all of their updates, guessed or not.
-        None of them begins before the last layer is through the last micro-batch's backward.
-        """
-        m, pieces = self.model, self.model.pieces
-        last_s = pieces.tail_s[-1]
-        for parts in self.waiting.values():
-            for p in range(len(pieces)):
-                ahead = pieces.ahead(p)
-                before = [(self.x[:, g.way], (g.times - 1) * g.seconds) for g in self.home]
-                before += [(self.x[ahead, g.way], g.seconds[ahead]) for g in self.home]
-                asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
-                tail_s = min(float(q.tail_s[: p + 1].min()) for q in parts) + pieces.tail_s[p]
-                some = self._some({q.way for q in parts}, p)
-                self.within(m.rest_s - m.first_s - last_s, *before, *asked, (some, tail_s - last_s))
-                last = [(self.x[ahead, g.way], g.seconds[ahead]) for g in self.home]
-                self.within(m.early_s - last_s, *last, *asked, (some, tail_s - last_s))
-
-    def _some(self, chosen: set[int], up_to: int) -> int:
-        """1 where a subgroup up to a piece is updated in one of these ways."""
-        some = self.rows.one(1.0)
-        for p in range(up_to + 1):
-            share = 1.0 / self.model.pieces.count[p]
-            self.rows.at_most(0.0, (self.x[p, sorted(chosen)], share), (some, -1.0))
-        return some
-
-    def _fetch_sums(self) -> None:
-        """With accumulation a lane brings the sums of all micro-batches but the first, and behind
-        them what comes home on it; visits share the way in with the last of them.
-        """
-        m, tails = self.model, self.model.pieces.tail_s
-        sums = [p for p in m.gradients if Wait.SUM in p.step.waits]
-        outside_s = m.rest_s - m.fetching_s
-        if m.micro == 1 or not sums:
-            return
-        for lane in {p.step.lane for p in sums}:
-            before = [(self.x[:, p.way], p.times * p.seconds) for p in sums if p.step.lane == lane]
-            behind = [p for p in m.on(lane) if p.inside == Inside.ALL]
-            for p, tail_s in enumerate(tails):
-                asked = [t for q in behind for t in self.asked(q, q.seconds, slice(p + 1))]
-                self.within(outside_s - tail_s, *before, *asked)
-        coming = self._coming()
-        for name in (n for n in m.work.limits if n not in PASSES_USE):
-            asked = [(self.x[:, p.way], p.taken_s[name]) for p in coming]
-            all_sums = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in sums]
-            last = [(self.x[:, p.way], p.taken_s[name]) for p in sums]
-            self.within(outside_s - tails[-1], *all_sums, *asked)
-            self.within(m.early_s - tails[-1], *last, *asked)
-
-    def _large_way_home(self) -> None:
-        """Of two buffers one is a large subgroup's until its parameters are home, which takes
-        longer than the next update. So beside the ways home of the largest only those updates run
-        that follow them, of which at least one is none of them.
-        """
-        m = self.model
-        gives = [p for p in m.parts if p.inside == Inside.ALL and p.step.gives_back is not None]
-        # In an order of its own, not that of hashes: of equal solutions rows decide which is found.
-        for slot in sorted({p.step.gives_back for p in gives if p.step.gives_back is not None}):
-            if self.limit(slot) == 2:
-                mine = [p for p in gives if p.step.gives_back == slot]
-                self._beside_large(mine, [p for g in mine for p in m.parts if p.way == g.way and p.step.takes == slot])
-
-    def _beside_large(self, gives: Sequence[Part], takes: Sequence[Part]) -> None:
-        pieces, users = self.model.pieces, [g.way for g in gives]
-        home_s = np.min([p.seconds for p in gives], axis=0)
-        longest_s = np.max([p.seconds for p in takes], axis=0)
-        asked = [t for q in takes for t in self.asked(q, q.seconds, slice(None))]
-        order = np.argsort(-pieces.size)
-        for number in range(1, min(MOST_LARGE, len(order) - 1) + 1):
-            large, other_s = order[:number], float(longest_s[order[number:]].max())
-            more_s = home_s[large] - longest_s[large]
-            if (pieces.count[large] > 1).any() or more_s.sum() + longest_s[large].min() <= other_s:
-                continue
-            some = self.rows.one(1.0)
-            for p in large:
-                self.rows.at_most(0.0, (self.x[p, users], 1.0), (some, -1.0))
-            each = [(self.x[p, users], more) for p, more in zip(large, more_s.tolist(), strict=True)]
-            one = (some, float(longest_s[large].min()) - other_s)
-            self.behind_the_norm(pieces.tail_s[-1], *asked, *each, one)
-
-    def _last_updates(self) -> None:
-        """Of few subgroups one is the last on a lane, and its own forward is behind it; any other
-        one precedes it, behind its own gradient's way home.
-        """
-        pieces, count = self.model.pieces, len(self.model.pieces)
-        if count > NAMED or not (pieces.count == 1).all():
-            return
-        for parts in self.waiting.values():
-            parts = [q for q in parts if q.inside != Inside.NONE]  # no guess is in the window
-            if not parts:
-                continue
-            here = sorted({q.way for q in parts})
-            last = self.rows.new(count, whole=True)
-            update_s = np.min([q.seconds for q in parts], axis=0)
-            tail_s = np.min([q.tail_s for q in parts], axis=0) + pieces.tail_s
-            home_s = np.min([g.seconds for g in self.home], axis=0) - pieces.left_s
-            asked = [t for q in parts for t in self.asked(q, q.seconds, slice(None))]
-            self.behind_the_norm(0.0, *asked, (last, tail_s))
-            for p in range(count):
-                self.rows.at_most(0.0, (self.x[p, here], 1.0), (last, -1.0))
-                self.rows.at_most(0.0, (last[p], 1.0), (self.x[p, here], -1.0))
-                then_s = tail_s + np.where(np.arange(count) == p, 0.0, update_s)
-                ended_s = max(0.0, float(home_s[p])) + update_s[p]
-                self.within(0.0, (self.x[p, here], ended_s), (last, then_s))

@@ -168,21 +168,18 @@ def stock_for_long(accumulation):
 @st.composite
 def plans(draw):
     pattern = draw(st.lists(st.sampled_from(MIX), min_size=1, max_size=5))
-    growing, host_slots = draw(st.sampled_from([0, 1, 3])), draw(st.integers(1, 4))
-    slots = draw(st.integers(0 if growing else 1, 4))
+    slots = draw(st.integers(1, 4))
     return pattern, {
         "seed": draw(st.integers(0, 10**6)),
         "staging_slots": slots,
-        "growing": growing,
-        "prefetch": draw(st.integers(0, slots + growing)),
+        "prefetch": draw(st.integers(0, slots)),
         "overlap_forward": draw(st.booleans()),
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
         "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         "speculate": draw(st.integers(0, 6)),
         "speculate_visits": draw(st.integers(0, 3)),
         "speculate_among": draw(st.integers(0, 6)),
-        "speculate_stored": draw(st.integers(0, host_slots)),
-        "host_slots": host_slots,
+        "host_slots": draw(st.integers(1, 4)),
         "device_sums": draw(st.integers(0, 6)),
     }
 

@@ -28,13 +28,7 @@ pytestmark = [
 ]
 
 
-AHEAD = {
-    "speculate": 2,
-    "speculate_visits": 2,
-    "speculate_stored": 2,
-    "device_sums": 2,
-    "growing": 2,
-}  # updates before the norm, sums that do not cross, slots where activations were
+AHEAD = {"speculate": 2, "speculate_visits": 2, "device_sums": 2}  # updates before the norm, sums that do not cross
 
 
 def attached(engine, pattern, **fields):
@@ -97,21 +91,11 @@ def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypa
     late_deepspeed.violations.clear()
 
 
-def test_a_slot_that_makes_room_is_given_away_when_its_visit_has_left(late_deepspeed, monkeypatch):
-    grows = {"growing": 2, "prefetch": 2}
-    outcome(attached(start(), ["device"], **grows), 3)
-    assert not late_deepspeed.violations
-    monkeypatch.setattr(CudaDevice, "take_back", no_wait)
-    outcome(attached(start(), ["device"], **grows), 3)
-    assert late_deepspeed.violations
-    late_deepspeed.violations.clear()
-
-
 def test_nothing_waits_for_the_whole_device_in_a_steady_step(late_deepspeed):
     engine = engine_for("clipping")
     timer = engine.tput_timer.config
     assert timer.synchronized, "else this tests nothing"
-    attached(engine, MIX, growing=2)
+    attached(engine, MIX)
     assert late_deepspeed.counts["compiled"] == 1, "in attach, so that no step waits for it"
     train(engine, 4)
     late_deepspeed.counts.clear()

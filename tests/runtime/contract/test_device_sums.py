@@ -174,13 +174,7 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
         if stage == 3:
             homes = [["device"], ["host", "device"]][number % 2]
             early = [99, 0, 2][number // 2 % 3]
-            fields |= {
-                "speculate": early,
-                "speculate_visits": early,
-                "homes": homes,
-                "growing": [3, 0, 1, 2][number % 4],
-                "prefetch": number % 3,
-            }
+            fields |= {"speculate": early, "speculate_visits": early, "homes": homes, "prefetch": number % 3}
         session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
         pieces = session.homes.slices.values()
         apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)

@@ -1,6 +1,5 @@
 """The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
 
-import gc
 import itertools
 import json
 import mmap
@@ -15,18 +14,16 @@ import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from ebbtide.runtime.execution import gradient_ops
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.subgroup_state import staging_slot
 from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
-from ebbtide.simulator.update.footprint import Holding, footprint, moved_out, slot_bytes, tally
+from ebbtide.simulator.update.footprint import Holding, footprint, moved_out, tally
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.workload import Layer, Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from studies.bench.byte_gpt import SIZES, Batches
 from tests.conftest import RANK_VARIABLES
 from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
@@ -98,58 +95,11 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     engine.destroy()
 
 
-@pytest.mark.parametrize("speculate", [0, 99])
-def test_slots_that_grow_are_there_between_backward_and_the_next_forward(speculate, monkeypatch):
-    """To the byte, and not while activations are."""
-    made, fields = [], {"staging_slots": 1, "growing": 2, "speculate_visits": speculate}
-
-    def make(*args):
-        made.append(slot := staging_slot(*args))
-        return slot
-
-    monkeypatch.setattr(ebbtide.runtime.execution.session, "staging_slot", make)
-    engine = attached(start(), ["device", "device", "host"], DEVICE, seed=None, **fields)
-    own = engine.optimizer._ebbtide
-    sizes = tuple(state.elements for state in own.executor.states)
-    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
-    work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
-    batches, there = Batches(2, SIZES["tiny"].sequence), []
-
-    def look():
-        gc.collect()
-        free = [*own.executor.visits._free, *own.executor.visits._taken.values()]
-        there.append(sum(slot.buffer.nbytes for slot in free))
-
-    for number in range(3):
-        loss = engine(*batches.at(number, engine.device))
-        look()
-        engine.backward(loss)
-        look()
-        engine.step()
-        look()
-    each = slot_bytes(work, own.plan)
-    assert there == [each, 3 * each, 3 * each] * 3
-    assert len(made) == 3 * 2, "each step takes two anew"
-    held = [
-        footprint(work, own.plan.model_copy(update={"growing_slots": grown}))["device"]
-        for grown in (own.plan.growing_slots, ())
-    ]
-    assert held[0] - held[1] == 2 * each
-    engine.destroy()
-
-
 @pytest.mark.parametrize("speculate", [1, 99])
-@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"], ["device"], ["stored"]])
+@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"], ["device"]])
 def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
     engine = attached(
-        start(),
-        pattern,
-        DEVICE,
-        seed=None,
-        speculate=speculate,
-        speculate_visits=speculate,
-        speculate_stored=min(speculate, 2),
-        host_slots=2,
+        start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate, host_slots=2
     )
     own = engine.optimizer._ebbtide
     train(engine, 2)

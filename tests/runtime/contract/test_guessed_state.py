@@ -2,12 +2,6 @@
 what they have made counts for nothing.
 """
 
-import atexit
-import shutil
-import tempfile
-import threading
-import time
-
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
@@ -19,17 +13,13 @@ from tests.runtime.plain_engine import EmulatedTorch, PlainEngine
 STEPS = 5
 
 
-@pytest.fixture(params=["host", "device", "stored"])
+@pytest.fixture(params=["host", "device"])
 def placement(request):
     return request.param
 
 
 def guessing(placement, speculate=99, **settings):
-    fields = {"speculate_stored": min(9, speculate), "host_slots": 9}
-    if placement == "stored":
-        fields["storage_dir"] = tempfile.mkdtemp(prefix="ebbtide-guessed-")
-        atexit.register(shutil.rmtree, fields["storage_dir"], ignore_errors=True)
-    plan = planned([placement], speculate=speculate, speculate_visits=speculate, **fields)
+    plan = planned([placement], speculate=speculate, speculate_visits=speculate)
     engine = PlainEngine(model(), plan, EmulatedTorch(), **settings)
     engine.session.executor.before_op = delays(1, 0.001)
     return engine
@@ -111,37 +101,3 @@ def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped
         torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)
     )
     assert torch.equal(losses, theirs)
-
-
-@pytest.mark.parametrize(("read_s", "update_s"), [(0.0, 0.1), (0.1, 0.0)])
-def test_what_a_wrong_guess_has_written_over_is_read_again_in_its_turn(read_s, update_s):
-    """Behind the guess, which here gives a read time to come first; and whoever updates the state
-    next waits for it, however long it takes.
-    """
-    engine = guessing("stored")
-    engine.session.guessing.stepped = lambda right: None
-    executor, was_read = engine.session.executor, threading.Event()
-    read, update = executor.store.read, executor.rule.update
-
-    def slow_read(subgroup, into):
-        time.sleep(read_s)
-        read(subgroup, into)
-        was_read.set()
-
-    def slow_update(*args):
-        was_read.clear()
-        was_read.wait(update_s)
-        update(*args)
-
-    def change(engine, number):
-        for completion in filter(None, executor._current if read_s else ()):
-            completion.wait_host()
-        return overflown(engine, number)
-
-    executor.store.read, executor.rule.update = slow_read, slow_update
-    _, state, losses = steps_with(engine, change)
-    _, others, theirs = steps_with(guessing("stored", 0), overflown)
-    assert torch.equal(losses, theirs)
-    assert all(
-        torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)
-    )

@@ -69,7 +69,7 @@ def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
     engine = coarse(case)
     own = len(engine.optimizer.fp16_groups)
     homes = ["host", "device"] if "away" in case or case == "one" else None
-    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums", homes=homes)
+    ours = cut(engine, device=device, device_sums=case == "sums", homes=homes)
     assert len(ours.optimizer._ebbtide.executor.states) > own
     assert_same(outcome(ours), stock(case))
 

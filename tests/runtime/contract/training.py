@@ -49,24 +49,20 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
     plan cuts them.
 
     Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``homes`` is a
-    pattern of parameter homes; left out, parameters live where the config has them. So many slots
-    as ``growing`` says grow behind subgroups that lie evenly; they make ``staging_slots`` 0 if
-    those are left out.
+    pattern of parameter homes; left out, parameters live where the config has them.
     """
     own = subgroup if pieces else getattr(engine.optimizer, "sub_group_size", subgroup)
     count = len(subgroups_of(engine.optimizer, own))
     if engine.zero_optimization_stage() < 3:
         pattern = [placement for placement in pattern if placement != "stored"]
     placements = [pattern[i % len(pattern)] for i in range(count)]
-    grown = fields.pop("growing", 0) * (engine.zero_optimization_stage() == 3)
-    values = {"staging_slots": 0 if grown else 2, "prefetch": 1} | fields
-    values["growing_slots"] = [count - 1 - i * count // grown for i in range(grown)]
+    values = {"staging_slots": 2, "prefetch": 1} | fields
     if "stored" in placements and "storage_dir" not in values:
         folder = tempfile.mkdtemp(prefix="ebbtide-stored-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         values["storage_dir"] = folder
     if "device" not in placements:
-        values |= {"staging_slots": 0, "prefetch": 0, "growing_slots": []}
+        values |= {"staging_slots": 0, "prefetch": 0}
     there = ["host" if getattr(engine.optimizer, "offload_param", False) else "device"]
     homes = values.pop("homes", None) or there
     values["parameter_home"] = Plan.home_runs([homes[i % len(homes)] for i in range(count)])

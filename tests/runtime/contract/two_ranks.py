@@ -69,10 +69,8 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
             homes=homes,
             speculate=speculate,
             speculate_visits=speculate,
-            speculate_stored=speculate,
             host_slots=9,
             device_sums=2,
-            growing=speculate and 2,
             pieces="subgroup_size" in config,
             overlap_forward=overlaps == "all" or rank == 0,
         )

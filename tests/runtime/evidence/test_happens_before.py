@@ -15,7 +15,7 @@ from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.gradients import GradientHomes
 from ebbtide.runtime.execution.step_template import GradientOp, TemplateOp
-from ebbtide.runtime.execution.visits import Growing, Visits
+from ebbtide.runtime.execution.visits import Visits
 from ebbtide.runtime.zero.fetches import Partitions
 
 from studies.bench.bits import state_of
@@ -65,13 +65,7 @@ def never_paused(engine, steps):
     train(engine, steps)
 
 
-GUESSES = {
-    "speculate": 99,
-    "speculate_visits": 99,
-    "speculate_stored": 2,
-    "host_slots": 2,
-    "pattern": ["device", "host", "stored", "device"],
-}
+GUESSES = {"speculate": 99, "speculate_visits": 99, "host_slots": 2, "pattern": ["device", "host", "stored", "device"]}
 CASES = {
     **{
         f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None)
@@ -93,11 +87,10 @@ CASES = {
         never_paused,
         GUESSES,
     ),
-    "slots that grow": (lambda: start(clipping=0.0), None, {**GUESSES, "growing": 3}),
-    "slots that grow, accumulation": (
+    "guesses of which some are wrong, accumulation": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2),
         never_paused,
-        {**GUESSES, "growing": 2, "staging_slots": 1, "prefetch": 2},
+        {**GUESSES, "staging_slots": 1, "prefetch": 1},
     ),
     "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, GUESSES),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
@@ -202,7 +195,6 @@ MUTANTS = {
     "ops do not wait for those of their step": ("ZeRO-3, clipping", submitted_without(now=())),
     "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
     "a visit comes while another leaves": ("ZeRO-3, clipping", (Visits, "come", come_at_once)),
-    "a slot grows where activations are still read": ("slots that grow", deaf(Growing, "more", "current_event")),
     "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
     "a sum is added to while it leaves": ("sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
     "a parameter is read before it is copied": ("ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
@@ -211,9 +203,6 @@ MUTANTS = {
         deaf(Partitions, "bring", "current_event"),
     ),
 }
-# Memory that is given away too early is the allocator's to notice: tests/runtime/contract/
-# test_cuda_streams.py takes this wait away.
-ALLOCATED = "a slot makes room while it is in use"
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
     # Of the step before, parameters have come home: its forward has waited for them, and the norm.
@@ -249,12 +238,10 @@ WAITERS = {
     "devices/base.py: training_waits": "",
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
     "devices/cuda.py: moment": "",  # the clock's
-    "devices/cuda.py: take_back": ALLOCATED,
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
     "execution/executor.py: guess": "a guess does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
     "execution/executor.py: wait_parameters": "readers wait for nothing",
-    "execution/visits.py: more": "a slot grows where activations are still read",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
     "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
@@ -284,7 +271,7 @@ def test_every_wait_in_the_code_has_its_mutant():
     assert set(waiters()) == WAITERS.keys()
     named = {*TEMPLATES.values(), *filter(None, WAITERS.values())}
     named.add("a visit comes while another leaves")  # in the order in which slots are given back
-    assert named == MUTANTS.keys() | SPARE.keys() | {ALLOCATED}
+    assert named == MUTANTS.keys() | SPARE.keys()
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *SPARE])

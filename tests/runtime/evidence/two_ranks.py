@@ -63,7 +63,7 @@ def races(case, mutant=None):
             patch.setattr(*mutant)
         pattern = MIX[rank:] + MIX[:rank]
         engine = start(**CASES[case])
-        early = {**dict.fromkeys(SPECULATES.values(), 1), "growing": 2}
+        early = dict.fromkeys(SPECULATES.values(), 1)
         fields = early if "ZeRO-3" in case else {}
         order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern, **fields)
         fake.close()
