@@ -62,6 +62,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         ValueError: a step had no forward or no backward.
     """
     from ebbtide.runtime.zero.checks import private
+    from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     for phase in ("forward", "backward"):
         if not all(trace.phases[phase] > 0 for trace in traces):
@@ -94,6 +95,8 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         stock_threads=_fewer_threads(),
         tokens_per_iteration=_tokens(engine, traces),
         samples_per_iteration=int(engine.train_batch_size()),
+        micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+        recompute=recomputes(engine.module),
         device_base_bytes=_base_bytes(traces, fullest, layers),
         live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,

@@ -17,6 +17,7 @@ from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, SPECULATES, Slot, can_be_guessed, can_be_summed
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import TrainedAs
 from pydantic import (
     Field,
     NonNegativeInt,
@@ -183,6 +184,8 @@ class Plan(Page):
             subgroup's state lies in each, in any unit: their bandwidths.
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
+        trained_as: the settings of a step that the plan was made for. Training that differs is told in the
+            log before its first step.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -206,6 +209,7 @@ class Plan(Page):
     threads: int = Field(0, ge=0)
     overlap_forward: bool = True
     checkpoint: CheckpointPlan = CheckpointPlan()
+    trained_as: TrainedAs | None = None
     prediction: Prediction | None = None
     alternatives: tuple[Prediction, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -307,6 +311,8 @@ class Plan(Page):
                 fields.pop(name, None)
         if not self.speculate or not self.speculate_among:
             fields.pop("speculate_among", None)
+        if self.trained_as is None:
+            fields.pop("trained_as", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)

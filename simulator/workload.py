@@ -67,6 +67,24 @@ class MemoryPoint(Page):
     layer: str = ""
 
 
+class TrainedAs(Page):
+    """The settings of a training step on which its memory depends: a plan holds for these alone.
+
+    Attributes:
+        precision: of parameters and activations.
+        micro_batch: samples of one rank and forward pass.
+        accumulation: micro-batches per optimizer step.
+        sequence: tokens per sample. None: not known.
+        recompute: activations are computed again in backward (``gradient_checkpointing=True``). None: not known.
+    """
+
+    precision: WireDtype
+    micro_batch: int = Field(ge=1)
+    accumulation: int = Field(1, ge=1)
+    sequence: int | None = Field(None, ge=1)
+    recompute: bool | None = None
+
+
 class Workload(Page):
     """One rank's share of one training iteration, in forward order.
 
@@ -89,6 +107,7 @@ class Workload(Page):
             measured; None lets the simulator derive it from the copies.
         tokens_per_iteration: of all ranks together; None where the model's inputs do not tell.
         samples_per_iteration: DeepSpeed's train_batch_size.
+        micro_batch, sequence, recompute: see `TrainedAs`. None: not known.
         parameters: elements of each parameter's partition, by parameter group; with them the
             subgroups can be cut anew (`recut`).
         phase_times: seconds of each phase as profiled, with their spread; ``iteration`` is a whole
@@ -134,6 +153,9 @@ class Workload(Page):
     stock_threads: int | None = Field(None, ge=1)
     tokens_per_iteration: int | None = Field(None, ge=1)
     samples_per_iteration: int | None = Field(None, ge=1)
+    micro_batch: int | None = Field(None, ge=1)
+    sequence: int | None = Field(None, ge=1)
+    recompute: bool | None = None
     pipeline_idle_s: float = Field(0.0, ge=0)
     zero_stage: ZeroStage = 3
     reduced_beside: float = Field(1.0, ge=0, le=1)
@@ -347,6 +369,19 @@ class Workload(Page):
                     left = self.subgroups[subgroup]
             result.append(tuple(held))
         return tuple(result)
+
+    @property
+    def trained_as(self) -> TrainedAs | None:
+        """The settings of a step, for a plan to be compared with. None if the micro-batch is not known."""
+        if self.micro_batch is None:
+            return None
+        return TrainedAs(
+            precision=self.wire_dtype,
+            micro_batch=self.micro_batch,
+            accumulation=self.gradient_accumulation_steps,
+            sequence=self.sequence,
+            recompute=self.recompute,
+        )
 
     @property
     def fingerprint(self) -> str:

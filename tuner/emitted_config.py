@@ -6,10 +6,10 @@ from typing import Any
 
 from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import TrainedAs
 
 # What transformers and Accelerate fill in from their own arguments.
-_FILLED_IN = {
-    "train_batch_size": "auto",
+_FILLED_IN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -19,7 +19,7 @@ _FILLED_IN = {
 def emitted_config(
     plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
-    """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
+    """Build the config. What is given stays, except what the plan decides and ``"auto"`` that it counts on.
 
     Args:
         plan_file: what the config calls the plan's file; a script may run in any folder, so it
@@ -46,8 +46,25 @@ def emitted_config(
         zero["offload_optimizer"] = {**offload, "device": "cpu"}
     if "host" in plan.parameter_homes:  # else DeepSpeed begins with all of them on the device
         zero.setdefault("offload_param", {"device": "cpu"})
+    if plan.trained_as is not None:
+        _write_numbers(config, plan.trained_as)
     config["ebbtide"] = {"plan": plan_file}
     return config
+
+
+def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
+    """Replace ``"auto"`` by what the plan counts on. A trainer then refuses arguments that differ."""
+    numbers = {
+        "train_micro_batch_size_per_gpu": steps.micro_batch,
+        "gradient_accumulation_steps": steps.accumulation,
+    }
+    for key, number in numbers.items():
+        if config.get(key) == "auto":
+            config[key] = number
+    for name in ("bf16", "fp16"):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            config[name] = {**section, "enabled": name == steps.precision}
 
 
 def write_config(config: dict[str, Any], path: str) -> None:

@@ -182,9 +182,20 @@ def _fill_match(original: Callable[..., Any], plugin: Any, key: str, /, *args: A
         original(plugin, key, *args, **kwargs)
 
 
+def _numbers_ranks(_: Any) -> None:
+    """Take back the rank that `tune run` gave a bare ``python``: Lightning starts its ranks itself.
+
+    Lightning starts none if ``LOCAL_RANK`` is set.
+    """
+    for name in filter(None, os.environ.pop("EBBTIDE_ALONE", "").split(",")):
+        os.environ.pop(name, None)
+
+
 _WRAPPED: dict[str, Callable[[Any], None]] = {
     "deepspeed": lambda module: _wrap(module, "initialize", _initialize),
     "accelerate.utils.dataclasses": lambda module: _wrap(_plugin_of(module), "fill_match", _fill_match),
+    "lightning.fabric": _numbers_ranks,
+    "lightning_fabric": _numbers_ranks,
 }
 
 

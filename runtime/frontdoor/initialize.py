@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+from ebbtide.runtime import log
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.request import Request, read_request
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
@@ -37,6 +38,7 @@ def initialize(
     config, base = read(given)
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)  # type: ignore[no-any-return]
+    log.show()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):
         if request.checkpoint is None:

@@ -60,6 +60,9 @@ class Rank:
             reduced_beside=self.reduced_beside,
             tokens_per_iteration=self.tokens * micro * p.data_parallel,
             samples_per_iteration=self.job.micro_batch * micro * p.data_parallel,
+            micro_batch=p.micro_batch,
+            sequence=p.sequence,
+            recompute=p.recompute,
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
             pipeline_idle_s=(p.pipeline_parallel - 1) * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),

@@ -8,7 +8,6 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.emitted_config import emitted_config
 
 CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
-TRAINER = f'TrainingArguments(..., deepspeed="{CONFIG_FILE}")'
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -18,7 +17,28 @@ def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dic
         config: DeepSpeed's, where one was given.
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
-    return {"deepspeed": made, "command": command(workload), "trainer": TRAINER}
+    return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}
+
+
+def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
+    """Return the Hugging Face Trainer's arguments on which the plan's memory depends, as Python."""
+    given: dict[str, Any] = {"output_dir": "out"}
+    if workload.wire_dtype != "fp32":
+        given[workload.wire_dtype] = True
+    if workload.micro_batch is not None:
+        given["per_device_train_batch_size"] = workload.micro_batch
+    given["gradient_accumulation_steps"] = workload.gradient_accumulation_steps
+    if workload.recompute is not None:
+        given["gradient_checkpointing"] = workload.recompute
+    given["deepspeed"] = config_file
+    lines = "".join(f"    {name}={_python(value)},\n" for name, value in given.items())
+    length = "" if workload.sequence is None else f"  # samples of at most {workload.sequence} tokens"
+    return f"TrainingArguments(\n{lines}){length}"
+
+
+def _python(value: Any) -> str:
+    """Return the value as Python source, with double quotes as in the documents."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def command(workload: Workload, config_file: str = CONFIG_FILE) -> str:

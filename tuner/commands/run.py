@@ -1,12 +1,17 @@
 """``tune run``: a launcher and an unchanged script, with the front door open in every process."""
 
 import os
+import re
 import shutil
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.inputs import BadInputError
+
+ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
 
 
 @click.command(
@@ -18,10 +23,10 @@ from ebbtide.tuner.inputs import BadInputError
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def run(no_check: bool, command: tuple[str, ...]) -> None:
-    """Runs a training command whose DeepSpeed config has the key "ebbtide"; nothing else changes.
+    """Run a training command whose DeepSpeed config has the key "ebbtide". Nothing else changes.
 
-     The command is torchrun, deepspeed, accelerate launch, python or whatever ends in one of them.
-    It takes this process's place, so that signals and the exit code are its own.
+    The command is torchrun, deepspeed, accelerate launch, srun, or python alone for one process. It
+    replaces this process, so that signals and the exit code are its own.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -29,7 +34,36 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     if not no_check:
         _check()
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())
+    if starts_alone(command, os.environ):
+        os.environ |= only_rank(os.environ)
     os.execv(program, list(command))  # noqa: S606 - no shell: the words go on as they are
+
+
+# Set by whatever starts ranks: torchrun, deepspeed and accelerate, MPI, Slurm.
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_LAUNCHERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horovod")
+
+
+def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether the command is a bare ``python script.py``: no launcher has numbered its ranks."""
+    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or any(name in environment for name in _RANKS):
+        return False
+    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    return not module.startswith(_LAUNCHERS)
+
+
+def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a launcher would set for one process, on a port that is free.
+
+    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing.
+    `ALONE` tells the hook which variables to take back for a script that starts ranks itself.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
+    return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", port), ALONE: ",".join(own)}
 
 
 def _check() -> None:

@@ -1,0 +1,36 @@
+"""The log of ebbtide: shown on rank 0 unless the script has configured logging itself."""
+
+import logging
+import os
+
+STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line numbers
+
+
+class _Named(logging.Formatter):
+    """A formatter that begins each message with the name of ebbtide, as most begin already."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        if not record.message.startswith(("ebbtide", "plan=")):
+            record.message = f"ebbtide: {record.message}"
+        return super().formatMessage(record)
+
+
+def show() -> None:
+    """Print the log of ebbtide from INFO on, on rank 0, if nobody has configured logging.
+
+    A level or a handler of the logger ``"ebbtide"`` that the script has set stays. If the script has
+    set up handlers for all loggers, the lines go there.
+    """
+    logger = logging.getLogger("ebbtide")
+    if logger.level != logging.NOTSET or _rank() != 0:
+        return
+    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(_Named(STYLE))
+        logger.addHandler(handler)
+        logger.propagate = False  # a library that configures the root later would print each line twice
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or 0)

@@ -1,0 +1,60 @@
+"""A plan that was made for another kind of step: told before the first one, with what to change."""
+
+import logging
+from typing import Any
+
+import torch
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import TrainedAs, WireDtype
+
+logger = logging.getLogger("ebbtide")
+
+
+def recomputes(module: torch.nn.Module) -> bool | None:
+    """Return whether a transformers model computes activations again in backward. None: it cannot be told."""
+    switches = [m.gradient_checkpointing for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+    return any(bool(on) for on in switches) if switches else None
+
+
+def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
+    """Warn if the engine's steps differ from those that the plan counts on in memory or time."""
+    if plan.trained_as is None:
+        return
+    here = TrainedAs(
+        precision=precision,
+        micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+        accumulation=int(engine.gradient_accumulation_steps()),
+        recompute=recomputes(engine.module),
+    )
+    lines = differences(plan.trained_as, here)
+    if lines:
+        logger.warning(
+            "the plan was made for other steps than these, which may run out of GPU memory:\n  %s\n"
+            "Change the script, or plan again with `tune plan` for what it does",
+            "\n  ".join(lines),
+        )
+
+
+def differences(planned: TrainedAs, here: TrainedAs) -> list[str]:
+    """Return a line for each setting that differs: the plan's, the run's, and the Trainer's argument."""
+    lines = []
+    if planned.precision != here.precision:
+        wanted = "bf16=False, fp16=False" if planned.precision == "fp32" else f"{planned.precision}=True"
+        lines.append(f"precision: the plan counts on {planned.precision}, this is {here.precision} ({wanted})")
+    if planned.micro_batch != here.micro_batch:
+        lines.append(
+            f"micro-batch: the plan counts on {planned.micro_batch}, this is {here.micro_batch} "
+            f"(per_device_train_batch_size={planned.micro_batch})"
+        )
+    if planned.accumulation != here.accumulation:
+        lines.append(
+            f"accumulation: the plan counts on {planned.accumulation}, this is {here.accumulation} "
+            f"(gradient_accumulation_steps={planned.accumulation})"
+        )
+    if None not in (planned.recompute, here.recompute) and planned.recompute != here.recompute:
+        states = {True: "recomputed in backward", False: "kept"}
+        lines.append(
+            f"activations: the plan counts on activations that are {states[bool(planned.recompute)]}, here they "
+            f"are {states[bool(here.recompute)]} (gradient_checkpointing={planned.recompute})"
+        )
+    return lines

@@ -1,0 +1,91 @@
+"""What a newcomer starts in a new shell: no launcher, no rank in the environment, nothing configured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ebbtide.tuner.commands.run import starts_alone
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PLANS = {"plain_loop.py": ("ds_plain.json", 1, 10**9), "hf_trainer.py": ("ds_trainer.json", 2, 10**8)}
+
+
+@pytest.fixture
+def new_shell(child_environment):
+    """A shell's environment: the commands of this Python on PATH, no PYTHONPATH, no rank."""
+    kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE"))}
+    return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def planned(example, folder):
+    """The example's config with a plan of its own, so that no machine is measured."""
+    name, subgroups, size = PLANS[example]
+    config = json.loads((EXAMPLES / name).read_text())
+    config["ebbtide"] = {"plan": {"subgroup_size": size, "placement": [{"placement": "host", "count": subgroups}]}}
+    (folder / "ds.json").write_text(json.dumps(config))
+
+
+def run(words, folder, environment):
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", PLANS)
+def test_a_bare_python_command_trains_and_says_that_the_plan_is_in_force(example, deepspeed_ops, new_shell, tmp_path):
+    planned(example, tmp_path)
+    done = run(["tune", "run", "--", "python", str(EXAMPLES / example), "ds.json", "2"], tmp_path, new_shell)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    subgroups = PLANS[example][1]
+    lines = [line for line in said.splitlines() if f"{subgroups} subgroups on" in line]
+    assert len(lines) == 1 and "[INFO] ebbtide: " in lines[0], said
+    assert "loss" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "alone"),
+    [
+        (["python", "train.py"], None, True),
+        (["/usr/bin/python3.11", "-u", "train.py"], None, True),
+        (["python", "-m", "my.training"], None, True),
+        (["python", "-m", "torch.distributed.run", "train.py"], None, False),
+        (["torchrun", "train.py"], None, False),
+        (["bash", "start.sh"], None, False),
+        (["python", "train.py"], "SLURM_PROCID", False),
+        (["python", "train.py"], "RANK", False),
+    ],
+)
+def test_only_a_bare_python_command_gets_a_rank(command, variable, alone):
+    assert starts_alone(command, {variable: "1"} if variable else {}) is alone
+
+
+def test_a_script_that_starts_its_ranks_itself_gets_its_environment_back(new_shell, tmp_path):
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").touch()
+    (tmp_path / "lightning" / "fabric.py").write_text("")
+    script = "import os; a = 'LOCAL_RANK' in os.environ; import lightning.fabric; print(a, 'LOCAL_RANK' in os.environ)"
+    done = run(["tune", "run", "--", "python", "-c", script], tmp_path, new_shell)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setup", "rank", "printed"),
+    [
+        ("", "0", True),
+        ("", "1", False),
+        ("logging.basicConfig()", "0", True),
+        ("logging.getLogger('ebbtide').setLevel(logging.WARNING)", "0", False),
+    ],
+)
+def test_the_log_is_shown_on_rank_0_unless_the_script_has_set_it(setup, rank, printed, new_shell, tmp_path):
+    script = (
+        f"import logging\n{setup}\nfrom ebbtide.runtime import log\nlog.show()\n"
+        "logging.getLogger('ebbtide').info('a line')\n"
+    )
+    done = run([sys.executable, "-c", script], tmp_path, {**new_shell, "RANK": rank})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a line") == (1 if printed else 0)
