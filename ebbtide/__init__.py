@@ -1,4 +1,15 @@
-"""Plans and runs DeepSpeed training with offloaded optimizer state: same bits, less time.
+"""Plan, predict and run DeepSpeed training with offloaded optimizer state: same bits, less time.
+
+| name | use |
+|---|---|
+| `estimate` | memory and time of training a model on a GPU, and the nearest way that fits |
+| `plan` | search the best plan for a workload on a machine |
+| `what_if` | simulate other bandwidths, memories and strategies |
+| `simulate` | predict the timeline of a schedule |
+| `Machine.load`, `Machine.preset` | a measured machine, or one from data sheets |
+| `workload_from_model` | a workload from a model's config or module |
+| `load_plan`, `initialize`, `attach` | train under a plan, in Python |
+| `enable`, `disable` | the key ``"ebbtide"`` in DeepSpeed's JSON, for an unchanged script |
 
 Names are resolved on first use, so that ``import ebbtide`` itself loads nothing heavy.
 """
@@ -8,34 +19,70 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.estimates import Estimate, estimate
+    from ebbtide.planning import load_plan, plan
     from ebbtide.runtime import attach, disable, enable, initialize
-    from ebbtide.simulator import Machine, Plan, Timeline, Workload, preset, simulate, what_if, workload_from_model
-    from ebbtide.tuner import ImpossibleError, plan
+    from ebbtide.simulator import (
+        Machine,
+        Plan,
+        PlanError,
+        Timeline,
+        Workload,
+        build_schedule,
+        preset,
+        preset_names,
+        simulate,
+        what_if,
+        workload_from_model,
+    )
+    from ebbtide.tuner import ImpossibleError
 
 _here = Path(__file__).resolve().parent
 if not (_here / "simulator").is_dir():
     # A checkout keeps the packages beside this folder. A wheel has them inside.
     __path__.append(str(_here.parent))
 
-_HOMES = {
-    "runtime": ("attach", "disable", "enable", "initialize"),
-    "simulator": ("Machine", "Plan", "Timeline", "Workload", "preset", "simulate", "what_if", "workload_from_model"),
-    "tuner": ("ImpossibleError", "plan"),
+_HOME_OF = {
+    "Estimate": "estimates",
+    "ImpossibleError": "tuner",
+    "Machine": "simulator",
+    "Plan": "simulator",
+    "PlanError": "simulator",
+    "Timeline": "simulator",
+    "Workload": "simulator",
+    "attach": "runtime",
+    "build_schedule": "simulator",
+    "disable": "runtime",
+    "enable": "runtime",
+    "estimate": "estimates",
+    "initialize": "runtime",
+    "load_plan": "planning",
+    "plan": "planning",
+    "preset": "simulator",
+    "preset_names": "simulator",
+    "simulate": "simulator",
+    "what_if": "simulator",
+    "workload_from_model": "simulator",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Estimate",
     "ImpossibleError",
     "Machine",
     "Plan",
+    "PlanError",
     "Timeline",
     "Workload",
     "attach",
+    "build_schedule",
     "disable",
     "enable",
+    "estimate",
     "initialize",
+    "load_plan",
     "plan",
     "preset",
+    "preset_names",
     "simulate",
     "what_if",
     "workload_from_model",
@@ -55,4 +102,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "profiler", "runtime", "simulator", "tuner"]

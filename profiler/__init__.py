@@ -18,3 +18,7 @@ def __getattr__(name: str) -> Any:
     from ebbtide.profiler import engine, machine
 
     return getattr(machine if name == "measure_machine" else engine, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

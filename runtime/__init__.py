@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(ebbtide.runtime.zero.attach, name)
     raise AttributeError(f"module 'ebbtide.runtime' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

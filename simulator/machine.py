@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.shown import Shown
+from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import StorageRates
 from pydantic import Field, model_validator
 
@@ -66,7 +68,10 @@ class Rate:
     scatters: bool = False
 
 
-class Machine(Page):
+BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide.simulator.estimates.presets`
+
+
+class Machine(Shown, Page):
     """One node as the simulator sees it. Rates are those of one rank alone on the node.
 
     Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the
@@ -238,6 +243,43 @@ class Machine(Page):
                 least = min(least, measured.median, whole)
                 known[ranks] = least
         return known
+
+    @staticmethod
+    def preset(name: str) -> "Machine":
+        """Return a machine from data sheets and published figures, in any spelling of its name ("RTX 4090").
+
+        >>> round(Machine.preset("H200").device_memory_bytes / 2**30, 1)
+        139.8
+
+        Raises:
+            ValueError: there is no such preset. The error suggests the nearest.
+        """
+        return BUILDERS[spelled(name, BUILDERS, "machine preset", key="machine")]()
+
+    def in_short(self) -> str:
+        return (
+            f"{self.name}, {self.gpus_per_node} x {self.device_name} with {self.device_memory_bytes / 2**30:.3g} GiB, "
+            f"{self.cpu_cores} cores, {self.host_memory_bytes / 2**30:.4g} GiB of host memory"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row for each rate that people ask for, in billions per second."""
+        known = ((name, rate, getattr(self, name)) for name, rate in RATES.items() if rate.label)
+        return [
+            {
+                "rate": rate.label,
+                "median": value.median / 1e9,
+                "q1": value.q1 / 1e9,
+                "q3": value.q3 / 1e9,
+                "unit": "GB/s" if name.endswith("_bytes_per_s") else "G params/s",
+                "source": value.source,
+            }
+            for name, rate, value in known
+            if value is not None
+        ]
+
+    def drawn(self) -> tuple[str, ...]:
+        return ("median",)
 
     def rate(self, name: RateName) -> float:
         """Full speed of an op, in its unit per second.

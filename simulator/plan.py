@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
 from ebbtide.simulator.limits import lacks, missing
@@ -13,6 +13,7 @@ from ebbtide.simulator.page import Page
 from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind
+from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, SPECULATES, Slot, can_be_guessed, can_be_summed
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
@@ -109,6 +110,9 @@ class CheckpointPlan(Page):
         return self
 
 
+_PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
+
+
 class Prediction(Page):
     """What the simulator expects of a plan. Times in seconds of one iteration, one rank.
 
@@ -148,7 +152,7 @@ class Prediction(Page):
         return not self.missing if self.limits else not self.note
 
 
-class Plan(Page):
+class Plan(Shown, Page):
     """Everything the runtime needs, one human-readable JSON page.
 
     Attributes:
@@ -319,6 +323,30 @@ class Plan(Page):
         if not self.stores or not self.storage_shares:
             fields.pop("storage_shares", None)
         return fields
+
+    def in_short(self) -> str:
+        placed = ", ".join(f"{self.count(p)} {p}" for p in get_args(Placement) if self.count(p))
+        seconds = "" if self.prediction is None else f", {self.prediction.iteration_s:.3g} s per iteration"
+        return f"{self.subgroup_count} subgroups ({placed}){seconds}"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row for the plan and for each alternative: times in seconds, memory in GiB."""
+        rows = [] if self.prediction is None else [self.prediction, *self.alternatives]
+        return [
+            {
+                "strategy": row.strategy,
+                "iteration_s": row.iteration_s,
+                **{name: getattr(row, name) for name in _PHASES},
+                "device_GiB": row.device_peak_bytes / 2**30,
+                "host_GiB": row.host_peak_bytes / 2**30,
+                "fits": not row.note,
+                "note": row.note,
+            }
+            for row in rows
+        ]
+
+    def drawn(self) -> tuple[str, ...]:
+        return _PHASES
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.shown import Shown, table
 from ebbtide.simulator.span import Span, makespan_s
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class MemorySample:
     host_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline(Shown):
     """The ops of an iteration with their times.
 
     Attributes:
@@ -60,6 +62,27 @@ class Timeline:
     memory: tuple[MemorySample, ...] = ()
     strategy: str = "ebbtide"
     storage_bytes: int = 0
+
+    def in_short(self) -> str:
+        return f"{self.strategy}, {self.source}, {self.iteration_s:.3g} s per iteration, {len(self.spans)} ops"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row for each op, in the order of their starts."""
+        return [
+            {
+                "op": span.label,
+                "lane": span.lane.value,
+                "iteration": span.iteration,
+                "subgroup": span.subgroup,
+                "start_s": span.start_s,
+                "end_s": span.end_s,
+            }
+            for span in sorted(self.spans, key=lambda span: span.start_s)
+        ]
+
+    def _repr_html_(self) -> str:
+        phases = [{"phase": name.removesuffix("_s"), "seconds": spent} for name, spent in self.phases().items()]
+        return f"<p><b>Timeline</b>: {escape(self.in_short())}</p>{table(phases)}"
 
     @property
     def makespan_s(self) -> float:

@@ -3,12 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -85,7 +87,7 @@ class TrainedAs(Page):
     recompute: bool | None = None
 
 
-class Workload(Page):
+class Workload(Shown, Page):
     """One rank's share of one training iteration, in forward order.
 
     Attributes:
@@ -369,6 +371,34 @@ class Workload(Page):
                     left = self.subgroups[subgroup]
             result.append(tuple(held))
         return tuple(result)
+
+    def in_short(self) -> str:
+        ranks = self.ranks_per_node * self.nodes
+        return (
+            f"{self.name}, {self.params / 1e9:.3g} G parameters on this rank of {ranks}, {len(self.layers)} layers, "
+            f"{len(self.subgroups)} subgroups, {self.wire_dtype}, accumulation {self.gradient_accumulation_steps}"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row for each layer: its times and activations of one micro-batch."""
+        return [
+            {
+                "layer": layer.name,
+                "params": layer.params,
+                "forward_s": layer.forward_s,
+                "backward_s": layer.backward_s,
+                "activation_MiB": layer.activation_bytes / 2**20,
+            }
+            for layer in self.layers
+        ]
+
+    def drawn(self) -> tuple[str, ...]:
+        return ("forward_s", "backward_s")
+
+    @cached_property
+    def job(self) -> Any:
+        """The `Job` that an estimate was made from. None: the workload was profiled or read from a file."""
+        return None
 
     @property
     def trained_as(self) -> TrainedAs | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies")
+PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies", "ebbtide")
 
 # What measuring needs of the runtime: its kernels, and what it knows of this host.
 LEAVES = ("runtime.kernels", "runtime.hardware")
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "runtime": {"simulator", "runtime"},
     **{leaf: {leaf} for leaf in LEAVES},
     "studies": set(PACKAGES),
+    "ebbtide": {"simulator", "ebbtide"},
 }
 # Inside functions too. plan="auto" measures and plans, so runtime may reach up lazily, as may a
 # command of the tuner that works on checkpoints.
@@ -32,10 +33,12 @@ MAY_IMPORT_LAZILY = {
     "runtime": {"simulator", "profiler", "tuner", "runtime"},
     **{leaf: {leaf} for leaf in LEAVES},
     "studies": set(PACKAGES),
+    "ebbtide": {"simulator", "profiler", "tuner", "runtime", "ebbtide"},
 }
 NOT_AT_LOAD = {
     "simulator": {"torch", "deepspeed", "optuna", "pandas", "matplotlib"},
     "runtime": {"optuna", "pandas", "matplotlib", "scipy"},
+    "ebbtide": {"torch", "deepspeed", "optuna", "pandas", "matplotlib"},
 }
 
 

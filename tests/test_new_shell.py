@@ -42,7 +42,8 @@ def test_a_bare_python_command_trains_and_says_that_the_plan_is_in_force(example
     assert done.returncode == 0, said
     subgroups = PLANS[example][1]
     lines = [line for line in said.splitlines() if f"{subgroups} subgroups on" in line]
-    assert len(lines) == 1 and "[INFO] ebbtide: " in lines[0], said
+    assert len(lines) == 1, said
+    assert "[INFO] ebbtide: " in lines[0]
     assert "loss" in said
 
 

@@ -20,3 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return ImpossibleError
     raise AttributeError(f"module 'ebbtide.tuner' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -54,10 +54,7 @@ def emitted_config(
 
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
     """Replace ``"auto"`` by what the plan counts on. A trainer then refuses arguments that differ."""
-    numbers = {
-        "train_micro_batch_size_per_gpu": steps.micro_batch,
-        "gradient_accumulation_steps": steps.accumulation,
-    }
+    numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
     for key, number in numbers.items():
         if config.get(key) == "auto":
             config[key] = number

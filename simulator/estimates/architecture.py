@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
-from ebbtide.simulator.estimates.families import ALL, family_numbers
-from ebbtide.simulator.estimates.modules import built
+from ebbtide.simulator.estimates.families import ALL, MODELS, family_numbers
+from ebbtide.simulator.estimates.modules import built, built_from, is_module
+from ebbtide.simulator.spelling import spelled
 
 # Our name -> how configs call it, first found first taken.
 KEYS = {
@@ -24,11 +25,15 @@ KEYS = {
 }
 
 
-def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Architecture:
-    """Reads a model's numbers, offline.
+Model = Any  # an `Architecture`, a config, a name, a file or a torch module: torch is not imported for a type
+
+
+def architecture(model: Model) -> Architecture:
+    """Read a model's numbers, offline.
 
     Args:
-        model: a Hugging Face config (its dict, its ``config.json`` or the folder with it; a family
+        model: the name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta`` device),
+            a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it; a family
             that `ebbtide.simulator.estimates.families` does not have is built by transformers), or a
             plain description with the keys ``layers, hidden, heads, vocabulary`` and, where they
             are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied,
@@ -42,11 +47,29 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
     """
     if isinstance(model, Architecture):
         return model
+    if isinstance(model, str) and not model.endswith(".json") and not Path(model).exists():
+        name = spelled(model, MODELS, "known model", key="model")
+        model = {**MODELS[name], "_name_or_path": name}
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
+    model = _config_of(model)
+    if is_module(model):
+        return built_from(model)
     if not isinstance(model, Mapping):
-        raise ModelError(f"a model must be a dict or a file, but got {type(model).__name__}", key="model")
+        raise ModelError(
+            "A model must be a name, a file, a dict, a Hugging Face config or a torch.nn.Module, but got "
+            f"{type(model).__name__}.",
+            key="model",
+        )
     return _from_hugging_face(model) if "model_type" in model else _from_description(model)
+
+
+def _config_of(model: Any) -> Any:
+    """Return the dict of a Hugging Face config, or of the config of such a model. Anything else stays."""
+    for config in (model, getattr(model, "config", None)):
+        if hasattr(config, "to_dict") and hasattr(config, "model_type"):
+            return config.to_dict()
+    return model
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -186,3 +186,45 @@ _CHANGES: dict[str, Callable[[Config], Numbers]] = {
     "stablelm": _stablelm,
     "falcon": _falcon,
 }
+
+
+def _llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocabulary: int) -> Any:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+    }
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
+    dense = _llama(hidden, layers, heads, 8, ffn, 151_936)
+    return {**dense, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": tied}
+
+
+# The numbers of the models' published config.json files.
+MODELS: Mapping[str, dict[str, Any]] = {
+    "GPT-2 1.5B": {
+        "model_type": "gpt2",
+        "n_embd": 1600,
+        "n_layer": 48,
+        "n_head": 25,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+    },
+    "Llama 3.2 1B": _llama(2048, 16, 32, 8, 8192, 128_256) | {"tie_word_embeddings": True},
+    "Llama 3.2 3B": _llama(3072, 28, 24, 8, 8192, 128_256) | {"tie_word_embeddings": True},
+    "Llama 2 7B": _llama(4096, 32, 32, 32, 11_008, 32_000),
+    "Llama 3 8B": _llama(4096, 32, 32, 8, 14_336, 128_256),
+    "Llama 2 13B": _llama(5120, 40, 40, 40, 13_824, 32_000),
+    "Llama 3 70B": _llama(8192, 80, 64, 8, 28_672, 128_256),
+    "Mistral 7B": _llama(4096, 32, 32, 8, 14_336, 32_000) | {"model_type": "mistral"},
+    "Mixtral 8x7B": _llama(4096, 32, 32, 8, 14_336, 32_000)
+    | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3 4B": _qwen3(2560, 36, 32, 9728, True),
+    "Qwen3 8B": _qwen3(4096, 36, 32, 12_288, False),
+    "Qwen3 14B": _qwen3(5120, 40, 40, 17_408, False),
+}

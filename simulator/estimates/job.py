@@ -137,7 +137,9 @@ class Job(Training):
                 f"{self.tensor_parallel} on machine {machine.name!r}: add network_bytes_per_s to "
                 "the machine file, or lower --tensor-parallel"
             )
-        return rank.workload()
+        made = rank.workload()
+        made.__dict__["job"] = self  # `Workload.job`, which a copy keeps and a file does not
+        return made
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:

@@ -1,6 +1,8 @@
 """Models as transformers builds them: module by module, without values."""
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -72,6 +74,64 @@ def _built(text: str) -> Architecture:
         ) from None
 
 
+def is_module(model: object) -> bool:
+    """Return whether this is a ``torch.nn.Module``. If torch is not loaded, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def built_from(module: Any) -> Architecture:
+    """Read a torch module that no Hugging Face config describes: live, or on the ``meta`` device.
+
+    The layers are the elements of its largest list. Attention scores are counted for heads of 64.
+    """
+    import torch
+
+    lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList | torch.nn.Sequential)]
+    layers = list(max(lists, key=_elements, default=[module])) or [module]
+    held = _parted(module, layers)
+    widths = Counter(p.shape[-1] for layer in layers for p in layer.parameters() if p.ndim > 1)
+    hidden = widths.most_common(1)[0][0] if widths else 1
+    tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+    outputs = [p.shape[0] for p in held[-1] if p.ndim > 1]
+    reader = _Reader(module, None)
+    head = [p for p in held[-1] if p.ndim > 1] or [m.weight for m in tables[:1]]  # tied to the first table
+    return BuiltArchitecture(
+        name=type(module).__name__,
+        layers=len(layers),
+        hidden=hidden,
+        heads=max(1, hidden // 64),
+        vocabulary=max([1, *outputs, *(m.num_embeddings for m in tables)]),
+        kv_heads=max(1, hidden // 64),
+        tied=not outputs,
+        held=(
+            _block("embedding", held[0], 0.0),
+            *(_block(f"layer {i}", held[i + 1], reader.flops(layer), hidden) for i, layer in enumerate(layers)),
+            _block("head", held[-1], 2.0 * sum(p.numel() for p in head)),
+        ),
+    )
+
+
+def _elements(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
+    """Return the parameters before the first layer, of each layer, and after the last one."""
+    owner: dict[int, int] = {}  # of what several layers share, the first one
+    for number, layer in enumerate(layers, start=1):
+        for parameter in layer.parameters():
+            owner.setdefault(id(parameter), number)
+    every = list(model.parameters())
+    last = max((i for i, parameter in enumerate(every) if id(parameter) in owner), default=0)
+    held: list[list[Any]] = [[] for _ in range(len(layers) + 2)]
+    now = 0
+    for i, parameter in enumerate(every):
+        now = owner.get(id(parameter), now if i < last else -1)
+        held[now].append(parameter)
+    return held
+
+
 def model_class(config: Any) -> Any:
     """What builds a language model: with its encoder, where there is one."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -99,17 +159,7 @@ class _Reader:
     def architecture(self, name: str) -> Architecture:
         """Embedding is what comes before the first layer, head what comes behind the last one."""
         layers = list(self._layers())
-        owner: dict[int, int] = {}  # of what several layers share, the first one
-        for number, layer in enumerate(layers, start=1):
-            for parameter in layer.parameters():
-                owner.setdefault(id(parameter), number)
-        every = list(self.model.parameters())
-        last = max(i for i, parameter in enumerate(every) if id(parameter) in owner)
-        held: list[list[Any]] = [[] for _ in range(len(layers) + 2)]
-        now = 0
-        for i, parameter in enumerate(every):
-            now = owner.get(id(parameter), now if i < last else -1)
-            held[now].append(parameter)
+        held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         vocabulary, hidden = head.weight.shape
         heads = self._number(("num_attention_heads",)) or 1
@@ -124,7 +174,7 @@ class _Reader:
             held=(
                 _block("embedding", held[0], 0.0),
                 *(
-                    _block(f"layer {i}", held[i + 1], self._flops(layer), self._scores(layer, hidden))
+                    _block(f"layer {i}", held[i + 1], self.flops(layer), self._scores(layer, hidden))
                     for i, layer in enumerate(layers)
                 ),
                 _block("head", held[-1], 2.0 * head.weight.numel()),
@@ -140,9 +190,9 @@ class _Reader:
             parts = [self.model.get_encoder(), self.model.get_decoder()]
         for part in parts:
             lists = [m for m in part.modules() if isinstance(m, torch.nn.ModuleList)]
-            yield from max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+            yield from max(lists, key=_elements)
 
-    def _flops(self, layer: Any) -> float:
+    def flops(self, layer: Any) -> float:
         """Of a token: two for each weight of a matrix, none where it looks a row up."""
         import torch
 

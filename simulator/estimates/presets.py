@@ -8,14 +8,15 @@ value here was fitted to iteration times.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ebbtide.simulator.estimates.collectives import LINK, PAIR
 from ebbtide.simulator.limits import GIB
-from ebbtide.simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
+from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
-from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.peers import FRESH_PASSES
+from ebbtide.simulator.spelling import spelled
 
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
 # tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.
@@ -341,8 +342,7 @@ def preset(name: str) -> Machine:
     Raises:
         ValueError: no such preset; lists all.
     """
-    if name not in SHEETS:
-        raise RuleError(f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}", key="machine")
+    name = spelled(name, SHEETS, "machine preset", key="machine")
     sheet = SHEETS[name]
     return Machine(
         name=name,
@@ -510,3 +510,6 @@ def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 def _wires(sheet: Sheet) -> dict[str, Quantity]:
     wires = {LINK: sheet.nvlink, PAIR: sheet.nvlink_pair}
     return {name: _value(rate, "datasheet", detail) for name, wire in wires.items() if wire for rate, detail in [wire]}
+
+
+BUILDERS.update({name: partial(preset, name) for name in SHEETS})  # for `Machine.preset`

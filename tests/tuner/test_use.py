@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 from ebbtide.simulator import preset, workload_from_model
-from ebbtide.tuner.service.scenario import MODELS
 from ebbtide.tuner.answer.use import trainer, use
 from ebbtide.tuner.placements.planning import plan
+from ebbtide.tuner.service.scenario import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def planned():
 def test_the_arguments_are_python_and_say_all_that_memory_depends_on(planned):
     work, _ = planned
     text = trainer(work)
-    given = eval(text, {"TrainingArguments": lambda **arguments: SimpleNamespace(**arguments)})
+    given = eval(text, {"TrainingArguments": SimpleNamespace})
     assert vars(given) == {
         "output_dir": "out",
         "bf16": True,

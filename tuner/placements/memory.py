@@ -1,6 +1,7 @@
 """What is said where no plan fits into memory."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits, Peaks
 from ebbtide.simulator.rules import RuleError
@@ -13,7 +14,10 @@ class ImpossibleError(RuleError):
     Attributes:
         fact: the first of the two; ``advice``: the second, of somebody who has not tried it
             (`ebbtide.tuner.answer.ways_out` does).
+        ways: the nearest changes that fit, with their plans, where `ebbtide.plan` has looked for them.
     """
+
+    ways: tuple[Any, ...] = ()
 
     def __init__(self, fact: str, advice: str) -> None:
         super().__init__(f"{fact}. {advice}")

@@ -159,7 +159,6 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         **({} if STORED.isdisjoint(c.placements) else folders),
         machine_fingerprint=search.machine.fingerprint,
         versions=versions("ebbtide", "torch", "deepspeed"),
-        trained_as=search.workload.trained_as,
     )
     prediction = predict(search.workload, search.machine, made, search.limits, search.proven_s)
     return made.model_copy(update={"prediction": prediction})

@@ -86,6 +86,7 @@ class Candidate:
         visits = not VISITING.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
+            "trained_as": workload.trained_as,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
             "subgroups": workload.subgroups,
             "placement": Plan.runs(self.placements),

@@ -1,0 +1,234 @@
+"""Memory and time of training a model, before it is trained."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.simulator.shown import Shown
+
+if TYPE_CHECKING:
+    from ebbtide.simulator.estimates.job import Job
+    from ebbtide.simulator.limits import Limits
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.tuner.placements.search import Search
+
+GIB = 2**30
+# Kinds of device memory as the simulator tells them -> as people call them.
+_KINDS = {"state": "optimizer state", "buckets": "buffers", "staging": "buffers"}
+_NAMES = {"no_offload": "no offload", "ebbtide": "ebbtide"}
+MOST_WAYS = 3
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
+    """An estimate of one training step. Memory in bytes per GPU, time in seconds.
+
+    Attributes:
+        strategy: what was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
+        fits: both memories suffice.
+        iteration_s: time of one optimizer step.
+        gpu: memory of the GPU at its peak, by kind: parameters, gradients, optimizer state, activations,
+            buffers, reserved (the CUDA context).
+        host: the same for host memory.
+        gpu_limit_bytes, host_limit_bytes: memory that may be used, the safety margin taken off.
+        lacks: what is missing. Empty: it fits.
+        nearest: the nearest ways that fit, best first. Empty: it fits, or none was found.
+        notes: what the estimate counts on.
+    """
+
+    strategy: str
+    fits: bool
+    iteration_s: float
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    gpu_limit_bytes: int
+    host_limit_bytes: int
+    lacks: str = ""
+    nearest: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of the GPU at its peak, all kinds together."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory at its peak, all kinds together."""
+        return sum(self.host.values())
+
+    def in_short(self) -> str:
+        answer = "fits" if self.fits else f"does not fit: {self.lacks}"
+        told = (
+            f"{self.strategy} {answer}; {self.gpu_bytes / GIB:.1f} GiB of GPU memory, "
+            f"{self.host_bytes / GIB:.1f} GiB of host memory, {self.iteration_s:.3g} s per step"
+        )
+        return told + (f"; fits: {self.nearest[0]}" if self.nearest else "")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row for each kind of memory, in GiB."""
+        kinds = dict.fromkeys([*self.gpu, *self.host])
+        rows = [(kind, self.gpu.get(kind, 0), self.host.get(kind, 0)) for kind in kinds]
+        rows += [
+            ("total", self.gpu_bytes, self.host_bytes),
+            ("may be used", self.gpu_limit_bytes, self.host_limit_bytes),
+        ]
+        return [{"memory": name, "GPU_GiB": gpu / GIB, "host_GiB": host / GIB} for name, gpu, host in rows]
+
+    def drawn(self) -> tuple[str, ...]:
+        return ("GPU_GiB", "host_GiB")
+
+
+def estimate(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    batch: int,
+    sequence: int,
+    gpu: "str | Machine" = "rtx4090",
+    ds_config: Mapping[str, Any] | str | Path | None = None,
+) -> Estimate:
+    """Estimate memory and time of training a model on one GPU, and say what fits if it does not.
+
+    >>> estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090").fits
+    False
+
+    Args:
+        model: a ``torch.nn.Module`` (live, or built under ``torch.device("meta")``), a Hugging Face model or
+            config, a ``config.json``, or the name of a known model. Shapes are read, values are not.
+        optimizer: a torch optimizer, its class or its name. None: AdamW, or that of ``ds_config``.
+        batch: samples per GPU and forward pass.
+        sequence: tokens per sample.
+        gpu: a `Machine`, a machine's file, or the name of a preset in any spelling.
+        ds_config: DeepSpeed's config. None: everything stays on the GPU, in bf16. With ``"ebbtide"`` in it a
+            plan is estimated. Without, DeepSpeed as it is.
+
+    Raises:
+        ModelError, ValueError: something that cannot be read. The message says what is possible.
+    """
+    from ebbtide.simulator.estimates.job import Job
+    from ebbtide.simulator.limits import Limits
+
+    machine = _machine(gpu)
+    shape: dict[str, Any] = {"sequence": sequence, "recompute": _recomputed(model)}
+    if optimizer is not None:
+        shape["optimizer"] = _rule(optimizer)
+    job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, **shape)
+    limits = Limits.of(job.workload(machine), machine)
+    return _simulated(job, machine, limits, _strategy(ds_config), _notes(model, job))
+
+
+def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, notes: tuple[str, ...]) -> Estimate:
+    from ebbtide.simulator.analysis.best_setting import simulated
+    from ebbtide.tuner.answer.rows import stock_beside
+    from ebbtide.tuner.placements.homes import begun
+
+    work = job.workload(machine)
+    search = begun(work, machine, limits)
+    setting: dict[str, Any] = {}
+    if strategy == "stock":
+        strategy, setting = stock_beside(work, None)
+    elif strategy == "ebbtide":
+        nearest = min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c]))
+        setting = {"plan": (search.best() if search.fits else nearest).plan(work)}
+    row = simulated(strategy, work, machine, limits, setting)
+    return Estimate(
+        strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
+        fits=row.fits,
+        iteration_s=row.result.iteration_s,
+        gpu=_by_kind(row.memory.get("device", {}), machine.device_reserved_bytes),
+        host=_by_kind(row.memory.get("host", {}), 0),
+        gpu_limit_bytes=limits.device_bytes + machine.device_reserved_bytes,
+        host_limit_bytes=limits.host_bytes,
+        lacks=row.lacks,
+        nearest=() if row.fits else tuple(_nearest(job, machine, search, strategy)),
+        notes=notes,
+    )
+
+
+def _nearest(job: "Job", machine: "Machine", search: "Search", strategy: str) -> Iterator[str]:
+    """Yield what fits: first a plan for the same training, else the changes that make one fit."""
+    if search.fits and strategy != "ebbtide":
+        score = search.scores[search.best()]
+        yield (
+            'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "auto"}, '
+            f"{score.iteration_s:.3g} s per step, {score.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
+            f"{score.host_peak_bytes / GIB:.1f} GiB of host memory"
+        )
+        return
+    from ebbtide.tuner.answer.ways_out import ways_out
+
+    for way in ways_out(job, machine)[:MOST_WAYS]:
+        yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"
+
+
+def _by_kind(held: Mapping[str, int], reserved: int) -> dict[str, int]:
+    named: dict[str, int] = {}
+    for kind, size in [*held.items(), ("reserved", reserved)]:
+        if size:
+            name = _KINDS.get(kind, kind)
+            named[name] = named.get(name, 0) + size
+    return named
+
+
+def _machine(gpu: "str | Machine") -> "Machine":
+    from ebbtide.simulator.machine import Machine
+
+    if isinstance(gpu, Machine):
+        return gpu
+    return Machine.load(gpu) if Path(gpu).is_file() else Machine.preset(str(gpu))
+
+
+def _rule(optimizer: Any) -> str:
+    """Return the simulator's name of an optimizer: "adam" for ``torch.optim.AdamW`` and DeepSpeedCPUAdam."""
+    from ebbtide.simulator.rules import RuleError
+    from ebbtide.simulator.update.optimizer import OPTIMIZERS
+
+    kind = optimizer if isinstance(optimizer, str | type) else type(optimizer)
+    name = kind if isinstance(kind, str) else kind.__name__
+    found = [rule for rule in sorted(OPTIMIZERS, key=len, reverse=True) if rule in name.lower()]
+    if not found:
+        raise RuleError(
+            f"The optimizer must be one of {', '.join(OPTIMIZERS)}, but got {name!r}. Others keep other state.",
+            key="optimizer",
+        )
+    return found[0]
+
+
+def _strategy(ds_config: Any) -> str:
+    """Return what the config asks for: a plan, stock offload, or neither."""
+    config = _read(ds_config)
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if "ebbtide" in config:
+        return "ebbtide"
+    return "stock" if offload.get("device") in ("cpu", "nvme") else "no_offload"
+
+
+def _without_key(ds_config: Any) -> dict[str, Any] | None:
+    return None if ds_config is None else {k: v for k, v in _read(ds_config).items() if k != "ebbtide"}
+
+
+def _read(ds_config: Any) -> Mapping[str, Any]:
+    from ebbtide.simulator.estimates.deepspeed_keys import read_file
+
+    if ds_config is None:
+        return {}
+    return ds_config if isinstance(ds_config, Mapping) else read_file(Path(ds_config))
+
+
+def _recomputed(model: Any) -> bool:
+    """Return whether a live model recomputes activations. A config does not tell: it is taken as if it did."""
+    if not hasattr(model, "modules"):
+        return True
+    switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    return any(switches) if switches else False
+
+
+def _notes(model: Any, job: "Job") -> tuple[str, ...]:
+    activations = "recomputed in backward (gradient_checkpointing=True)" if job.recompute else "kept for backward"
+    notes = [f"{job.precision}, micro-batch {job.micro_batch}, {job.sequence} tokens, activations {activations}"]
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad] if hasattr(model, "parameters") else []
+    if frozen:
+        notes.append(f"{sum(frozen)} frozen parameters are estimated as if they were trained: LoRA takes far less")
+    return tuple(notes)

@@ -1,0 +1,58 @@
+"""Plans in Python: searched, with the ways out if nothing fits, and loaded."""
+
+from pathlib import Path
+from typing import Any
+
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import Workload
+
+
+def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
+    """Search the best plan for a workload on a machine. Deterministic; some seconds to a minute.
+
+    >>> machine = Machine.preset("RTX 4090")
+    >>> workload = workload_from_model("Llama 3 8B", machine, sequence=1024)
+    >>> plan(workload, machine).save("plan.json")
+
+    Args:
+        workload: from `workload_from_model`, `Workload.load` or `ebbtide.profiler.profile_engine`.
+        machine: from `Machine.load` or `Machine.preset`.
+        options: those of `ebbtide.tuner.plan`: ``device_memory_bytes``, ``host_memory_bytes``, ``memory_margin``,
+            ``mtbf_s``, ``storage``, ``subgroup_sizes``, ``robust``, ``progress`` ...
+
+    Raises:
+        ImpossibleError: nothing fits. The message names the changes that do, and ``error.ways`` holds
+            them with their plans, if the workload was made from a model.
+    """
+    from ebbtide import tuner
+
+    try:
+        return tuner.plan(workload, machine, **options)
+    except tuner.ImpossibleError as error:
+        raise _with_ways(error, workload, machine, options) from None
+
+
+def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
+    from ebbtide import tuner
+    from ebbtide.tuner.answer.ways_out import ways_out
+
+    if workload.job is None:
+        return error
+    limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
+    ways = ways_out(workload.job, machine, **limits, margin=options.get("memory_margin"))
+    lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
+    told = tuner.ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice)
+    told.ways = tuple(ways)
+    return told
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from its JSON file.
+
+    >>> load_plan("plan.json").prediction.iteration_s
+
+    Raises:
+        PlanError: the file is not a plan that this ebbtide can use. The message names the field.
+    """
+    return Plan.load(path)

@@ -1,0 +1,88 @@
+"""The nouns as a notebook and a terminal show them: a sentence, a table, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+MOST_ROWS = 12  # of a table in a notebook
+Records = Sequence[Mapping[str, Any]]
+
+
+class Shown:
+    """A noun with a short ``repr``, a table in notebooks, ``to_frame()`` and ``plot()``."""
+
+    def in_short(self) -> str:
+        """Return the noun in one line."""
+        raise NotImplementedError
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the rows of the table. The first column names the row."""
+        raise NotImplementedError
+
+    def drawn(self) -> tuple[str, ...]:
+        """Return the columns that `plot` stacks into one bar per row, all of one unit."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.in_short()}>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{type(self).__name__}</b>: {escape(self.in_short())}</p>{table(self.records())}"
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the table as a pandas DataFrame (``pip install './ebbtide[tune]'``)."""
+        import pandas as pd
+
+        return pd.DataFrame(self.records())
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw a bar per row with matplotlib, and return the axes."""
+        return bars(self.records(), self.drawn(), self.in_short(), ax)
+
+
+def table(records: Records) -> str:
+    """Return an HTML table of the first `MOST_ROWS` rows."""
+    if not records:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in records[0])
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(_text(value))}</td>" for value in row.values()) + "</tr>"
+        for row in records[:MOST_ROWS]
+    )
+    more = len(records) - MOST_ROWS
+    rest = f"<p>{more} more rows: to_frame()</p>" if more > 0 else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{rest}"
+
+
+def bars(records: Records, columns: Sequence[str], title: str, ax: Axes | None = None) -> Axes:
+    """Draw one stacked bar per row, the first row on top."""
+    import matplotlib.pyplot as plt
+
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 1 + 0.3 * len(records)), layout="constrained")
+    names = [str(next(iter(row.values()))) for row in records]
+    left = [0.0] * len(records)
+    for column in columns:
+        lengths = [float(row[column] or 0.0) for row in records]
+        ax.barh(range(len(records)), lengths, left=left, label=column)
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    ax.set_yticks(range(len(records)), names)
+    ax.invert_yaxis()
+    ax.set_title(title, fontsize=10)
+    ax.legend()
+    return ax
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,35 @@
+"""Names as people write them: in any case and spelling."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from ebbtide.simulator.rules import RuleError
+
+
+def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
+    """Return the known name that is meant: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
+
+    Args:
+        what: the kind of name, for the error: "machine preset".
+        key: the field at fault, for the error.
+
+    Raises:
+        RuleError: no name is meant, or several are. The error suggests the nearest.
+    """
+    names = {_plain(name): name for name in known}
+    wanted = _plain(given)
+    if wanted in names:
+        return names[wanted]
+    holding = [name for plain, name in names.items() if len(wanted) > 2 and (wanted in plain or plain in wanted)]
+    if len(holding) == 1:
+        return holding[0]
+    near = holding or [names[plain] for plain in get_close_matches(wanted, names, 3)]
+    meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise RuleError(f"There is no {what} {given!r}.{meant} Known: {', '.join(names.values())}.", key=key)
+
+
+def _plain(name: str) -> str:
+    """Return the name in small letters and digits, without the maker and the organisation."""
+    last = name.rsplit("/", 1)[-1]
+    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())

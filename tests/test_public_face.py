@@ -1,0 +1,159 @@
+"""``import ebbtide``: the names people need, each shown well in a notebook."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ebbtide.simulator import build_strategy
+
+import ebbtide
+from tests.tuner.test_search import machine, workload
+
+LLAMA = "Llama 3.2 1B"
+TYPE_NAMES = {"Any", "TYPE_CHECKING", "Path", "importlib"}
+
+
+def test_importing_it_loads_nothing_heavy():
+    script = "import ebbtide, sys; print(sorted({'torch', 'numpy', 'pydantic', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ebbtide.__all__)
+def test_every_name_can_be_had_and_says_what_it_is(name):
+    assert len(getattr(ebbtide, name).__doc__.split()) >= 4
+
+
+def test_the_packages_list_their_names_and_no_others():
+    for package in (ebbtide, ebbtide.runtime, ebbtide.tuner, ebbtide.profiler):
+        listed = set(dir(package))
+        assert set(package.__all__) <= listed
+        assert not listed & TYPE_NAMES
+    assert ebbtide.__version__
+
+
+@pytest.fixture(scope="module")
+def nouns():
+    here, work = machine(), workload(40)
+    made = ebbtide.plan(work, here)
+    timeline = ebbtide.simulate(build_strategy("ebbtide", work, plan=made), here)
+    return {"machine": here, "workload": work, "plan": made, "timeline": timeline}
+
+
+@pytest.mark.parametrize("noun", ["machine", "workload", "plan", "timeline"])
+def test_a_noun_that_ends_a_cell_is_short_and_a_table(noun, nouns):
+    shown = nouns[noun]
+    assert len(repr(shown)) < 300
+    assert repr(shown) == str(shown)
+    html = shown._repr_html_()
+    assert "<table>" in html
+    assert len(html) < 6000
+    assert len(shown.to_frame()) == len(shown.records()) > 0
+    ax = shown.plot()
+    assert ax.patches or ax.collections
+
+
+def test_html_is_escaped():
+    named = workload(2).model_copy(update={"name": "<b>mine</b>"})
+    assert "<b>mine" not in named._repr_html_()
+
+
+@pytest.mark.parametrize("spelling", ["RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
+def test_a_preset_in_any_spelling(spelling):
+    assert ebbtide.Machine.preset(spelling) == ebbtide.preset("rtx4090")
+
+
+def test_a_preset_that_is_not_there_suggests_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'rtx4090'"):
+        ebbtide.preset("rtx4009")
+    with pytest.raises(ValueError, match=r"a100-node.* or .*a100-80gb|a100-80gb.* or .*a100-node"):
+        ebbtide.preset("A100")
+
+
+def test_a_model_by_name_config_or_module():
+    transformers = pytest.importorskip("transformers")
+    here = ebbtide.preset("a100-node")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=100)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    elements = sum(p.numel() for p in model.parameters())
+    for given in (config, model):
+        assert ebbtide.workload_from_model(given, here).params == elements
+    assert ebbtide.workload_from_model("llama-3.2-1b", here).name == LLAMA
+    with pytest.raises(ValueError, match="Did you mean 'Llama 3 8B'"):
+        ebbtide.workload_from_model("Llama 3 9B", here)
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(100, 64)
+        self.blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(64, 4, 256) for _ in range(3))
+        self.head = torch.nn.Linear(64, 100)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_of_ones_own_is_read_without_its_values(device):
+    with torch.device(device):
+        own = Own()
+    work = ebbtide.workload_from_model(own, ebbtide.preset("rtx4090"))
+    assert work.params == sum(p.numel() for p in own.parameters())
+    assert len(work.layers) == 5
+    assert work.layers[1].params == sum(p.numel() for p in own.blocks[0].parameters())
+
+
+def test_an_estimate_says_what_is_missing_and_what_fits():
+    answer = ebbtide.estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090")
+    assert not answer.fits
+    assert answer.strategy == "no offload"
+    assert {"parameters", "gradients", "optimizer state", "activations", "reserved"} <= set(answer.gpu)
+    assert "GPU memory" in answer.lacks
+    assert '"ebbtide"' in answer.nearest[0]
+    assert "gradient_checkpointing=True" in answer.notes[0]
+    planned = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    planned["ebbtide"] = {"plan": "auto"}
+    offloaded = ebbtide.estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090", ds_config=planned)
+    assert offloaded.fits
+    assert offloaded.nearest == ()
+    assert offloaded.gpu_bytes < answer.gpu_bytes
+    assert offloaded.gpu_bytes <= offloaded.gpu_limit_bytes
+    assert "<table>" in offloaded._repr_html_()
+
+
+def test_an_estimate_of_what_fits_and_of_what_never_does():
+    assert ebbtide.estimate(LLAMA, torch.optim.AdamW, batch=1, sequence=512, gpu="h200").fits
+    small = ebbtide.preset("rtx4090").with_rates(host_memory_bytes=16 * 2**30)
+    stuck = ebbtide.estimate("Llama 3 8B", "lion", batch=4, sequence=1024, gpu=small)
+    assert not stuck.fits
+    assert stuck.nearest
+    with pytest.raises(ValueError, match="optimizer must be one of"):
+        ebbtide.estimate(LLAMA, "muon", batch=1, sequence=512)
+
+
+def test_frozen_parameters_and_kept_activations_are_noted():
+    own = Own()
+    own.tokens.weight.requires_grad_(False)
+    answer = ebbtide.estimate(own, torch.optim.AdamW(own.parameters()), batch=1, sequence=16)
+    assert "kept for backward" in answer.notes[0]
+    assert "6400 frozen" in answer.notes[1]
+
+
+def test_what_does_not_fit_names_the_ways_out_in_python():
+    here = ebbtide.preset("rtx4090").with_rates(host_memory_bytes=64 * 2**30)
+    work = ebbtide.workload_from_model("Llama 3 8B", here, sequence=1024)
+    with pytest.raises(ebbtide.ImpossibleError, match="These fit: ") as caught:
+        ebbtide.plan(work, here)
+    assert caught.value.ways
+    assert caught.value.ways[0].plan.prediction.iteration_s > 0
+
+
+def test_a_file_keeps_no_job(tmp_path):
+    work = ebbtide.workload_from_model(LLAMA, ebbtide.preset("h200"))
+    work.save(tmp_path / "w.json")
+    again = ebbtide.Workload.load(tmp_path / "w.json")
+    assert again == work
+    assert (again.job, work.job is None) == (None, False)
+    assert SimpleNamespace(job=work.job).job.sequence == work.sequence
