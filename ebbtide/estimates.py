@@ -163,7 +163,7 @@ def _nearest(job: "Job", machine: "Machine", search: "Search", strategy: str) ->
         yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"
 
 
-def _by_kind(held: Mapping[str, int], reserved: int) -> dict[str, int]:
+def _by_kind(held: Mapping[Any, int], reserved: int) -> dict[str, int]:
     named: dict[str, int] = {}
     for kind, size in [*held.items(), ("reserved", reserved)]:
         if size:

@@ -66,7 +66,8 @@ def architecture(model: Model) -> Architecture:
 
 def _config_of(model: Any) -> Any:
     """Return the dict of a Hugging Face config, or of the config of such a model. Anything else stays."""
-    for config in (model, getattr(model, "config", None)):
+    candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
+    for config in candidates:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
             return config.to_dict()
     return model
