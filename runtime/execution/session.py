@@ -27,7 +27,7 @@ from ebbtide.simulator.plan import ParameterHome, Placement, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
-from ebbtide.simulator.update.guessing import Guessing
+from ebbtide.simulator.update.guessing import UNKNOWN, Guessing
 from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -117,6 +117,10 @@ class TrainingEngine(Protocol):
         """
         ...
 
+    def unclipped_scale(self) -> float:
+        """Return the gradient scale of a step that neither clips nor overflows."""
+        ...
+
     def guess_holds(self) -> bool:
         """False: what is known of the gradients so far says that the step clips or overflows."""
         ...
@@ -185,6 +189,7 @@ class Session:
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
+        self._account_for(self.plan)
         self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
@@ -237,6 +242,11 @@ class Session:
             plan.prefetch,
             arrival,
         )
+
+    def _account_for(self, plan: Plan) -> None:
+        """Begin a new account of early updates, with the times that the plan predicts."""
+        times = plan.prediction.step_times if plan.prediction else None
+        self.guessing = Guessing(times or UNKNOWN, self.guessing.steps, self.guessing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
@@ -361,13 +371,19 @@ class Session:
         self.homes.stepped(scale)
         steps = self.engine.hyperparameters()
         jobs = [SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)]
+        self.guessing.counted(clipped=self._clipped(scale))
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
+
+    def _clipped(self, scale: float) -> bool:
+        """Return whether the step's gradient scale is another than without clipping."""
+        return scale != self.engine.unclipped_scale()
 
     def skip(self) -> None:
         """This step updates nothing: a gradient was not finite."""
         self.homes.stepped(None)
         self._guessed = None
+        self.guessing.counted(clipped=True)
         self.guessing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
@@ -426,6 +442,7 @@ class Session:
         self._running = old
         self.plan, executor = self._build(plan)
         self._running = None
+        self._account_for(self.plan)
         executor.gate, executor.before_op = old.gate, old.before_op
         executor.spent = old.spent
         self.executor = executor

@@ -25,9 +25,14 @@ from ebbtide.tuner.inputs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ebbtide.simulator.engines.compiled import SimResult
     from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
+    from ebbtide.simulator.update.guessing import StepTimes
     from ebbtide.simulator.workload import Workload
 
 
@@ -85,11 +90,15 @@ def simulate(
     timeline = run(build(work), measured)
     low_s, high_s = workload_interval_s(build, work, measured)
     _draw(timeline, trace, plot)
+    times = _step_times(work, measured, options)
+    seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
+    early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
     figures = {
         "strategy": timeline.strategy,
-        "iteration_s": timeline.iteration_s,
-        "iteration_low_s": low_s,
-        "iteration_high_s": high_s,
+        "iteration_s": seconds,
+        "iteration_low_s": low_s * seconds / timeline.iteration_s,
+        "iteration_high_s": high_s * seconds / timeline.iteration_s,
+        **early,
         **timeline.phases(),
         "device_peak_bytes": timeline.device_peak_bytes,
         "host_peak_bytes": timeline.host_peak_bytes,
@@ -103,6 +112,21 @@ def simulate(
         if name == "loop_s" and not value:
             continue
         click.echo(f"{name:18} {value}")
+
+
+def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
+    """Return the times of steps that clip and that do not. None without early updates."""
+    from ebbtide.simulator.analysis.guessed import step_times
+    from ebbtide.simulator.engines.compiled import simulate_fast
+    from ebbtide.simulator.schedules.strategies import build_strategy
+
+    if "plan" not in options:
+        return None
+
+    def run(plan: Plan) -> SimResult:
+        return simulate_fast(build_strategy("ebbtide", work, plan=plan), machine)
+
+    return step_times(work, machine, options["plan"], run)
 
 
 def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
