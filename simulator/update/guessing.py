@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ASSUMED_CLIP_RATE = 0.10  # if no clip rate is given
+ASSUMED_STEPS = 16  # that show it, beside those that have been counted
 ALLOWANCE = 0.005  # of an iteration without early updates: what a step may lose on average
 FIRST_BALANCE = 2.0  # wrong steps that the account covers at the start
 FULLEST_BALANCE = 12.0  # wrong steps that the account covers at most
@@ -90,6 +91,11 @@ class Guessing:
         if right is not None:
             self.balance += self.times.saves if right else -self.times.costs
         self.balance = min(self.balance, FULLEST_BALANCE * max(self.times.costs, ALLOWANCE))
+
+    @property
+    def clip_rate(self) -> float:
+        """Clip rate to plan with: the counted one, and the assumed one as if `ASSUMED_STEPS` had shown it."""
+        return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 
     def counted(self, clipped: bool) -> None:
         """Count a step that clipped or not, early updates or none."""

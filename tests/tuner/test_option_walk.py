@@ -57,6 +57,7 @@ MODEL = {
     "keep_activations": changes("--keep-activations"),
     "launcher": changes("--launcher", "torchrun", beside=("--data-parallel", "2")),
     "omp_threads": changes("--omp-threads", "1"),
+    "clip_rate": changes("--clip-rate", "5%"),
 }
 PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")
 SEARCH = ("search", "--machine", "h200", "--model", "m.json", "--free", "recompute", "--gpus", "1")
