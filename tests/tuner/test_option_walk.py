@@ -111,7 +111,6 @@ TABLE = {
             "--offload-param", beside=("--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")
         ),
         "subgroup_size": changes("--subgroup-size", "1e6"),
-        "clip_rate": changes("--clip-rate", "5%"),
         "robust": changes("--robust"),
         "mtbf": changes("--mtbf", "4h"),
         "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),
@@ -132,6 +131,7 @@ TABLE = {
     "simulate": {
         **MODEL,
         "machine": changes("--machine", "rtx4090"),
+        "clip_rate": Refused(("--clip-rate", "5%"), "--clip-rate changes something only with --plan"),
         "plan_file": changes("--plan", "plan.json"),
         "strategy": changes("--strategy", "superoffload"),
         "trace": changes("--trace", "t.json"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.simulator.page import write_whole
-from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -61,6 +61,7 @@ def simulate(
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
+    needs("with --plan", plan_file is not None, "clip_rate")
     check_distinct(
         {"--trace": trace, "--plot": plot},
         {
