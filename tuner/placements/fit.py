@@ -13,7 +13,7 @@ import numpy as np
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Placement
-from ebbtide.simulator.update.footprint import Activations, Holding
+from ebbtide.simulator.update.footprint import Holding
 from ebbtide.simulator.update.recipes import RECIPES, Queue, recipe_of, ways
 from ebbtide.simulator.workload import Workload
 
@@ -65,7 +65,7 @@ def roomiest(
     under_way = held.sending_bytes(params, 0) / params
     device = [*(each["device"] - gone + sends * under_way), most_sums * (held.gradient_bytes - under_way)]
     host, storage = [*each["host"], -most_sums * held.gradient_bytes], [*each["storage"], 0.0]
-    base = (workload.device_base_bytes + Activations.of(workload).most_bytes()) / params
+    base = (workload.device_base_bytes + workload.activation_bytes) / params
     rows, ends = [device, host], [limits.device_bytes / params - base, limits.host_bytes / params]
     if limits.unified:
         rows, ends = [[d + h for d, h in zip(device, host, strict=True)]], [limits.host_bytes / params - base]
