@@ -25,7 +25,7 @@ from ebbtide.tuner.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ebbtide.simulator.engines.compiled import SimResult
     from ebbtide.simulator.machine import Machine
@@ -57,7 +57,6 @@ def simulate(
     """Predicts one iteration under a plan or a named strategy."""
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.schedules.strategies import build_strategy
-    from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
@@ -89,21 +88,8 @@ def simulate(
         return build_strategy(name, of, **options)
 
     timeline = run(build(work), measured)
-    low_s, high_s = workload_interval_s(build, work, measured)
     _draw(timeline, trace, plot)
-    times = _step_times(work, measured, options)
-    seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
-    early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
-    figures = {
-        "strategy": timeline.strategy,
-        "iteration_s": seconds,
-        "iteration_low_s": low_s * seconds / timeline.iteration_s,
-        "iteration_high_s": high_s * seconds / timeline.iteration_s,
-        **early,
-        **timeline.phases(),
-        "device_peak_bytes": timeline.device_peak_bytes,
-        "host_peak_bytes": timeline.host_peak_bytes,
-    }
+    figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
     missing = _missing(work, measured, timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
@@ -113,6 +99,27 @@ def simulate(
         if name == "loop_s" and not value:
             continue
         click.echo(f"{name:18} {value}")
+
+
+def _figures(
+    work: Workload, machine: Machine, timeline: Timeline, build: Callable[[Workload], Schedule], times: StepTimes | None
+) -> dict[str, Any]:
+    """Return the figures to print, with the mean iteration at the clip rate."""
+    from ebbtide.tuner.calibrate.interval import workload_interval_s
+
+    low_s, high_s = workload_interval_s(build, work, machine)
+    seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
+    early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
+    return {
+        "strategy": timeline.strategy,
+        "iteration_s": seconds,
+        "iteration_low_s": low_s * seconds / timeline.iteration_s,
+        "iteration_high_s": high_s * seconds / timeline.iteration_s,
+        **early,
+        **timeline.phases(),
+        "device_peak_bytes": timeline.device_peak_bytes,
+        "host_peak_bytes": timeline.host_peak_bytes,
+    }
 
 
 def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
