@@ -70,7 +70,10 @@ class CheckpointPlan(Page):
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
-        keep: committed checkpoints left in ``dir``, newest first; 0: all.
+        keep: committed checkpoints left in ``dir``, newest first; 0: all. Also the number of
+            checkpoints whose stored state the drives hold. 0: as many as the Trainer's
+            ``save_total_limit``, else the newest one, or two for ``load_best_model_at_end``; the log
+            says so at the start, and older checkpoints cannot be loaded.
         deadline_s: how long storage may make no progress, and ranks may wait for each other, before
             a checkpoint is given up with an error. Of stored state's drives too, 300 at most.
         drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
