@@ -29,13 +29,13 @@ logger = logging.getLogger("ebbtide")
 
 
 def free_host_bytes() -> int:
-    """What each rank here may still take of the machine's memory, less a margin."""
+    """Return the bytes of the machine's memory that each local rank may still take, less a margin."""
     memory = psutil.virtual_memory()
     return max(0, int(memory.available - UNKNOWN_MARGIN * memory.total)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Elements of each subgroup whose state the plan keeps on storage."""
+    """Return the elements of each subgroup with its state on storage."""
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
