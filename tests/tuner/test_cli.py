@@ -65,7 +65,7 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["plan", "--machine", "{machine}", "--workload", "{junk}"], "must be a workload file"),
         (["plan", "--machine", "{machine}"], "--workload"),
         (["plan", "{good}", "--gpu-memory", "3 apples"], "a size such as 24GiB"),
-        (["plan", "{good}", "--gpu-memory", "1MiB"], "GiB are missing"),
+        (["plan", "{good}", "--gpu-memory", "1MiB"], "GPU memory is "),
         (["plan", "{good}", "--gpu-memory", "1e400GiB"], "finite"),
         (["plan", "{good}", "--mtbf", "1e400h"], "finite"),
         (["plan", "--machine", "{binary}", "--workload", "w"], "--machine must be a readable"),

@@ -134,7 +134,7 @@ def test_one_memory_holds_what_device_and_host_take_together():
         rows = compare(work, less, limits, None)
         assert all(row.simulated.fits == (not limits.shortfall(row.result)) for row in rows)
         assert any(row.simulated.fits for row in rows) <= fits
-    with pytest.raises(ImpossibleError, match=r"which device and host share here.*are missing"):
+    with pytest.raises(ImpossibleError, match=r"GiB short.*device and host share one memory here"):
         ebbtide.tuner.plan(work, less, memory_margin=0.0)
 
 
@@ -154,9 +154,9 @@ def test_failures_set_the_interval_and_robust_plans_are_plans():
 
 
 def test_what_does_not_fit_says_what_is_missing():
-    with pytest.raises(ImpossibleError, match=r"GiB are missing.*--gpu-memory"):
+    with pytest.raises(ImpossibleError, match=r"GPU memory is .* GiB short.*--gpu-memory"):
         ebbtide.tuner.plan(workload(), machine(), device_memory_bytes=GIB)
-    with pytest.raises(ImpossibleError, match=r"host memory.*GiB are missing"):
+    with pytest.raises(ImpossibleError, match=r"host memory is .* GiB short"):
         ebbtide.tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
     with pytest.raises(ValueError, match="--gpu-memory"):
         Limits.of(workload(), machine(), device_memory_bytes=-1)
@@ -193,5 +193,5 @@ def test_it_tells_how_far_it_is():
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
     """Each could hold its part of some plan, but no plan fits into both."""
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
-    with pytest.raises(ImpossibleError, match=r"GiB of device memory.*: 0\.[1-9]\d GiB are missing"):
+    with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):
         ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))

@@ -88,7 +88,7 @@ def test_where_memory_suffices_the_plan_is_that_without_storage():
 
 
 def test_storage_that_is_too_small_is_told():
-    with pytest.raises(ImpossibleError, match="of storage"):
+    with pytest.raises(ImpossibleError, match=r"memory is .* GiB short.*--storage"):
         planned(storage={"/nvme": GIB})
     with pytest.raises(ValueError, match=r"storage_bytes \(--storage\) must be > 0"):
         Limits.of(workload(), machine(), storage_bytes=0)

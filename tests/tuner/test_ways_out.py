@@ -41,7 +41,8 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
     assert not begun(job.workload(machine), machine, Limits.of(job.workload(machine), machine)).fits
     ways = ways_out(job, machine)
     assert ways
-    assert [w.tokens_per_s for w in ways] == sorted((w.tokens_per_s for w in ways), reverse=True)
+    assert [w.price for w in ways] == sorted(w.price for w in ways), "what costs nothing comes first"
+    assert all(w.changes.get("device_memory_bytes", 0) <= machine.device_memory_bytes for w in ways)
     for way in ways:
         work, have = changed(job, machine, way.changes)
         timeline = simulate(build_schedule(work, way.plan), have)
@@ -98,7 +99,7 @@ def test_activations_that_are_kept_are_recomputed_first():
 def test_a_limit_below_the_machine_is_the_first_to_be_raised():
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
     ways = ways_out(job, machine, device_memory_bytes=4 * GIB)
-    assert {"device_memory_bytes": machine.device_memory_bytes} in [way.changes for way in ways]
+    assert {"device_memory_bytes": 12 * GIB} in [way.changes for way in ways], "the least that suffices, as sold"
 
 
 def test_what_the_deepspeed_config_says_is_changed_there():
@@ -112,9 +113,53 @@ def test_the_command_offers_them_in_the_place_of_advice():
     asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json"]
     done = CliRunner().invoke(main, [*asked, "--sequence", "8192", "--micro-batch", "4"])
     assert done.exit_code == 2
-    assert "GiB are missing. These fit:" in done.output
+    assert "GPU memory is " in done.output
+    assert "These fit, the cheapest first:" in done.output
+    assert done.output.count("LoRA") == 1
     assert "--sequence 2048: " in done.output
     assert "smaller micro-batch or" not in done.output
+
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_zero_3_comes_first_where_zero_2_does_not_fit_and_memory_is_the_least_as_sold():
+    """DeepSpeed #3770: 7 B on two GPUs of 16 GB."""
+    job = Job.of_deepspeed(LLAMA_7B, sequence=512, data_parallel=2, zero_stage=2)
+    asked = {"device_memory_bytes": 16 * GIB, "host_memory_bytes": 100 * GIB}
+    ways = ways_out(job, preset("a100-node"), **asked)
+    assert dict(ways[0].changes) == {"zero_stage": 3}
+    assert flags(ways[0], job) == "--zero-stage 3"
+    memory = next(way for way in ways if "device_memory_bytes" in way.changes)
+    assert flags(memory, job) == "--gpu-memory 20GiB", "17.8 GiB are needed"
+
+
+def test_a_usual_pc_is_told_that_host_memory_is_short_and_what_costs_nothing_first():
+    asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json", "--host-memory", "64GiB"]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 2
+    host, gpu = done.output.index("host memory is"), done.output.index("GPU memory is 0.42 GiB short")
+    assert host < gpu, "the memory that lacks most is named first"
+    lines = [line.strip() for line in done.output.splitlines() if line.startswith("  ")]
+    assert lines
+    assert "--storage" in lines[0]
+    assert lines[-1].split(":")[0].endswith("GiB of host memory in a node")
+    assert "GPU memory:" not in done.output
+
+
+def test_no_way_out_asks_for_more_than_the_card_has():
+    job = Job.of_deepspeed(MODELS["Llama 3 8B"], sequence=100_000)
+    ways = ways_out(job, preset("rtx4090"))
+    assert not [way for way in ways if "device_memory_bytes" in way.changes]
 
 
 def test_24_gib_of_a_24_gb_card_are_all_of_it():

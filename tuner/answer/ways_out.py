@@ -1,10 +1,11 @@
-"""What to change where nothing fits: the nearest changes that do, each simulated."""
+"""The changes under which a plan fits where nothing does: the nearest of each kind, the cheapest first."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.deepspeed_keys import at
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
@@ -14,8 +15,8 @@ from ebbtide.tuner.placements.homes import begun
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.storage import with_storage
 
-# As they are sold; the least that suffices is offered.
-DEVICE_GIB = (12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
+# Sizes as they are sold. The least that suffices is offered, and of a GPU no more than it has.
+DEVICE_GIB = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
 STORAGE_TB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 SHORTEST_SEQUENCE = 256
@@ -44,6 +45,11 @@ class WayOut:
         return self.plan.prediction.iteration_s
 
     @property
+    def price(self) -> int:
+        """Rank of the dearest change: what a user types is cheap, what a user buys is dear."""
+        return max(PRICES.index(name) for name in self.changes)
+
+    @property
     def label(self) -> str:
         """The changes, for people."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
@@ -51,13 +57,30 @@ class WayOut:
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 _BOUGHT = (*_OF_MACHINE, "storage_bytes")
+# From the cheapest to the dearest: what changes no sample, what changes the samples, what must be there or bought.
+PRICES = (
+    "zero_stage",
+    "recompute",
+    "accumulation",
+    "sequence",
+    "micro_batch",
+    "device_memory_bytes",
+    "storage_bytes",
+    "data_parallel",
+    "host_memory_bytes",
+)
+ANOTHER_WAY = (
+    "Another way: LoRA trains a small share of the parameters and keeps little optimizer state. "
+    "Its model is another one, and ebbtide does not plan it"
+)
 _WORDS: Mapping[str, Callable[[int], str]] = {
+    "zero_stage": lambda v: f"ZeRO-{v}",
     "recompute": lambda _: "activation checkpointing",
     "micro_batch": lambda v: f"micro-batch {v}",
     "accumulation": lambda v: f"accumulation {v}",
     "sequence": lambda v: f"sequence {v}",
     "data_parallel": lambda v: f"{v} GPUs",
-    "device_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of GPU memory",
+    "device_memory_bytes": lambda v: f"{v / GIB:.4g} GiB of the GPU's memory",
     "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory in a node",
     "storage_bytes": lambda v: f"state on storage, {v / 1e12:g} TB in a node",
 }
@@ -116,10 +139,11 @@ class _Tried:
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
-    """The nearest changes that fit, the fastest first; empty: none of these does.
+    """Return the nearest changes that fit, the cheapest first and of one price the fastest.
 
     One thing is changed where that suffices. Where none of a job's own fields does, they are
     changed together: what costs no sample first. So is a sequence that may then stay longer.
+    No change asks for more GPU memory than the card has.
 
     Args:
         limits: what `with_storage` takes beside workload and machine.
@@ -140,7 +164,18 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
                 found[key] = _relaxed(way, base, tried)
         if enough:
             break
-    return sorted(found.values(), key=lambda way: -(way.tokens_per_s or 0.0))
+    return sorted(found.values(), key=lambda way: (way.price, -(way.tokens_per_s or 0.0)))
+
+
+def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
+    """Return the least GPU, as sold, on which the job fits as it is. Empty: none does, or this card does."""
+    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
+    sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]
+    steps: list[Changes] = [{"device_memory_bytes": n} for n in sizes]
+    way = None if machine.unified_memory else tried.nearest(steps)
+    return (
+        "" if way is None else f"It fits on a GPU with {way.changes['device_memory_bytes'] / GIB:.4g} GiB (--machine)"
+    )
 
 
 def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
@@ -155,7 +190,7 @@ def _bases(job: Job) -> Iterator[Changes]:
     """What is changed beside one more thing: nothing; then more and more."""
     together: dict[str, int | bool] = {}
     yield dict(together)
-    for step in (_recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
+    for step in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
         if step:
             together |= step[0]
             yield dict(together)
@@ -164,17 +199,23 @@ def _bases(job: Job) -> Iterator[Changes]:
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
     """The steps of each thing that can be changed beside ``base``, nearest first."""
     all_steps = [
+        _partitioned(job),
         _recompute(job),
         _smaller_batches(job),
         _fewer_samples(job),
         _shorter(job),
         _more_ranks(job, machine),
-        _stored(job, limits),
-        _larger("host_memory_bytes", HOST_GIB, machine, limits),
-        [] if machine.unified_memory else _larger("device_memory_bytes", DEVICE_GIB, machine, limits),
+        _stored(job, limits, base),
+        _more_host_memory(job, machine, limits),
+        [] if machine.unified_memory else _more_device_memory(machine, limits),
     ]
     for steps in all_steps:
         yield [{**base, **step} for step in steps if not set(step) & set(base)]
+
+
+def _partitioned(job: Job) -> list[Changes]:
+    """ZeRO-3, which divides the parameters too and lets them live in host memory."""
+    return [{"zero_stage": 3}] if job.zero_stage < 3 else []
 
 
 def _recompute(job: Job) -> list[Changes]:
@@ -215,18 +256,29 @@ def _more_ranks(job: Job, machine: Machine) -> list[Changes]:
     return steps
 
 
-def _stored(job: Job, limits: Mapping[str, Any]) -> list[Changes]:
+def _stored(job: Job, limits: Mapping[str, Any], base: Changes) -> list[Changes]:
     """State that memory cannot hold, on as much storage as there is not yet."""
     there = sum((limits.get("storage") or {}).values())
-    if job.zero_stage < 3:
+    if base.get("zero_stage", job.zero_stage) < 3:
         return []
     return [{"storage_bytes": int(n * 1e12)} for n in STORAGE_TB if n * 1e12 > there]
 
 
-def _larger(name: str, sizes: tuple[int, ...], machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
-    own = getattr(machine, name)
-    whole = [own] if name in limits else []  # all of what is there, where less is asked for
-    return [{name: n} for n in (*whole, *(size * GIB for size in sizes if size * GIB > own))]
+def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
+    """More of the card's memory, where less than all of it is asked for."""
+    own, asked = machine.device_memory_bytes, limits.get("device_memory_bytes")
+    if asked is None:
+        return []
+    sold = [size * GIB for size in DEVICE_GIB if asked < size * GIB < own]
+    return [{"device_memory_bytes": n} for n in (*sold, own) if n > asked]
+
+
+def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
+    """A node's host memory as it is sold, from what is asked for or there upwards."""
+    own, asked = machine.host_memory_bytes, limits.get("host_memory_bytes")
+    ranks = min(job.data_parallel * job.tensor_parallel * job.pipeline_parallel, machine.gpus_per_node)
+    least = own if asked is None else min(own, asked * ranks)
+    return [{"host_memory_bytes": size * GIB} for size in HOST_GIB if size * GIB > least]
 
 
 def flags(way: WayOut, job: Job) -> str:
@@ -236,15 +288,22 @@ def flags(way: WayOut, job: Job) -> str:
 
 def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
     key = _KEYS.get(name, "")
-    if config.get(key, "auto") != "auto":
+    if key and at(config, key) not in (None, "auto"):
         return f'"{key}": {value} in the DeepSpeed config'
     if name == "storage_bytes":
         return f"--storage DIR:{value / 1e12:g}TB"
+    if name == "device_memory_bytes":
+        return f"--gpu-memory {value / GIB:.4g}GiB"
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
 
-_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
+_KEYS = {
+    "zero_stage": "zero_optimization.stage",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 _FLAGS = {
+    "zero_stage": "--zero-stage {}",
     "recompute": "without --keep-activations",
     "micro_batch": "--micro-batch {}",
     "accumulation": "--accumulation {}",

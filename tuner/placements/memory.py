@@ -1,74 +1,60 @@
-"""What is said where no plan fits into memory."""
+"""The error that says which memory is short where no plan fits."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from ebbtide.simulator.limits import GIB, Limits, Peaks
+from ebbtide.simulator.limits import GIB, Limits, Peaks, size
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
 
 
 class ImpossibleError(RuleError):
-    """Nothing fits; the message says how much is missing and which knob helps most.
+    """No plan fits. The message names each memory that is short, and the changes that help most.
 
     Attributes:
-        fact: the first of the two; ``advice``: the second, of somebody who has not tried it
-            (`ebbtide.tuner.answer.ways_out` does).
-        ways: the nearest changes that fit, with their plans, where `ebbtide.plan` has looked for them.
+        fact: what is short, the memory that lacks most first.
+        advice: general advice. `ebbtide.tuner.answer.ways_out` tries changes and knows better.
+        missing: bytes that the nearest plan lacks, by memory.
     """
 
-    ways: tuple[Any, ...] = ()
-
-    def __init__(self, fact: str, advice: str) -> None:
+    def __init__(self, fact: str, advice: str, missing: Mapping[str, int] | None = None) -> None:
         super().__init__(f"{fact}. {advice}")
-        self.fact, self.advice = fact, advice
+        self.fact, self.advice, self.missing = fact, advice, dict(missing or {})
 
     @classmethod
     def explain(cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
-        """From the peaks of everything that was tried."""
+        """Build the error from the peaks of all plans that were tried."""
+        nearest = min(scores, key=limits.missing_bytes)
+        taken = {
+            "GPU memory": nearest.device_peak_bytes,
+            "host memory": nearest.host_peak_bytes + (nearest.device_peak_bytes if limits.unified else 0),
+            "storage": nearest.storage_bytes,
+        }
+        lacking = limits.missing(nearest.device_peak_bytes, nearest.host_peak_bytes, nearest.storage_bytes)
+        binding = sorted(lacking, key=lambda name: -lacking[name])
+        short = [_short(name, lacking[name], taken[name]) for name in binding]
         if limits.unified:
-            return cls._of_one_memory(limits, scores)
-        device = min(s.device_peak_bytes for s in scores)
-        if device > limits.device_bytes:
-            missing = device - limits.device_bytes
-            return cls(
-                f"the plan must fit into {limits.device_bytes / GIB:.2f} GiB of device memory, but "
-                f"parameters, buckets and activations alone take {device / GIB:.2f} GiB: "
-                f"{missing / GIB:.2f} GiB are missing",
-                "A smaller micro-batch or activation checkpointing helps most; more ranks divide "
-                "the parameters (--gpu-memory)",
-            )
-        # Each memory alone may suffice where both together do not: the plan that lacks least tells.
-        least = min(scores, key=limits.missing_bytes)
-        missing, params = limits.missing_bytes(least), workload.params
-        room = f"{limits.device_bytes / GIB:.2f} GiB of device memory"
-        taken = f"{least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f}"
-        if limits.storage_bytes is not None:
-            room += f" and {limits.storage_bytes / GIB:.2f} GiB of storage (each state twice)"
-            taken += f" and {least.storage_bytes / GIB:.2f}"
-        return cls(
-            f"the optimizer state must fit into {limits.host_bytes / GIB:.2f} GiB of host memory "
-            f"per rank and {room}, but {params} "
-            f"parameters at {workload.optimizer_state.state_bytes} bytes and their gradients take "
-            f"at least {taken} GiB: {missing / GIB:.2f} GiB are missing",
-            "More ranks, more device memory for resident subgroups or room for state on storage "
-            "under ZeRO-3 help (--host-memory, --gpu-memory, --storage)",
+            short.append("device and host share one memory here")
+        state_bytes = workload.params * workload.optimizer_state.state_bytes
+        short.append(
+            f"the optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes "
+            f"{size(state_bytes)}"
         )
+        return cls("; ".join(short), _ADVICE[binding[0]], lacking)
 
-    @classmethod
-    def _of_one_memory(cls, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
-        least = min(scores, key=limits.missing_bytes)
-        needed = least.device_peak_bytes + least.host_peak_bytes
-        if limits.storage_bytes is not None and least.storage_bytes > limits.storage_bytes:
-            return cls(
-                f"the stored state must fit into {limits.storage_bytes / GIB:.2f} GiB of storage, "
-                f"but takes {least.storage_bytes / GIB:.2f} GiB",
-                "More of it (--storage) or of memory (--host-memory) helps",
-            )
-        return cls(
-            f"the plan must fit into {limits.host_bytes / GIB:.2f} GiB of memory, which device and "
-            f"host share here, but takes at least {needed / GIB:.2f} GiB: "
-            f"{limits.missing_bytes(least) / GIB:.2f} GiB are missing",
-            "A smaller micro-batch or activation checkpointing helps, and under ZeRO-3 state on "
-            "storage (--storage); more ranks divide the parameters (--host-memory)",
-        )
+
+def _short(name: str, lacking: int, taken: int) -> str:
+    """Return a clause about one memory, in GiB with two digits so that small shortages are told."""
+    return (
+        f"{name} is {lacking / GIB:.2f} GiB short ({taken / GIB:.2f} GiB are needed, "
+        f"{(taken - lacking) / GIB:.2f} GiB are usable)"
+    )
+
+
+_ADVICE = {
+    "GPU memory": "A smaller micro-batch, a shorter sequence, activation checkpointing or ZeRO-3 takes less of it "
+    "(--micro-batch, --sequence, --zero-stage 3), more ranks divide the parameters (--data-parallel), or allow more "
+    "(--gpu-memory)",
+    "host memory": "State on storage under ZeRO-3 or more ranks take less of it (--storage, --data-parallel), "
+    "or allow more (--host-memory, --gpu-memory)",
+    "storage": "Allow more storage or more host memory (--storage, --host-memory)",
+}
