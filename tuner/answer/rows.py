@@ -65,8 +65,13 @@ class Row:
             limits=self.limits.by_memory,
         )
 
-    def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:
-        """As JSON, beside stock's iteration and the tokens of one."""
+    def fields(self, stock_s: float | None, tokens: int | None) -> dict[str, Any]:
+        """Return the row as JSON.
+
+        Args:
+            stock_s: stock's iteration. None: stock does not fit, and nothing is a multiple of its speed.
+            tokens: of one iteration.
+        """
         return {
             "role": self.role,
             "label": self.label,
@@ -75,7 +80,7 @@ class Row:
             "fits": self.simulated.fits,
             "reason": self.simulated.lacks,
             **figures(self.result, tokens),
-            "speedup": stock_s / self.result.iteration_s,
+            "speedup": stock_s and stock_s / self.result.iteration_s,
         }
 
 

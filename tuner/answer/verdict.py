@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.tuner.answer.rows import Role, role_of
 
@@ -27,7 +28,9 @@ class Verdict:
 
 
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
-    """What to do, by the rows of a table.
+    """Return what to do, by the rows of a table: who fits, what is short, then times.
+
+    "x stock" is said only where stock fits.
 
     Two iterations differ where the other one lies outside the plan's interval; a plan without one
     (of an older ebbtide) counts as exact.
@@ -38,23 +41,33 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     """
     by_role = dict(reversed(list(predicted)))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
-    if plan is None:
-        if plain is None or plain.note:
-            return Verdict("impossible", f"Nothing fits: {problem}.")
-        gain = f", and is {_times(stock, plain)} stock offloading" if stock else ""
+    runs = stock if stock is not None and stock.fits else None
+    if plan is None or not plan.fits:
+        why = problem if plan is None else f"this plan {plan.note or lacks(plan.missing)}"
+        if plain is None or not plain.fits:
+            return Verdict("impossible", f"Nothing fits: {why}.")
+        gain = f", and is {_times(runs, plain)} stock offloading" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
-    against = f"{_times(stock, plan)} stock" if stock else ""
-    gains = ", ".join(filter(None, [against, distance(plan)]))
-    gains = gains or f"{plan.iteration_s * 1e3:.1f} ms per iteration"
-    if plain is None or not _no_slower(plain, plan):
-        return Verdict("offload", f"Offload with this plan: {gains}.", gains)
-    if not plain.note:
+    gains = ", ".join(filter(None, [f"{_times(runs, plan)} stock" if runs else "", distance(plan)]))
+    gains = gains or f"{told_s(plan.iteration_s)} per iteration"
+    if plain is not None and plain.fits and _no_slower(plain, plan):
         gain = _gain(plain, plan)
-        return Verdict("no offload", f"Do not offload: it fits, and {gain} ({gains}).", gains)
-    if not differs(plan, plain.iteration_s):
-        return Verdict("offload", f"Offload with this plan: {gains}.", gains)
-    faster = f"not offloading would be {_times(plan, plain)} faster than this plan"
-    return Verdict("offload", f"Offload with this plan: {gains}; {faster}, but {plain.note}.", gains)
+        return Verdict("no offload", f"Do not offload: it fits ({told_s(plain.iteration_s)} per step), and {gain}.")
+    beside = _plain_beside(plain, plan)
+    if stock is None or runs:
+        return Verdict("offload", f"Offload with this plan: {gains}{beside}.", gains)
+    near = f", {distance(plan)}" if distance(plan) else ""
+    fits = f"Fits with ebbtide ({told_s(plan.iteration_s)} per step{near})"
+    return Verdict("offload", f"{fits}; stock does not: it {stock.note}{beside}.", gains)
+
+
+def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
+    """Return what not offloading would bring and lacks, where a larger card is near at hand."""
+    if plain is None or plain.fits or not _no_slower(plain, plan) or not differs(plan, plain.iteration_s):
+        return ""
+    if any(lacking > plain.limits.get("device", lacking) for lacking in plain.missing.values()):
+        return ""  # more than twice of what there is
+    return f"; not offloading would be {_times(plan, plain)} faster than this plan, but {plain.note}"
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
@@ -75,6 +88,11 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
     if spread <= WORTH:
         return "is as fast as this plan"
     return f"makes no difference within the prediction's interval ({spread:.0%} either way)"
+
+
+def told_s(seconds: float) -> str:
+    """Return a time for people: milliseconds below a second, else seconds."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _times(longer: Prediction, shorter: Prediction) -> str:

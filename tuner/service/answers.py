@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -18,6 +17,7 @@ from ebbtide.simulator.analysis.goodput import (
 )
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid
+from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -30,7 +30,7 @@ from ebbtide.tuner.answer.failures import checkpointed, goodput_of
 from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
-from ebbtide.tuner.answer.ways_out import Changes
+from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, Changes, another_gpu
 from ebbtide.tuner.answer.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import wear, with_storage
@@ -71,7 +71,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
     elif name is None:
         name, moved = strategy_of(request, workload)
         options = {**moved, **options}
-    result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
+    result = simulate_fast(TEMPLATES.compiled(name, workload, options), machine)
     answer = {"strategy": name, **figures(result, workload.tokens_per_iteration)}
     if request.timeline:
         timeline = run_with_memory(build_strategy(name, workload, **options), machine)
@@ -107,7 +107,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
-        "timelines": _timelines(machine, workload, plan) if request.timelines else None,
+        "timelines": _timelines(machine, workload, plan, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)},
@@ -121,19 +121,21 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: 
     which cannot tell.
     """
     if request.workload is not None:
-        return {"ways": []}
+        return {"ways": [], "another_way": ANOTHER_WAY}
     check_plannable(request)
-    return {
-        "ways": [
-            {
-                "label": way.label,
-                "changes": _of_scenario(way.changes),
-                "iteration_s": way.iteration_s,
-                "tokens_per_s": way.tokens_per_s,
-            }
-            for way in nearest_changes(job_of(request), machine_of(request), storage=storage_of(request) or None)
-        ]
-    }
+    job, machine, storage = job_of(request), machine_of(request), storage_of(request) or None
+    found = nearest_changes(job, machine, storage=storage)
+    ways = [
+        {
+            "label": way.label,
+            "changes": _of_scenario(way.changes),
+            "iteration_s": way.iteration_s,
+            "tokens_per_s": way.tokens_per_s,
+        }
+        for way in found
+    ]
+    elsewhere = "" if ways else another_gpu(job, machine, storage=storage)
+    return {"ways": ways, "another_way": ". ".join(filter(None, [elsewhere, ANOTHER_WAY]))}
 
 
 def _of_scenario(changes: Changes) -> dict[str, Any]:
@@ -170,29 +172,31 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
 
 
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
-    """The plan's own prediction has its interval and its bound."""
+    """The plan's own prediction has its interval and its bound, but only this machine's row knows whether it fits."""
+    known = plan and plan.prediction
     return [
-        (row.role, plan.prediction if row.role == "plan" and plan and plan.prediction else row.prediction)
-        for row in rows
+        (row.role, known if known and row.role == "plan" and row.simulated.fits else row.prediction) for row in rows
     ]
 
 
 def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
     """What fits first, then by speed."""
-    stock_s = next(row.result.iteration_s for row in rows if row.role == "stock")
+    stock = next(row for row in rows if row.role == "stock")
+    stock_s = stock.result.iteration_s if stock.simulated.fits else None
     fields = [row.fields(stock_s, workload.tokens_per_iteration) for row in rows]
     return sorted(fields, key=lambda row: (not row["fits"], row["iteration_s"]))
 
 
-def _timelines(machine: Machine, workload: Workload, plan: Plan | None) -> dict[str, Any]:
-    """Of stock and of the plan."""
+def _timelines(machine: Machine, workload: Workload, plan: Plan | None, choice: str) -> dict[str, Any]:
+    """Build the timelines of stock and of what the verdict advises: the plan, or not offloading."""
     name, setting = stock_beside(workload, plan)
-    stock = build_strategy(name, workload, **setting)
-    planned = plan and build_strategy("ebbtide", workload, plan=plan)
-    return {
-        "stock": view(run_with_memory(stock, machine), stock),
-        "plan": planned and view(run_with_memory(planned, machine), planned),
+    advised = build_strategy("no_offload", workload) if choice == "no offload" else None
+    schedules = {
+        "stock": build_strategy(name, workload, **setting),
+        "plan": plan and build_strategy("ebbtide", workload, plan=plan),
+        "no offload": advised,
     }
+    return {role: built and view(run_with_memory(built, machine), built) for role, built in schedules.items()}
 
 
 def _about_machine(machine: Machine) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def test_the_headline_says_what_the_plan_brings(plan):
     interval = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
     chosen = plan.prediction.model_copy(update={**interval, "lower_bound_s": 0.96})
     stock = chosen.model_copy(update={"strategy": "stock ZeRO-3 offload", "iteration_s": 2.1})
+    chosen = chosen.model_copy(update={"limits": {}})
+    stock = stock.model_copy(update={"limits": {}})
     plain = chosen.model_copy(
         update={"strategy": "no offload", "iteration_s": 0.5, "note": "needs 48.0 GiB more GPU memory"}
     )
@@ -92,9 +94,19 @@ def test_the_headline_says_what_the_plan_brings(plan):
         "Offload with this plan: 2.1x stock, 4% from the optimum; not offloading would be 2.0x "
         "faster than this plan, but needs 48.0 GiB more GPU memory."
     )
+    gib = 2**30
+    short = {"note": "needs 28.0 GiB more host memory", "limits": {"device": 20 * gib, "host": 100 * gib}}
+    needy = stock.model_copy(update={**short, "host_peak_bytes": 128 * gib})
+    told = headline(made.model_copy(update={"alternatives": (needy, plain)}))
+    assert told.startswith(
+        "Fits with ebbtide (1 s per step, 4% from the optimum); stock does not: it needs 28.0 GiB more host memory"
+    )
+    assert "stock;" not in told
+    far = plain.model_copy(update={"limits": {"device": 20 * gib}, "device_peak_bytes": 68 * gib})
+    assert "not offloading" not in headline(made.model_copy(update={"alternatives": (stock, far)}))
     fits = plain.model_copy(update={"note": ""})
     made = made.model_copy(update={"alternatives": (stock, fits)})
-    assert headline(made).startswith("Do not offload: it fits, and is 2.0x faster than this plan")
+    assert headline(made).startswith("Do not offload: it fits (500 ms per step), and is 2.0x faster than this plan")
     assert "without a prediction" in headline(plan.model_copy(update={"prediction": None}))
 
 
@@ -103,7 +115,7 @@ def test_the_headline_says_what_the_plan_brings(plan):
 )
 def test_what_lies_within_the_interval_is_no_difference(plan, seconds, choice):
     spread = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
-    chosen = plan.prediction.model_copy(update={**spread, "lower_bound_s": 0.96})
+    chosen = plan.prediction.model_copy(update={**spread, "lower_bound_s": 0.96, "limits": {}})
     plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": seconds})
     told = headline(plan.model_copy(update={"prediction": chosen, "alternatives": (plain,)}))
     assert told.startswith("Do not offload: it fits" if choice else "Offload with this plan")

@@ -189,10 +189,10 @@ export class AnswerView {
     this.refining = new AbortController();
     this.tell("Looking for what would fit ...");
     try {
-      const { ways } = await call("/ways-out", { method: "POST", body: scenario, signal: this.refining.signal });
+      const { ways, another_way: another } = await call("/ways-out", { method: "POST", body: scenario, signal: this.refining.signal });
       if (number !== this.asked || this.busy) return;
-      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit:" : "No single change that this page knows makes it fit."),
-        ...ways.map((way) => this.wayButton(way)));
+      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit, the cheapest first:" : "No change of this machine that this page knows makes it fit."),
+        ...ways.map((way) => this.wayButton(way)), element("p", { class: "hint" }, `${another}.`));
       at("ways").hidden = false;
       this.tell("");
     } catch (error) {
@@ -243,13 +243,16 @@ export class AnswerView {
     at("answer").dataset.effort = answer.effort;
     at("sentence").textContent = answer.sentence;
     at("context").textContent = context(answer);
-    this.effort(this.plan ? "The plan that a job found." : answer.plan && isOptimum(answer) ? OPTIMUM : "");
+    const advised = answer.verdict === "offload";
+    this.effort(this.plan ? "The plan that a job found." : advised && isOptimum(answer) ? OPTIMUM : "");
+    at("save-plan").classList.toggle("primary", advised);
+    at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan all the same";
     at("tiles").replaceChildren(...tiles(answer));
     this.compare(answer);
     const entries = entriesOf(answer, this.pinned);
     drawLegend(at("legend"), entries.map((e) => e.view));
     drawTimelines(at("timelines"), entries);
-    at("difference").textContent = answer.timelines.plan ? difference(answer.timelines.stock, answer.timelines.plan) : "";
+    at("difference").textContent = advised && answer.timelines.plan ? difference(answer.timelines.stock, answer.timelines.plan) : "";
     at("kinds-panel").hidden = !answer.memory;
     const { device_bytes: device, host_bytes: host, storage_bytes: storage } = answer.limits;
     if (answer.memory) drawKinds(at("kinds"), answer.memory, { device: answer.machine.unified_memory ? null : device, host, storage });
@@ -328,8 +331,14 @@ function entriesOf(answer, pinned) {
     const row = shown.rows.find((r) => r.role === role);
     return view && { title, note: `${seconds(view.duration_s)}${row && !row.fits ? `, ${row.reason}` : ""}`, view };
   };
-  const beside = pinned && pinned.answer !== answer && entry("Pinned", pinned.answer, pinned.answer.timelines.plan ? "plan" : "stock");
-  return [entry("Stock", answer, "stock"), entry("Plan", answer, "plan"), beside].filter(Boolean);
+  const beside = pinned && pinned.answer !== answer && entry("Pinned", pinned.answer, advisedBy(pinned.answer) || "stock");
+  const advised = advisedBy(answer);
+  return [entry("Stock", answer, "stock"), advised && entry(advised === "plan" ? "Plan" : "Not offloading", answer, advised), beside].filter(Boolean);
+}
+
+// The role of the timeline that the sentence is about; nothing fits: none.
+function advisedBy(answer) {
+  return ["no offload", "plan"].find((role) => answer.timelines[role] && (role === "plan" || answer.verdict === role));
 }
 
 function context(answer) {
@@ -352,13 +361,18 @@ function tiles(answer) {
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
   return [
     tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(answer.bound_s)}` : what),
-    tile("Against stock", times(row.speedup), what),
+    row.speedup ? tile("Against stock", times(row.speedup), what) : tile("Stock", "does not fit", stockReason(answer)),
     tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     ...(answer.machine.unified_memory
       ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the device's part too`)]
       : [tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`), tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`)]),
     ...goodput,
   ];
+}
+
+function stockReason(answer) {
+  const stock = answer.rows.find((row) => row.role === "stock");
+  return stock ? stock.reason : "";
 }
 
 // With failures: what checkpoints, lost work and restarts leave of the time, for whom.

@@ -30,7 +30,7 @@ function line(row, most, tokens) {
 }
 
 function speed(ratio, most) {
-  if (!ratio) return "unknown";
+  if (!ratio) return "–"; // stock does not fit: nothing is a multiple of its speed
   const cell = element("span", { class: "speed" }, times(ratio));
   const svg = shape("svg", { width: 64, height: 8, class: "bar-cell", "aria-hidden": "true" });
   svg.append(shape("rect", { width: 64, height: 8, rx: 2, class: "bar-track" }));
