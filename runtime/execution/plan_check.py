@@ -1,4 +1,4 @@
-"""A check that a plan was made for the present subgroups."""
+"""Whether a plan was made for the subgroups that are there."""
 
 from __future__ import annotations
 

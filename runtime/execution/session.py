@@ -27,7 +27,7 @@ from ebbtide.simulator.plan import ParameterHome, Placement, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
-from ebbtide.simulator.update.guessing import UNKNOWN, Guessing
+from ebbtide.simulator.update.guessing import Guessing
 from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -36,14 +36,14 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class TrainingEngine(Protocol):
-    """The interface that a session needs of a training framework's optimizer.
+    """What a session needs of a training framework's optimizer.
 
     Every call comes from the training thread. The framework keeps its own references to the state
-    (for checkpoints and readers). `adopt` tells it the new place of a subgroup.
+    (for checkpoints and readers); `adopt` tells it where a subgroup has gone.
 
     Attributes:
         shares_state: the framework's state buffers outlive a plan; only gradients are given back.
-        overlaps_forward: readers of parameters can be made to wait, so that a step need not wait.
+        overlaps_forward: readers of parameters can be gated, so that a step need not wait.
     """
 
     shares_state: bool
@@ -54,34 +54,33 @@ class TrainingEngine(Protocol):
         ...
 
     def wire_dtype(self) -> WireDtype:
-        """Return the precision in which the model computes."""
+        """What the model computes with."""
         ...
 
     def parameter_home(self) -> ParameterHome:
-        """Return the memory in which the framework itself keeps partitions of parameters."""
+        """The memory in which the framework itself keeps partitions of parameters."""
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return the parameters gathered in forward and backward, keyed as in `slices`.
-
-        None if they are unknown so far, or if parameters are never partitioned.
+        """What a forward and its backward gather: parameters by the keys of `slices`; None: unknown
+        as yet, or parameters are never partitioned.
         """
         ...
 
     def zero_stage(self) -> ZeroStage:
-        """Return the ZeRO stage: how much of the training state is divided among the ranks."""
+        """How much of the training state is divided among the ranks."""
         ...
 
     def first_use(self) -> list[int]:
-        """Return when forward first needs each subgroup's parameters, on any scale."""
+        """When, in forward, the first of each subgroup's parameters is needed; any scale."""
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Return the rule of the optimizer. The plan's updates have its bits."""
+        """Of the optimizer whose bits the plan's updates have."""
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return the place of each parameter's part, by a number of the framework's own."""
+        """Where each parameter's part lies, by a number of the framework's own."""
         ...
 
     def gradient_homes(
@@ -91,9 +90,8 @@ class TrainingEngine(Protocol):
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare for the first plan: split the framework's joined buffers.
-
-        Otherwise an old buffer would stay until its last subgroup has moved.
+        """Before the first plan: what the framework keeps in one piece is taken apart, so that no
+        old piece waits for the last subgroup to have moved.
         """
         ...
 
@@ -106,7 +104,7 @@ class TrainingEngine(Protocol):
         ...
 
     def settle(self) -> None:
-        """Release unused buffers after all subgroups have been adopted."""
+        """All subgroups have been adopted: what nobody needs any more is given back."""
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
@@ -114,13 +112,9 @@ class TrainingEngine(Protocol):
         ...
 
     def guess(self) -> tuple[list[UpdateStep], float]:
-        """Return the next step's hyperparameters without advancing counters, and the gradient scale for a step
-        without clipping or overflow.
+        """What `hyperparameters` would give now, no counter going up, and the factor of a step that
+        neither clips nor overflows.
         """
-        ...
-
-    def unclipped_scale(self) -> float:
-        """Return the gradient scale of a step that neither clips nor overflows."""
         ...
 
     def guess_holds(self) -> bool:
@@ -132,15 +126,15 @@ class TrainingEngine(Protocol):
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return the master and moments that a checkpoint reads."""
+        """Where a checkpoint reads the master and its moments."""
         ...
 
     def gradient_bytes(self) -> int:
-        """Return the bytes per parameter of an accumulated gradient."""
+        """Of an accumulated gradient, per parameter."""
         ...
 
     def micro_batches(self) -> int:
-        """Return the number of micro-batches per step."""
+        """Of a step."""
         ...
 
     def clips(self) -> bool:
@@ -148,7 +142,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Call ``wait`` with the parameters before any code reads them. Return an undo function."""
+        """Whoever reads parameters has ``wait`` called with them first; returns an undo."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
@@ -191,7 +185,6 @@ class Session:
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
-        self._account_for(self.plan)
         self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
@@ -244,11 +237,6 @@ class Session:
             plan.prefetch,
             arrival,
         )
-
-    def _account_for(self, plan: Plan) -> None:
-        """Begin a new account of early updates, with the times that the plan predicts."""
-        times = plan.prediction.step_times if plan.prediction else None
-        self.guessing = Guessing(times or UNKNOWN, self.guessing.steps, self.guessing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
@@ -310,7 +298,7 @@ class Session:
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Wait until readers can be shown everything. During a checkpoint stored state is not shown."""
+        """Until what they are shown is there: in a checkpoint, nothing of what is stored."""
         if self.saves_in_flight:
             self.executor.wait_memory()
         else:
@@ -336,9 +324,8 @@ class Session:
         self.executor.prefetch(guesses=self.guessing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Start the update if the plan updates the subgroup early: its gradient is complete.
-
-        Another gradient for the same window cancels it.
+        """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
+        same window makes the guess void.
         """
         self._guess(subgroup)
         self.executor.come_in()
@@ -374,19 +361,13 @@ class Session:
         self.homes.stepped(scale)
         steps = self.engine.hyperparameters()
         jobs = [SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)]
-        self.guessing.counted(clipped=self._clipped(scale))
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
 
-    def _clipped(self, scale: float) -> bool:
-        """Return whether the step's gradient scale is another than without clipping."""
-        return scale != self.engine.unclipped_scale()
-
     def skip(self) -> None:
-        """Skip this step's updates, because a gradient was not finite."""
+        """This step updates nothing: a gradient was not finite."""
         self.homes.stepped(None)
         self._guessed = None
-        self.guessing.counted(clipped=True)
         self.guessing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
@@ -395,9 +376,9 @@ class Session:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """Return the ops of the latest steps, in the simulator's own type.
+        """What the latest steps did, op by op, in the simulator's own type.
 
-        ``wait`` False: only steps with all ops ended by now, without waiting for the others.
+        ``wait`` False: the steps whose ops have all ended by now, without a wait for the others.
         """
         if wait:
             self.executor.wait_all()
@@ -445,7 +426,6 @@ class Session:
         self._running = old
         self.plan, executor = self._build(plan)
         self._running = None
-        self._account_for(self.plan)
         executor.gate, executor.before_op = old.gate, old.before_op
         executor.spent = old.spent
         self.executor = executor
@@ -504,7 +484,7 @@ def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
 
 
 def threads_of(plan: Plan, device: Device) -> int:
-    """Return the threads of the host update: the plan's, or the number of available cores."""
+    """Threads of the host update: the plan's, else as many as there are cores for it."""
     if plan.threads:
         return plan.threads
     if device.cores:

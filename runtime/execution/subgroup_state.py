@@ -1,4 +1,4 @@
-"""The place of each subgroup's optimizer state."""
+"""Where the optimizer state of each subgroup lives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StagingSlot:
     wire: torch.Tensor | None = None  # where visits are guessed, for new parameters
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors for the master and the moments of a subgroup of this size."""
+        """Where the master and the moments of a subgroup of this size go."""
         return tuple(part[:elements] for part in self.parts)
 
     @property
@@ -88,7 +88,7 @@ class StagingSlot:
 
 
 class StateStore(Protocol):
-    """A store of the stored subgroups' state. Any thread may call; for one subgroup, one at a time."""
+    """Where the state of stored subgroups lives. Any thread may call; of a subgroup, one."""
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Writes a subgroup's first state; returns tensors that show it, whatever is written."""
@@ -99,7 +99,7 @@ class StateStore(Protocol):
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify restored state that was never read, before it is read."""
+        """Somebody is about to look at what was restored and never read since: it is whole."""
         ...
 
     def tick(self) -> int:
@@ -107,7 +107,7 @@ class StateStore(Protocol):
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write new state without touching the last one's, and show it from then on. Blocks.
+        """Writes new state beside the last one's, and shows it from then on; blocks.
 
         Args:
             version: None: of this subgroup alone.
@@ -115,7 +115,7 @@ class StateStore(Protocol):
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that a load has just adopted in place."""
+        """The subgroups whose state a load has just taken as it lies."""
         ...
 
 
@@ -162,7 +162,7 @@ def place(
 def _parameters(
     device: Device, index: int, home: ParameterHome, before: Buffers, apart: bool
 ) -> tuple[ParameterHome, torch.Tensor]:
-    """Return the parameters' new location, and the tensor that holds them."""
+    """Where the parameters are from now on, and the tensor that holds them."""
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:

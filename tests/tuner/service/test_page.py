@@ -503,7 +503,53 @@ def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
     assert page.input_value("#c-zero_stage") == "2"
     page.fill("#n-micro_batch", "-3")
     page.press("#n-micro_batch", "Enter")
-    assert page.input_value("#n-micro_batch") == "5"
+    assert page.get_attribute("#n-micro_batch", "aria-invalid") == "true"
+    assert asked_of(page)["micro_batch"] == 5, "what cannot be is marked at its field and not asked"
+    page.fill("#n-sequence", "99999999")
+    page.press("#n-sequence", "Enter")
+    assert "at most" in page.evaluate("document.querySelector('#n-sequence').validationMessage")
+    assert not page.inner_text("#sentence").startswith("This cannot")
+
+
+SHOWN = """() => [...document.querySelectorAll("#controls select")].map(one =>
+    [one.id, one.selectedIndex >= 0 ? one.options[one.selectedIndex].text : ""])"""
+
+
+def test_every_select_shows_its_value(page, server):
+    opened(page, server)
+    shown = dict(page.evaluate(SHOWN))
+    assert all(shown.values()), shown
+    assert shown["c-keep_activations"] == "computed again in backward"
+    for select in shown:
+        if select in ("c-model", "c-machine"):
+            continue
+        options = page.locator(f"#{select} option").all_text_contents()
+        page.evaluate(
+            """([id, i]) => { const one = document.getElementById(id); one.selectedIndex = i;
+            one.dispatchEvent(new Event("change")); }""",
+            [select, 1],
+        )
+        assert dict(page.evaluate(SHOWN))[select] == options[1]
+    opened(page, server, ASKED + "&keep_activations=true")
+    assert dict(page.evaluate(SHOWN))["c-keep_activations"] == "kept"
+
+
+def test_where_offloading_is_not_advised_sentence_tile_timeline_and_button_agree(page, server):
+    opened(page, server, "/?model=Llama+3.2+1B&machine=h200")
+    assert page.inner_text("#sentence").startswith("Do not offload")
+    assert "not offloading" in page.inner_text("#tiles")
+    assert "Not offloading" in page.inner_text("#memory .legend")
+    assert "Plan" not in page.inner_text("#memory .legend")
+    button = page.locator("#save-plan")
+    assert "primary" not in button.get_attribute("class").split()
+    assert "all the same" in button.inner_text()
+
+
+def test_where_stock_does_not_fit_nothing_is_a_multiple_of_its_speed(page, server):
+    opened(page, server, "/?model=Llama+3+8B&machine=rtx4090")
+    assert "stock does not: it needs" in page.inner_text("#sentence")
+    assert "does not fit" in page.inner_text("#tiles")
+    assert "×" not in page.inner_text("#table")
 
 
 def test_a_plan_comes_with_what_to_type(page, server):

@@ -34,7 +34,8 @@ function fact(scenario, name) {
 }
 
 function line(name, ...cells) {
-  return element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((text) => element("td", { class: "number" }, text)));
+  return element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((text) => element("td", { class: "number" },
+    text.length > 60 ? element("span", { class: "long", title: text }, text) : text)));
 }
 
 function change(before, after) {

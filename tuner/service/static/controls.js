@@ -10,17 +10,17 @@ const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 // unit: what the number beside it counts; each: how much of the state's unit one of them is.
 // brief: a stop on a sweep's axis; batch: more of it trains more tokens in an iteration.
 const SLIDERS = [
-  { key: "micro_batch", where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
-  { key: "sequence", where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
-  { key: "accumulation", where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×`, brief: String, batch: true },
+  { key: "micro_batch", most: 65536, where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
+  { key: "sequence", most: 2 ** 22, where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
+  { key: "accumulation", most: 4096, where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×`, brief: String, batch: true },
   { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}`, brief: String, batch: true },
   { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
-  { key: "omp_threads", where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
+  { key: "omp_threads", most: 65536, where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
   { key: "storage_bytes", where: "more-machine", label: "Storage for state, of a node", steps: [null, ...[64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384].map((n) => n * GIB)], start: null, unit: "GiB", each: GIB, show: (v) => (v === null ? "none" : gib(v)) },
   { key: "endurance_bytes", where: "more-machine", label: "The drives' rated endurance", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
-  { key: "mtbf_s", where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
+  { key: "mtbf_s", most: 1e10, where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
 // standard: what is not said to the service. from, into: what a DeepSpeed config says of it.
 const CHOICES = [
@@ -112,7 +112,7 @@ export class Controls {
 
   choice(choice) {
     const select = element("select", { id: `c-${choice.key}` },
-      ...choice.values.map(([value, text]) => element("option", { value }, text)));
+      ...choice.values.map(([value, text]) => element("option", { value: String(value) }, text)));
     this.parts[choice.key] = select;
     select.addEventListener("change", () => {
       const [value] = choice.values[select.selectedIndex];
@@ -158,8 +158,18 @@ export class Controls {
   // A number beside a slider: exactly that, whether the slider stops there or not.
   typed(slider, text) {
     const value = text === "" && slider.start === null ? null : Math.round(Number(text) * slider.each);
-    if (value !== null && !(value > 0)) this.show(slider);
+    const most = this.most(slider);
+    const wrong = value !== null && !(value > 0) ? "must be a number greater than 0" : value > most ? `must be at most ${slider.show(most)}` : "";
+    const { number } = this.parts[slider.key];
+    number.setCustomValidity(wrong);
+    number.setAttribute("aria-invalid", String(Boolean(wrong)));
+    if (wrong) number.reportValidity();
     else this.take({ [slider.key]: value });
+  }
+
+  // The largest value that the service takes, or that the machine has.
+  most(slider) {
+    return slider.key === "gpus" ? Math.max(...this.steps(slider)) : slider.most || 1e18;
   }
 
   // From a URL; what it does not say, or says wrongly, is the default.
@@ -298,6 +308,8 @@ export class Controls {
     const fixed = this.fixed(slider);
     const text = fixed ? "as profiled" : slider.show(this.state[slider.key]);
     const value = this.state[slider.key];
+    number.setCustomValidity("");
+    number.setAttribute("aria-invalid", "false");
     number.value = value === null || fixed ? "" : String(+(value / slider.each).toFixed(1));
     number.placeholder = fixed || slider.start !== null ? "" : slider.show(null);
     unit.textContent = fixed ? text : slider.unit;
