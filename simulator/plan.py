@@ -14,6 +14,7 @@ from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind
 from ebbtide.simulator.shown import Shown
+from ebbtide.simulator.update.guessing import StepTimes
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, SPECULATES, Slot, can_be_guessed, can_be_summed
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
@@ -69,7 +70,10 @@ class CheckpointPlan(Page):
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
-        keep: committed checkpoints left in ``dir``, newest first; 0: all.
+        keep: committed checkpoints left in ``dir``, newest first; 0: all. Also the number of
+            checkpoints whose stored state the drives hold. 0: as many as the Trainer's
+            ``save_total_limit``, else the newest one, or two for ``load_best_model_at_end``; the log
+            says so at the start, and older checkpoints cannot be loaded.
         deadline_s: how long storage may make no progress, and ranks may wait for each other, before
             a checkpoint is given up with an error. Of stored state's drives too, 300 at most.
         drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
@@ -121,6 +125,10 @@ class Prediction(Page):
             Empty: not told, as of other systems.
         limits: bytes that may be taken of each memory; one that nobody limits is not there. Where
             device and host memory are one, it is the host's.
+        clip_rate: Fraction of steps that ``iteration_s`` assumes to clip or overflow. None if the plan
+            updates nothing before the norm is known.
+        unclipped_s, waiting_s, clipped_s: An iteration whose early updates are right, one without early
+            updates, and one whose early updates are redone. 0: as ``clip_rate``.
     """
 
     strategy: str = "ebbtide"
@@ -139,12 +147,23 @@ class Prediction(Page):
     limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)
     stall_s: float = Field(0.0, ge=0, description="per checkpoint")
     lower_bound_s: float = Field(0.0, ge=0)
+    clip_rate: float | None = Field(None, ge=0, le=1)
+    unclipped_s: float = Field(0.0, ge=0)
+    waiting_s: float = Field(0.0, ge=0)
+    clipped_s: float = Field(0.0, ge=0)
     note: str = ""
 
     @property
     def missing(self) -> dict[str, int]:
         """Bytes by which the peaks exceed each limit; empty where no limits are known."""
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Times of steps that clip and that do not. None if no update begins early."""
+        if self.clip_rate is None or not self.waiting_s:
+            return None
+        return StepTimes(self.unclipped_s, self.waiting_s, self.clipped_s)
 
     @property
     def fits(self) -> bool:

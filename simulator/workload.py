@@ -11,6 +11,7 @@ from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.shown import Shown
+from ebbtide.simulator.update.guessing import ASSUMED_CLIP_RATE
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -99,8 +100,8 @@ class Workload(Shown, Page):
         optimizer: of `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
         clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
             before the global norm is known.
-        clip_rate: the share of steps that clip or overflow, which makes their guesses wrong
-            (`Plan.speculate`); None: nobody knows, and no search guesses.
+        clip_rate: Fraction of steps that clip gradients or overflow, whose early updates are redone. None
+            if it is not known: see `expected_clip_rate`.
         device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
             profile adds what the activations do not explain of the peak it saw.
         device_base_parts: what is known of it by kind; the rest are buckets. Empty: this rank's
@@ -269,6 +270,13 @@ class Workload(Shown, Page):
             subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
         fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
         return Workload.model_validate({**self.model_dump(), **fields})
+
+    @property
+    def expected_clip_rate(self) -> float:
+        """Clip rate to plan with: the given one, or 10% if the gradients are clipped at all."""
+        if self.clip_rate is not None:
+            return self.clip_rate
+        return ASSUMED_CLIP_RATE if self.clip else 0.0
 
     @property
     def adds_on_device(self) -> bool:

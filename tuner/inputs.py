@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from ebbtide.tuner.quantities import chance
 
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job
@@ -23,6 +24,7 @@ T = TypeVar("T")
 SEQUENCE = 2048  # tokens per sample, where nobody says
 Command = Callable[..., Any]
 _STARTED = ("launcher", "omp_threads")
+_RUN = (*_STARTED, "clip_rate")  # what a profiled workload does not settle either
 # `ebbtide.simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
@@ -39,6 +41,19 @@ class BadInputError(click.ClickException):
         from ebbtide.simulator.rules import cut
 
         super().__init__(cut(message, LONGEST))
+
+
+class Text(click.ParamType):  # type: ignore[type-arg]
+    """A flag whose text is parsed by a function that raises ValueError."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 MACHINE = click.option(
@@ -76,6 +91,12 @@ _WORKLOAD_OPTIONS = (
     ),
     click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of activations."),
     *LAUNCHER_OPTIONS,
+    click.option(
+        "--clip-rate",
+        type=Text("share", chance),
+        help="Fraction of steps that clip gradients or overflow, e.g. 5%: updates that began before the norm "
+        "was known are then redone. Default: 10% is assumed.",
+    ),
 )
 
 
@@ -115,6 +136,7 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
         **{name: about[name] or 1 for name in ranks},
         **started_by(about),
         "recompute": not about["keep_activations"],
+        "clip_rate": about.get("clip_rate"),
     }
 
 
@@ -123,12 +145,14 @@ def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
     return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
-def _threads_of(workload: Workload, about: Mapping[str, Any]) -> Workload:
-    """A profiled workload as another launcher would start it."""
+def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
+    """Return a profiled workload with the launcher and the clip rate that the flags give."""
     from ebbtide.simulator.estimates.launchers import started
 
     given = started_by(about)
-    return started(workload, **given) if given else workload
+    workload = started(workload, **given) if given else workload
+    rate = about.get("clip_rate")
+    return workload if rate is None else workload.model_copy(update={"clip_rate": rate})
 
 
 @dataclass(frozen=True)
@@ -169,7 +193,7 @@ def read_trained(
         raise BadInputError(
             f"exactly one of --workload and --model must be given, but got {'both' if workload else 'none'}"
         )
-    beside = (*beside_workload, *_STARTED)
+    beside = (*beside_workload, *_RUN)
     without_effect = [k for k, v in about.items() if v and k not in beside]
     if workload is not None and without_effect:
         flag = "--" + without_effect[0].replace("_", "-")
@@ -179,7 +203,7 @@ def read_trained(
         )
     config = read_config(about.get("ds_config"))
     if workload is not None:
-        return Trained(_threads_of(_read(Workload, workload, "--workload"), about), None, config)
+        return Trained(_run_so(_read(Workload, workload, "--workload"), about), None, config)
     from ebbtide.simulator.estimates.job import Job
 
     assert model is not None

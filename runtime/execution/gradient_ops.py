@@ -1,4 +1,4 @@
-"""The ops of gradients that cross to the host, on the schedule's lanes and behind its waits."""
+"""The ops of gradients that cross to the host, on the schedule's lanes and with its waits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class GradientOps:
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], home, source)
 
     def set_aside(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
-        """As `send`, for a gradient of the window before: no schedule has it, no update reads it
-        unless the last micro-batch does not reach its parameter.
+        """Send a gradient of the previous window home, like `send`.
+
+        No schedule has this op. An update reads it only if the last micro-batch does not reach its parameter.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), home, source)
@@ -60,10 +61,10 @@ class GradientOps:
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
-        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, or is one gradient.
+        """Keep the bytes in flight within `GRADIENTS_UNDER_WAY_BYTES`, or at one gradient.
 
-        The host waits, not a stream: it hands out the memory of the next gradients, which it could
-        not take from those that are still being copied. It is no more than that ahead of backward.
+        The host waits, not a stream: the host hands out the memory of the next gradients, and it cannot
+        reuse memory that is still being copied. It is no more than that ahead of backward.
         """
         left = sum(n for _, n in self._under_way) + size_bytes
         while self._under_way:
@@ -106,7 +107,7 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """What has to end before all that was sent home of a subgroup is there."""
+        """Return the completions to await before all sent gradients of a subgroup are home."""
         end = self._ends.get((OpKind.GRADIENT_D2H, subgroup))
         return [] if end is None else [end]
 
@@ -128,6 +129,6 @@ class GradientOps:
 
 
 def _fetched_once(subgroup: int) -> GradientOp:
-    """Behind what is on its way home."""
+    """Return the op that fetches a sum once, after everything on its way home."""
     op = Op(-1, OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, 0, subgroup=subgroup)
     return GradientOp(op, summed=True, reduced=True, after=(OpKind.GRADIENT_D2H,))

@@ -104,7 +104,7 @@ class GradientHomes(Generic[Piece]):
         return self._store(piece.subgroup, home, gradient.view(home.shape), base)
 
     def _reached(self, piece: Piece) -> None:
-        """By the window's last micro-batch."""
+        """Note that the window's last micro-batch has reached the parameter."""
         self._missing[piece.subgroup] -= not piece.touched
         piece.touched = True
         if self.complete is not None and not self._missing[piece.subgroup]:
@@ -127,7 +127,7 @@ class GradientHomes(Generic[Piece]):
     def _hold(
         self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None, *, boundary: bool, alone: bool
     ) -> torch.Tensor:
-        """As `_store`, where the sum stays on the device until the boundary."""
+        """Store a partition like `_store`, with a sum that stays on the device until the boundary."""
         total = gradient
         if not (alone or (boundary and base is None)):
             total = self._sum_up(piece, gradient, base)
@@ -140,7 +140,7 @@ class GradientHomes(Generic[Piece]):
         return total
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        """In the device memory for the subgroup's sum, which it returns."""
+        """Add the gradient to the subgroup's sum in device memory, and return the sum."""
         total = self._held(piece, gradient.numel())
         if not piece.unsent:  # what is there may still be on its way home
             self.device.training_waits(self.arrived(piece.subgroup))
@@ -163,17 +163,17 @@ class GradientHomes(Generic[Piece]):
         return gradient.narrow(0, piece.offset, piece.elements if elements is None else elements)
 
     def _sum_so_far(self, piece: Piece, elements: int) -> torch.Tensor:
-        """What the next micro-batch is added to."""
+        """Return the sum to which the next micro-batch is added."""
         return self._held(piece, elements) if piece.held else self._home(piece, elements)
 
     # -- another plan ------------------------------------------------------------------------
 
     def spare_bytes(self) -> int:
-        """Host memory beside the homes."""
+        """Return the host memory in addition to the home buffers."""
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """The same gradients beside the states' new homes."""
+        """Return the same gradients for states that have moved."""
         homes = replace(self, states=states, ops=ops)
         homes._open = self._open
         return homes
@@ -198,7 +198,7 @@ class GradientHomes(Generic[Piece]):
         return self.ops.arrived(subgroup)
 
     def close_window(self) -> None:
-        """Called at each step, behind its last gradient."""
+        """Close the window of micro-batches. Called at each step, after its last gradient."""
         for piece in self.slices.values():
             piece.touched = False
         self._missing = self._awaited()
@@ -213,7 +213,7 @@ class GradientHomes(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """What the step multiplies gradients by; None: it is skipped."""
+        """Note the factor by which the step multiplies gradients. None: the step is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Runs that cover the subgroup, with what their updates apply."""

@@ -1,4 +1,4 @@
-"""Whether a plan was made for the subgroups that are there."""
+"""A check that a plan was made for the present subgroups."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ebbtide.simulator.plan import ParameterHome, Placement, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
-from ebbtide.simulator.update.guessing import Guessing
+from ebbtide.simulator.update.guessing import UNKNOWN, Guessing
 from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -36,14 +36,14 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class TrainingEngine(Protocol):
-    """What a session needs of a training framework's optimizer.
+    """The interface that a session needs of a training framework's optimizer.
 
     Every call comes from the training thread. The framework keeps its own references to the state
-    (for checkpoints and readers); `adopt` tells it where a subgroup has gone.
+    (for checkpoints and readers). `adopt` tells it the new place of a subgroup.
 
     Attributes:
         shares_state: the framework's state buffers outlive a plan; only gradients are given back.
-        overlaps_forward: readers of parameters can be gated, so that a step need not wait.
+        overlaps_forward: readers of parameters can be made to wait, so that a step need not wait.
     """
 
     shares_state: bool
@@ -54,33 +54,34 @@ class TrainingEngine(Protocol):
         ...
 
     def wire_dtype(self) -> WireDtype:
-        """What the model computes with."""
+        """Return the precision in which the model computes."""
         ...
 
     def parameter_home(self) -> ParameterHome:
-        """The memory in which the framework itself keeps partitions of parameters."""
+        """Return the memory in which the framework itself keeps partitions of parameters."""
         ...
 
     def gathers(self) -> Gathered | None:
-        """What a forward and its backward gather: parameters by the keys of `slices`; None: unknown
-        as yet, or parameters are never partitioned.
+        """Return the parameters gathered in forward and backward, keyed as in `slices`.
+
+        None if they are unknown so far, or if parameters are never partitioned.
         """
         ...
 
     def zero_stage(self) -> ZeroStage:
-        """How much of the training state is divided among the ranks."""
+        """Return the ZeRO stage: how much of the training state is divided among the ranks."""
         ...
 
     def first_use(self) -> list[int]:
-        """When, in forward, the first of each subgroup's parameters is needed; any scale."""
+        """Return when forward first needs each subgroup's parameters, on any scale."""
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Of the optimizer whose bits the plan's updates have."""
+        """Return the rule of the optimizer. The plan's updates have its bits."""
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Where each parameter's part lies, by a number of the framework's own."""
+        """Return the place of each parameter's part, by a number of the framework's own."""
         ...
 
     def gradient_homes(
@@ -90,8 +91,9 @@ class TrainingEngine(Protocol):
         ...
 
     def prepare(self, device: Device) -> None:
-        """Before the first plan: what the framework keeps in one piece is taken apart, so that no
-        old piece waits for the last subgroup to have moved.
+        """Prepare for the first plan: split the framework's joined buffers.
+
+        Otherwise an old buffer would stay until its last subgroup has moved.
         """
         ...
 
@@ -104,7 +106,7 @@ class TrainingEngine(Protocol):
         ...
 
     def settle(self) -> None:
-        """All subgroups have been adopted: what nobody needs any more is given back."""
+        """Release unused buffers after all subgroups have been adopted."""
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
@@ -112,9 +114,13 @@ class TrainingEngine(Protocol):
         ...
 
     def guess(self) -> tuple[list[UpdateStep], float]:
-        """What `hyperparameters` would give now, no counter going up, and the factor of a step that
-        neither clips nor overflows.
+        """Return the next step's hyperparameters without advancing counters, and the gradient scale for a step
+        without clipping or overflow.
         """
+        ...
+
+    def unclipped_scale(self) -> float:
+        """Return the gradient scale of a step that neither clips nor overflows."""
         ...
 
     def guess_holds(self) -> bool:
@@ -126,15 +132,15 @@ class TrainingEngine(Protocol):
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Where a checkpoint reads the master and its moments."""
+        """Return the master and moments that a checkpoint reads."""
         ...
 
     def gradient_bytes(self) -> int:
-        """Of an accumulated gradient, per parameter."""
+        """Return the bytes per parameter of an accumulated gradient."""
         ...
 
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Return the number of micro-batches per step."""
         ...
 
     def clips(self) -> bool:
@@ -142,7 +148,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Whoever reads parameters has ``wait`` called with them first; returns an undo."""
+        """Call ``wait`` with the parameters before any code reads them. Return an undo function."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
@@ -185,6 +191,7 @@ class Session:
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
+        self._account_for(self.plan)
         self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
@@ -237,6 +244,11 @@ class Session:
             plan.prefetch,
             arrival,
         )
+
+    def _account_for(self, plan: Plan) -> None:
+        """Begin a new account of early updates, with the times that the plan predicts."""
+        times = plan.prediction.step_times if plan.prediction else None
+        self.guessing = Guessing(times or UNKNOWN, self.guessing.steps, self.guessing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
@@ -298,7 +310,7 @@ class Session:
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Until what they are shown is there: in a checkpoint, nothing of what is stored."""
+        """Wait until readers can be shown everything. During a checkpoint stored state is not shown."""
         if self.saves_in_flight:
             self.executor.wait_memory()
         else:
@@ -324,8 +336,9 @@ class Session:
         self.executor.prefetch(guesses=self.guessing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
-        same window makes the guess void.
+        """Start the update if the plan updates the subgroup early: its gradient is complete.
+
+        Another gradient for the same window cancels it.
         """
         self._guess(subgroup)
         self.executor.come_in()
@@ -361,13 +374,19 @@ class Session:
         self.homes.stepped(scale)
         steps = self.engine.hyperparameters()
         jobs = [SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)]
+        self.guessing.counted(clipped=self._clipped(scale))
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
 
+    def _clipped(self, scale: float) -> bool:
+        """Return whether the step's gradient scale is another than without clipping."""
+        return scale != self.engine.unclipped_scale()
+
     def skip(self) -> None:
-        """This step updates nothing: a gradient was not finite."""
+        """Skip this step's updates, because a gradient was not finite."""
         self.homes.stepped(None)
         self._guessed = None
+        self.guessing.counted(clipped=True)
         self.guessing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
@@ -376,9 +395,9 @@ class Session:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """What the latest steps did, op by op, in the simulator's own type.
+        """Return the ops of the latest steps, in the simulator's own type.
 
-        ``wait`` False: the steps whose ops have all ended by now, without a wait for the others.
+        ``wait`` False: only steps with all ops ended by now, without waiting for the others.
         """
         if wait:
             self.executor.wait_all()
@@ -426,6 +445,7 @@ class Session:
         self._running = old
         self.plan, executor = self._build(plan)
         self._running = None
+        self._account_for(self.plan)
         executor.gate, executor.before_op = old.gate, old.before_op
         executor.spent = old.spent
         self.executor = executor
@@ -484,7 +504,7 @@ def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
 
 
 def threads_of(plan: Plan, device: Device) -> int:
-    """Threads of the host update: the plan's, else as many as there are cores for it."""
+    """Return the threads of the host update: the plan's, or the number of available cores."""
     if plan.threads:
         return plan.threads
     if device.cores:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import torch
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit, trainers_limit
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.folder import Drive
+from ebbtide.runtime.storage.folder import STEPS, STORE, Drive, file_of, read_page
+from ebbtide.runtime.storage.pages import StepsPage, StorePage
 from ebbtide.runtime.storage.store import DEADLINE_S, ExtentStore
-from ebbtide.runtime.storage.training import stands
+from ebbtide.runtime.storage.training import checkpoint_of, stands
 from ebbtide.runtime.storage.view import page_aligned
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import Plan, PlanError
@@ -21,15 +25,17 @@ from ebbtide.simulator.update.footprint import kept_steps, slot_elements
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 
+logger = logging.getLogger("ebbtide")
+
 
 def free_host_bytes() -> int:
-    """What each rank here may still take of the machine's memory, less a margin."""
+    """Return the bytes of the machine's memory that each local rank may still take, less a margin."""
     memory = psutil.virtual_memory()
     return max(0, int(memory.available - UNKNOWN_MARGIN * memory.total)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Elements of each subgroup whose state the plan keeps on storage."""
+    """Return the elements of each subgroup with its state on storage."""
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
@@ -45,7 +51,8 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
 
     Raises:
         StorageError: a folder is another run's, or has no room.
-        PlanError: checkpoints are to be drained to another folder.
+        PlanError: checkpoints are to be drained to another folder, or the calling trainer loads a
+            checkpoint in the end that may be written over by then.
     """
     if not stored:
         return None
@@ -56,6 +63,7 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
             f"beside it and have no second place, but got {plan.checkpoint.drain_dir!r}: remove "
             "it, and copy with `tune checkpoint export`"
         )
+    limit = trainers_limit()
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
     return ExtentStore.open(
@@ -63,11 +71,51 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
         sizes,
         rank=int(os.environ.get("RANK") or 0),
         world_size=int(os.environ.get("WORLD_SIZE") or 1),
-        keep=kept_steps(plan.checkpoint.keep),
+        keep=_kept_on_drives(plan, limit),
         stands=stands,
+        protects=lambda record: limit is not None and limit.is_best(checkpoint_of(record)),
         verify_reads=plan.checkpoint.verify_reads,
         deadline_s=min(DEADLINE_S, plan.checkpoint.deadline_s),
     )
+
+
+def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
+    """Return the number of finished steps with stored state that the drives hold at once.
+
+    It is `CheckpointPlan.keep`. If that is 0, it is the number of the run that made the store, else
+    the trainer's own limit, and at least 2 if the trainer loads its best checkpoint in the end.
+
+    Raises:
+        PlanError: the trainer loads its best checkpoint, and the drives hold the newest one alone.
+    """
+    keep, best = plan.checkpoint.keep, limit is not None and limit.loads_best
+    held = keep or _held_before(Path(next(iter(plan.drives))))
+    number = held or kept_steps(limit.most if limit is not None and limit.most else 1 + best)
+    if best and number < 2:
+        raise PlanError(
+            "The Trainer loads its best checkpoint at the end of training. With checkpoint.keep = 1 the "
+            "stored state of that checkpoint may be written over by then. Set checkpoint.keep to 2 or more"
+            + ("." if keep else ", and give the state an empty folder.")
+        )
+    covered = limit is not None and limit.most is not None and limit.most <= number
+    if not keep and not covered and int(os.environ.get("RANK") or 0) == 0:
+        logger.warning(
+            "ebbtide: checkpoint.keep is 0, but the drives hold the stored state of %d checkpoint%s only%s. "
+            "Older ones cannot be loaded any more. Set checkpoint.keep, or copy a checkpoint with "
+            "`tune checkpoint export` before the next save.",
+            number,
+            "s" * (number > 1),
+            ", the newest and the best" if best and number == 2 else "",
+        )
+    return number
+
+
+def _held_before(folder: Path) -> int:
+    """Return the number of steps that an earlier run's store in the folder holds. 0 without a step."""
+    rank, files = int(os.environ.get("RANK") or 0), Files()
+    steps = read_page(file_of(folder, rank, STEPS), StepsPage, files)
+    page = read_page(file_of(folder, rank, STORE), StorePage, files)
+    return 0 if steps is None or not steps.steps or page is None else page.extents - 1
 
 
 def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:

@@ -1,4 +1,4 @@
-"""Where the optimizer state of each subgroup lives."""
+"""The place of each subgroup's optimizer state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StagingSlot:
     wire: torch.Tensor | None = None  # where visits are guessed, for new parameters
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
-        """Where the master and the moments of a subgroup of this size go."""
+        """Return the tensors for the master and the moments of a subgroup of this size."""
         return tuple(part[:elements] for part in self.parts)
 
     @property
@@ -88,7 +88,7 @@ class StagingSlot:
 
 
 class StateStore(Protocol):
-    """Where the state of stored subgroups lives. Any thread may call; of a subgroup, one."""
+    """A store of the stored subgroups' state. Any thread may call; for one subgroup, one at a time."""
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Writes a subgroup's first state; returns tensors that show it, whatever is written."""
@@ -99,7 +99,7 @@ class StateStore(Protocol):
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Somebody is about to look at what was restored and never read since: it is whole."""
+        """Verify restored state that was never read, before it is read."""
         ...
 
     def tick(self) -> int:
@@ -107,7 +107,7 @@ class StateStore(Protocol):
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Writes new state beside the last one's, and shows it from then on; blocks.
+        """Write new state without touching the last one's, and show it from then on. Blocks.
 
         Args:
             version: None: of this subgroup alone.
@@ -115,7 +115,7 @@ class StateStore(Protocol):
         ...
 
     def take_adopted(self) -> set[int]:
-        """The subgroups whose state a load has just taken as it lies."""
+        """Return the subgroups that a load has just adopted in place."""
         ...
 
 
@@ -162,7 +162,7 @@ def place(
 def _parameters(
     device: Device, index: int, home: ParameterHome, before: Buffers, apart: bool
 ) -> tuple[ParameterHome, torch.Tensor]:
-    """Where the parameters are from now on, and the tensor that holds them."""
+    """Return the parameters' new location, and the tensor that holds them."""
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:

@@ -8,12 +8,14 @@ forward and backward.
 import logging
 import statistics
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.session import Session, TrainingEngine
 from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.replan.measuring import measured_machine
+from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
 from ebbtide.runtime.replan.watch import Show, measured_rates, watch
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Plan
@@ -22,6 +24,9 @@ from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
+
+if TYPE_CHECKING:
+    from ebbtide.tuner.placements.quick import QuickPlan
 
 logger = logging.getLogger("ebbtide")
 
@@ -73,29 +78,60 @@ class _Automatic:
             return
         own = self.session
         timeline = own.timeline()
-        workload = observed_workload(own.engine, timeline)
-        machine = self.machine.with_rates(**measured_rates(timeline, workload, self.machine))
-        from ebbtide.tuner.placements.quick import quick_plan
-
+        workload = _agreed(observed_workload(own.engine, timeline), own)
+        rates = gathered(measured_rates(timeline, workload, self.machine))
+        machine = self.machine.with_rates(**_medians(rates))
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         if current.stores:
             machine = machine.storing_in(_folders(current))
-        held = footprint(workload, current)
-        free = _free_device_bytes(own.device)
-        away = "host" in current.parameter_homes  # DeepSpeed's config lets them be there
-        result = quick_plan(
-            workload,
-            machine,
-            current,
-            device_bytes=held["device"] + free,
-            move_parameters=away,
-            host_bytes=held["host"] + free_host_bytes() if current.stores else None,
+        device_bytes, host_bytes = map(
+            min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
-        if own.engine.any_rank(result.iteration_s < result.current_s):
+        result = by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes))
+        if result.iteration_s < result.current_s:
             logger.info("plan='auto': %.3f s expected instead of %.3f s", result.iteration_s, result.current_s)
             current = result.plan
         own.switch(current)
         watch(own, machine, workload, replan=False, show=self.show)
+
+
+def _better(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":
+    from ebbtide.tuner.placements.quick import quick_plan
+
+    held = footprint(workload, current)
+    return quick_plan(
+        workload,
+        machine,
+        current,
+        device_bytes=held["device"] + free_device,
+        move_parameters="host" in current.parameter_homes,  # DeepSpeed's config lets them be there
+        host_bytes=held["host"] + free_host if current.stores else None,
+    )
+
+
+def _agreed(mine: Workload, session: Session) -> Workload:
+    """Return one workload for all ranks: those of a node share its links, memory and cores. Passes take as
+    long as in the median. A collective call.
+    """
+    nodes, ranks = nodes_and_ranks()
+    every = gathered((mine.forward_s, mine.backward_s, mine.subgroups))
+    turns = [
+        statistics.median(seconds) / own if own else 1.0
+        for seconds, own in zip(list(zip(*every, strict=True))[:2], (mine.forward_s, mine.backward_s), strict=True)
+    ]
+    layers = tuple(
+        layer.model_copy(update={"forward_s": layer.forward_s * turns[0], "backward_s": layer.backward_s * turns[1]})
+        for layer in mine.layers
+    )
+    rate = session.guessing.clip_rate
+    return mine.model_copy(
+        update={"ranks_per_node": ranks, "nodes": nodes, "layers": layers, "clip_rate": rate if mine.clip else 0.0}
+    )
+
+
+def _medians(rates: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each rate over the ranks that know it."""
+    return {name: statistics.median(r[name] for r in rates if name in r) for name in set().union(*rates)}
 
 
 def _folders(plan: Plan) -> list[str]:

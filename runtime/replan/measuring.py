@@ -2,14 +2,13 @@
 
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from ebbtide.runtime.replan.ranks import alone, gathered_in, ranks_group
 from ebbtide.simulator.machine import Machine
 
-LONGEST = timedelta(minutes=10)  # that others wait for: 30 s, and kernels to compile before
 DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored in
 
 
@@ -24,16 +23,13 @@ def measured_machine(drives: Sequence[str] = ()) -> Machine:
         RuntimeError: on every rank, if one could not measure.
         OSError: a folder cannot be written to.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return _with_drives(drives)
-    group = dist.new_group(backend="gloo", timeout=LONGEST)
-    try:
-        hosts = _gathered(socket.gethostname(), group)
+    with ranks_group() as group:
+        hosts = gathered_in(socket.gethostname(), group)
         first = hosts.index(hosts[dist.get_rank()])
         mine = _measured_or_why_not(drives) if dist.get_rank() == first else None
-        every = _gathered(mine, group)
-    finally:
-        dist.destroy_process_group(group)
+        every = gathered_in(mine, group)
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(every) if isinstance(found, str)]
     if failed:
         raise RuntimeError(f'plan="auto" measures the machine first, which failed on {failed[0]}')
@@ -54,9 +50,3 @@ def _measured_or_why_not(drives: Sequence[str]) -> dict[str, Any] | str:
         return _with_drives(drives).model_dump(mode="json")
     except Exception as error:  # noqa: BLE001 - the others wait: they are told before it is raised
         return f"{type(error).__name__}: {error}"
-
-
-def _gathered(mine: Any, group: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine, group=group)
-    return every

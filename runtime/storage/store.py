@@ -98,11 +98,14 @@ class ExtentStore:
         *,
         verify_reads: bool,
         unclaimed: Sequence[int] = (),
+        stands: Callable[[StepRecord], bool] = lambda _: True,
+        protects: Callable[[StepRecord], bool] = lambda _: False,
     ) -> None:
         self._folders, self._layout, self._files = folders, layout, files
         self.nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
         self.rank, self.directories = folders.rank, folders.directories
         self._verify_reads = verify_reads
+        self._stands, self._protects = stands, protects
         self._condition = threading.Condition()
         self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
         self._subgroups = {s: _new(layout.extents) for s in layout.sizes}
@@ -134,6 +137,7 @@ class ExtentStore:
         deadline_s: float = DEADLINE_S,
         files: Files | None = None,
         stands: Callable[[StepRecord], bool] = lambda _: True,
+        protects: Callable[[StepRecord], bool] = lambda _: False,
     ) -> ExtentStore:
         """Reserve the space, or finds what an earlier run has left there, and grow it.
 
@@ -145,7 +149,9 @@ class ExtentStore:
             verify_reads: every read is compared with the hash that was taken while writing.
             deadline_s: without a block that arrives, a drive counts as hanging.
             stands: whether what a step was prepared for is there: a kill may have come between
-                `prepare` and `settle`, or somebody has deleted it.
+                `prepare` and `settle`, or somebody has deleted it. A step that does not stand is
+                the first one to be dropped.
+            protects: whether a step stays longer than newer ones.
 
         Raises:
             StorageError: space is missing, another run has the directories, or they hold steps of
@@ -169,7 +175,7 @@ class ExtentStore:
                 page, steps = folders.claim(wanted)
                 layout = Layout(dict(page.sizes), page.weights, block_bytes, keep + 1)
                 if len(steps) > keep:  # killed between `prepare` and `settle`
-                    steps = ([s for s in steps if stands(s)] or steps[1:])[:keep]
+                    steps = retained([s for s in steps if stands(s)] or steps[1:], keep, stands, protects)
                     folders.commit(page.nonce, steps)
                 opened = []
                 for drive, size_bytes in zip(drives, layout.file_bytes, strict=True):
@@ -195,6 +201,8 @@ class ExtentStore:
             deadline_s,
             verify_reads=verify_reads,
             unclaimed=[s.step for s in steps if stands(s)],
+            stands=stands,
+            protects=protects,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(made.close)
@@ -462,7 +470,7 @@ class ExtentStore:
             if before and step <= before[0].step:
                 raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
             record = self._make_durable(version, step, str(step), data)
-            self._name([record, *before][: self._keep], version)
+            self._name(self._retained([record, *before]), version)
             self._passed_over = set()
             return record
 
@@ -487,10 +495,13 @@ class ExtentStore:
         """
         with self._committing:
             if committed:
-                self._name(self._not_passed_over()[: self._keep])
+                self._name(self._retained(self._not_passed_over()))
                 self._passed_over = set()
             else:
                 self._name([s for s in self._steps if s.name != name])
+
+    def _retained(self, steps: list[StepRecord]) -> list[StepRecord]:
+        return retained(steps, self._keep, self._stands, self._protects)
 
     def _not_passed_over(self) -> list[StepRecord]:
         return [s for s in self._steps if s.name not in self._passed_over]
@@ -607,6 +618,23 @@ class ExtentStore:
             for file in self._files:
                 file.close()
         self._folders.close()
+
+
+def retained(
+    steps: Sequence[StepRecord], keep: int, stands: Callable[[StepRecord], bool], protects: Callable[[StepRecord], bool]
+) -> list[StepRecord]:
+    """Return the ``keep`` steps to retain, newest first.
+
+    Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then
+    the oldest ones. The newest step stays in any case.
+    """
+    kept, excess = list(steps), len(steps) - keep
+    if excess <= 0:
+        return kept
+    oldest_first = kept[:0:-1]  # without the newest
+    first_to_go = sorted(oldest_first, key=lambda s: (stands(s), protects(s)))
+    gone = {s.name for s in first_to_go[:excess]}
+    return [s for s in kept if s.name not in gone]
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:

@@ -151,11 +151,15 @@ class StoredStep:
             self.store.settle(self.nonce, committed=committed)
 
 
+def checkpoint_of(record: StepRecord) -> Path:
+    """Return the folder of the checkpoint that a step was prepared for. It may be gone."""
+    return Path(json.loads(record.data)["checkpoint"])
+
+
 def stands(record: StepRecord) -> bool:
     """Return whether the checkpoint of a prepared step is where it was committed."""
     try:
-        where = json.loads(record.data)
-        page = (Path(where["checkpoint"]) / GLOBAL_NAME).read_bytes()
-        return parse(page, GlobalManifest, GLOBAL_NAME).nonce == where["nonce"]
+        page = (checkpoint_of(record) / GLOBAL_NAME).read_bytes()
+        return parse(page, GlobalManifest, GLOBAL_NAME).nonce == json.loads(record.data)["nonce"]
     except (OSError, ManifestError, ValueError, KeyError, TypeError):
         return False

@@ -172,7 +172,10 @@ class PlannedZero:
             rule.step(groups[number], self.optimizer.state[master]["step"] + 1)
             for master, number in zip(self._masters(), self._group_of(), strict=True)
         ]
-        return steps, self._gradient_scale(torch.zeros((), dtype=torch.float64))
+        return steps, self.unclipped_scale()
+
+    def unclipped_scale(self) -> float:
+        return self._gradient_scale(torch.zeros((), dtype=torch.float64))
 
     def guess_holds(self) -> bool:
         """Return whether the speculation may still be right. Norms on a device are not read: backward would have to

@@ -1,12 +1,11 @@
 """A strategy at the setting that serves best within the memory that there is."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ebbtide.simulator.analysis.guessed import PAUSED, expected, guesses_worth
+from ebbtide.simulator.analysis.guessed import expected, guesses_worth
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
@@ -15,7 +14,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
 from ebbtide.simulator.update.footprint import ByKind, Holding, footprint, slots_within, tallies
-from ebbtide.simulator.update.recipes import SPECULATES, Slot, can_be_summed
+from ebbtide.simulator.update.recipes import Slot, can_be_summed
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which guesses are tried
@@ -31,7 +30,6 @@ class Simulated:
         setting: options of `build_strategy`.
         compiled: what was simulated.
         lacks: what memory is missing, for people; empty: it fits.
-        waiting_s: an iteration while nothing is guessed.
     """
 
     strategy: str
@@ -39,7 +37,6 @@ class Simulated:
     compiled: CompiledSchedule = field(repr=False, compare=False)
     result: SimResult
     lacks: str
-    waiting_s: float
 
     @property
     def fits(self) -> bool:
@@ -76,15 +73,11 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """The fastest that fits; where none does, the one that lacks least. None that loses more
-        than `PAUSED` while it does not guess.
-        """
+        """Return the fastest that fits, or else the one that lacks least."""
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
             tried += self._guessing(plain)
-        waiting = (one.waiting_s for one in tried if one.fits)
-        most_s = (1 + PAUSED) * min(waiting, default=math.inf)
-        return min((one for one in tried if one.waiting_s <= most_s or not one.fits), key=self._rank)
+        return min(tried, key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:
         lacking = self.limits.missing_bytes(one.result)
@@ -93,8 +86,15 @@ class _Strategy:
     def _run(self, setting: Mapping[str, Any], options: Mapping[str, Any]) -> Simulated:
         schedule = self.compile_(self.name, self.workload, options)
         result = simulate_fast(schedule, self.machine)
+        if isinstance(plan := options.get("plan"), Plan):
+            result = expected(self.workload, self.machine, plan, lambda p: self._of_plan(p, plan, result))
         lacks = self.limits.shortfall(result)
-        return Simulated(self.name, setting, schedule, result, lacks, result.iteration_s)
+        return Simulated(self.name, setting, schedule, result, lacks)
+
+    def _of_plan(self, plan: Plan, known: Plan, result: SimResult) -> SimResult:
+        if plan is known:
+            return result
+        return simulate_fast(self.compile_(self.name, self.workload, {"plan": plan}), self.machine)
 
     def _spreads(self, setting: Mapping[str, Any]) -> bool:
         return self.name == "ebbtide" and set(setting) == {"resident_share", "device_share"}
@@ -112,7 +112,7 @@ class _Strategy:
         without visits before it and with all of them.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
-        silent = work.clip_rate is None or work.zero_stage < 3 or machine.unified_memory
+        silent = work.zero_stage < 3 or machine.unified_memory
         if silent or not self._spreads(setting):
             return
         plan = _spread(work, **setting)
@@ -125,11 +125,7 @@ class _Strategy:
             if not any(guesses.guessed):
                 continue
             made = _fitted(guesses, work, self.limits)
-            without = made.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))
-            right, waiting = (self._run(setting, {"plan": one}) for one in (made, without))
-            results = {True: right.result, False: waiting.result}
-            mean = expected(work, machine, made, lambda one, of=results: of[any(one.guessed)])  # type: ignore[misc]
-            yield replace(right, result=mean, waiting_s=waiting.result.iteration_s)
+            yield self._run(setting, {"plan": made})
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:

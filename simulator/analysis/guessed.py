@@ -1,4 +1,4 @@
-"""What an iteration takes on the average, where some steps clip and make their guesses wrong."""
+"""Mean iteration of plans whose early updates are wrong in the steps that clip."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,46 +8,53 @@ from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import Holding
-from ebbtide.simulator.update.guessing import shares
+from ebbtide.simulator.update.guessing import StepTimes
 from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Placement, recipe_of
 from ebbtide.simulator.workload import Workload
 
-# Of an iteration without guesses: what a plan may lose while it does not guess.
-PAUSED = 0.01
-
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """A plan's simulation, all guesses right, with ``iteration_s`` the mean over steps of which
-    `Workload.clip_rate` clip; None: none does.
-    """
+    """Return a plan's simulation with the mean iteration at the workload's clip rate."""
     right = simulate(plan)
-    if not any(plan.guessed) or not workload.clip_rate:
+    times = step_times(workload, machine, plan, simulate, right)
+    if times is None:
         return right
+    return replace(right, iteration_s=times.mean_s(workload.expected_clip_rate))
+
+
+def step_times(
+    workload: Workload,
+    machine: Machine,
+    plan: Plan,
+    simulate: Callable[[Plan], SimResult],
+    right: SimResult | None = None,
+) -> StepTimes | None:
+    """Return the times of a plan's right, plain and wrong steps. None if it updates nothing early.
+
+    Args:
+        right: the plan's simulation, if it is known.
+    """
+    if not any(plan.guessed):
+        return None
+    right = right or simulate(plan)
     plain = simulate(plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0)))
     sizes: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
     for size, placement, early in zip(workload.subgroups, plan.placements, plan.guessed, strict=True):
         if early:
             sizes[placement].append(size)
-    seconds = mean_s(
-        (right.iteration_s, right.backward_s),
-        (plain.iteration_s, plain.backward_s),
-        late_s(workload, machine, sizes, plan.threads, plan.prefetch),
-        workload.clip_rate,
-    )
-    return replace(right, iteration_s=seconds)
+    late = late_s(workload, machine, sizes, plan.threads, plan.prefetch)
+    return times_of((right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s), late)
 
 
-def mean_s(right: tuple[float, float], plain: tuple[float, float], late_s: float, clip_rate: float) -> float:
-    """The mean iteration.
+def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
+    """Return the times of right, plain and wrong steps. A wrong step's early updates run beside its
+    backward, and then all updates follow.
 
     Args:
-        right, plain: iteration and backward of a step whose guesses are right, and without any. A
-            wrong one has backward's guesses beside it, and then all updates.
+        right, plain: iteration and backward of a step whose early updates are right, and without any.
         late_s: as the function of that name gives it.
     """
-    share = shares(clip_rate)
-    wrong_s = plain[0] + max(0.0, right[1] - plain[1]) + late_s
-    return share.right * right[0] + share.wrong * wrong_s + share.paused * plain[0]
+    return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
 
 def guesses_worth(

@@ -304,7 +304,7 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
 
 def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
     try:
-        guesses = work.clip_rate is not None and work.zero_stage == 3
+        guesses = work.zero_stage == 3
         device_bytes = point.gpu_memory_bytes
         return fluid_bound(work, machine, device_bytes, storage_bytes=0, guesses=guesses).iteration_s
     except ValueError:  # nothing fits

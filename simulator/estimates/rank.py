@@ -53,6 +53,7 @@ class Rank:
             optimizer=self.job.optimizer,
             grad_bytes_per_param=self.job.gradient_bytes,
             clip=self.job.clips,
+            clip_rate=self.job.clip_rate,
             gradient_accumulation_steps=micro,
             ranks_per_node=self.layout.ranks_per_node,
             nodes=self.layout.nodes,

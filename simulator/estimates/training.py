@@ -28,6 +28,12 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
     return check
 
 
+def _share(value: Any, info: ValidationInfo) -> Any:
+    if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise ModelError(f"{info.field_name} must lie in [0, 1], but got {value!r}", key=info.field_name or "")
+    return value
+
+
 def _switch(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, bool):
         raise ModelError(f"{info.field_name} must be True or False, but got {value!r}", key=info.field_name or "")
@@ -61,6 +67,8 @@ class Training(BaseModel):
         precision: of parameters and gradients as they travel; ``gradient_bytes``: of a gradient
             where it is added up.
         clip: the norm that gradients are clipped at; 0: they are not.
+        clip_rate: Fraction of steps that clip gradients or overflow. None if it is not known:
+            `Workload.expected_clip_rate`.
         max_live_parameters, max_reuse_distance, persistence_threshold: in elements, as DeepSpeed's
             keys of like names: what stays on the device between two uses.
         overlap_comm: None: as DeepSpeed has it at this ZeRO stage.
@@ -90,6 +98,7 @@ class Training(BaseModel):
     precision: WireDtype = "bf16"
     gradient_bytes: int = 2
     clip: float = 1.0
+    clip_rate: Annotated[float | None, BeforeValidator(_share)] = None
     reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
     prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
     overlap_comm: bool | None = None

@@ -255,6 +255,9 @@ class PlainEngine:
     def guess(self):
         return [self.rule.step({}, self.steps + 1)] * len(self.groups), 1.0
 
+    def unclipped_scale(self):
+        return 1.0
+
     def guess_holds(self):
         return True
 

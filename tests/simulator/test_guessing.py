@@ -1,13 +1,14 @@
 """Updates before the norm: the rule that pauses them, their ops, what they take."""
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from ebbtide.simulator import Plan, simulate
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.guessing import LONGEST_PAUSE_STEPS, PAUSE_STEPS, Guessing
+from ebbtide.simulator.update.guessing import Guessing, StepTimes
 
 from tests.machines import machine, workload
 
@@ -16,30 +17,79 @@ def planned(speculate, placement="host", **fields):
     return Plan(subgroup_size=10, placement=Plan.runs([placement] * 4), speculate=speculate, **fields)
 
 
-def guesses(outcomes):
-    """Of each step, whether it guesses; those that do take the next outcome."""
-    rule, left, made = Guessing(), list(outcomes), []
-    while left:
-        made.append(rule.on)
-        rule.stepped(left.pop(0) if rule.on else None)
-    return made
+def over_plain(times, clips):
+    """Return the time of steps under the rule over that of the same steps without early updates."""
+    rule, total_s = Guessing(times), 0.0
+    for clipped in clips:
+        early = rule.on
+        total_s += (times.wrong_s if clipped else times.right_s) if early else times.plain_s
+        rule.stepped((not clipped) if early else None)
+    return total_s / (len(clips) * times.plain_s)
 
 
-def test_one_wrong_step_in_eight_does_not_pause():
-    assert all(guesses([False, *[True] * 7] * 4))
+def at_rate(rate, steps=600, seed=0):
+    rng = Random(f"{seed} {rate}")
+    return [rng.random() < rate for _ in range(steps)]
 
 
-def test_two_wrong_steps_pause_and_each_wrong_try_doubles_the_pause():
-    made = guesses([True, False, False, *[False] * 6])
-    pauses = [len(run) for run in "".join("x" if m else "." for m in made).split("x") if run]
-    expected = [min(PAUSE_STEPS * 2**n, LONGEST_PAUSE_STEPS) for n in range(6)]
-    assert pauses == expected
+def in_bursts(period, steps=600):
+    return [step // period % 2 == 1 for step in range(steps)]
 
 
-def test_a_right_try_ends_the_doubling():
-    made = guesses([False, False, False, True, False, False, True])
-    pauses = [len(run) for run in "".join("x" if m else "." for m in made).split("x") if run]
-    assert pauses == [PAUSE_STEPS, 2 * PAUSE_STEPS, PAUSE_STEPS]
+def drifting(steps=600):
+    rng = Random(1)
+    return [rng.random() < step / steps for step in range(steps)]
+
+
+SAVES, COSTS = (0.02, 0.1, 0.3, 0.5), (0.02, 0.1, 0.3)
+TIMES = [StepTimes(1 - saves, 1.0, 1 + costs) for saves in SAVES for costs in COSTS]
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+def test_early_updates_never_cost_more_than_a_percent(times):
+    sequences = [at_rate(rate) for rate in (0, 0.05, 0.1, 0.2, 0.5, 0.8, 1)]
+    sequences += [in_bursts(period) for period in (1, 10, 100, 300)]
+    sequences += [drifting(), drifting()[::-1]]
+    assert max(over_plain(times, clips) for clips in sequences) <= 1.01
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+def test_an_adversary_wins_no_more_than_a_percent(times):
+    """Each step that updates early clips, and no other does."""
+    rule, early = Guessing(times), 0
+    for _ in range(600):
+        early += rule.on
+        rule.stepped(False if rule.on else None)
+    assert early * times.costs / 600 <= 0.01
+    assert early > 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("times", TIMES, ids=str)
+def test_the_rule_is_within_three_percent_of_always_and_of_never_updating_early(times, rate):
+    clips = at_rate(rate, 2000)
+    always = sum(times.wrong_s if clipped else times.right_s for clipped in clips) / 2000
+    assert over_plain(times, clips) <= 1.03 * min(always, 1.0)
+
+
+def test_the_predicted_mean_is_that_of_the_rule():
+    for times in TIMES:
+        for rate in (0.0, 0.05, 0.1, 0.5, 1.0):
+            found = sum(over_plain(times, at_rate(rate, 1000, seed)) for seed in range(3)) / 3
+            assert times.mean_s(rate) == pytest.approx(found, rel=0.03)
+
+
+def test_after_a_burst_early_updates_come_back():
+    rule = Guessing(StepTimes(0.8, 1.0, 1.2))
+    while rule.on:
+        rule.stepped(False)
+    paused = 0
+    while not rule.on:
+        rule.stepped(None)
+        paused += 1
+    assert 10 < paused < 100
+    rule.stepped(True)
+    assert rule.on
 
 
 def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm():

@@ -57,6 +57,7 @@ MODEL = {
     "keep_activations": changes("--keep-activations"),
     "launcher": changes("--launcher", "torchrun", beside=("--data-parallel", "2")),
     "omp_threads": changes("--omp-threads", "1"),
+    "clip_rate": changes("--clip-rate", "5%"),
 }
 PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")
 SEARCH = ("search", "--machine", "h200", "--model", "m.json", "--free", "recompute", "--gpus", "1")
@@ -110,7 +111,6 @@ TABLE = {
             "--offload-param", beside=("--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")
         ),
         "subgroup_size": changes("--subgroup-size", "1e6"),
-        "clip_rate": changes("--clip-rate", "5%"),
         "robust": changes("--robust"),
         "mtbf": changes("--mtbf", "4h"),
         "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),
@@ -131,6 +131,7 @@ TABLE = {
     "simulate": {
         **MODEL,
         "machine": changes("--machine", "rtx4090"),
+        "clip_rate": Refused(("--clip-rate", "5%"), "--clip-rate changes something only with --plan"),
         "plan_file": changes("--plan", "plan.json"),
         "strategy": changes("--strategy", "superoffload"),
         "trace": changes("--trace", "t.json"),

@@ -25,7 +25,7 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
-    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+    from ebbtide.runtime.storage.hulls import list_checkpoints
 
     rows = [{**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)]
     _print_rows(rows, as_json)

@@ -6,36 +6,15 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from ebbtide.tuner.inputs import BadInputError
-from ebbtide.tuner.quantities import (
-    chance,
-    directory_bytes,
-    duration_s,
-    endurance_bytes,
-    rate_bytes_per_s,
-    share,
-    size_bytes,
-)
+from ebbtide.tuner.inputs import BadInputError, Text
+from ebbtide.tuner.quantities import directory_bytes, duration_s, endurance_bytes, rate_bytes_per_s, share, size_bytes
 
 T = TypeVar("T")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
 
 
-class Text(click.ParamType):  # type: ignore[type-arg]
-    """A flag whose text is parsed by a function that raises ValueError."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name, self._parse = name, parse
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        try:
-            return self._parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
-RATE, SHARE, CHANCE = Text("rate", rate_bytes_per_s), Text("share", share), Text("share", chance)
+RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
 ENDURANCE = Text("terabytes", endurance_bytes)
 STORAGE = click.option(
     "--storage",

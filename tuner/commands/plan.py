@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from ebbtide.tuner.commands.options import CHANCE, DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
+from ebbtide.tuner.commands.options import DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
 from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import (
     MACHINE,
@@ -57,13 +57,6 @@ if TYPE_CHECKING:
     "--subgroup-size",
     help="keep the workload's (default), auto to search the best one (default with --model), or a number of elements.",
 )
-@click.option(
-    "--clip-rate",
-    type=CHANCE,
-    help="Of steps that clip or overflow, e.g. 5%: updates may then begin before the norm is "
-    "known, on the guess that the step does not, where that is faster on the average. Without it "
-    "none does.",
-)
 @click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
@@ -92,7 +85,6 @@ def plan(
     memory_margin: float | None,
     offload_param: bool,
     subgroup_size: str | None,
-    clip_rate: float | None,
     robust: bool,
     mtbf: float | None,
     restart: float,
@@ -119,8 +111,8 @@ def plan(
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
-    clipping = _clipping(trained.workload, clip_rate)
-    work, sizes = _recut(clipping, subgroup_size or automatic)
+    needs("under ZeRO-3", trained.workload.zero_stage == 3, "clip_rate")
+    work, sizes = _recut(trained.workload, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory,
         "host_memory_bytes": host_memory,
@@ -148,13 +140,6 @@ def plan(
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
-
-
-def _clipping(workload: Workload, clip_rate: float | None) -> Workload:
-    needs("under ZeRO-3", workload.zero_stage == 3, "clip_rate")
-    if clip_rate is None:
-        return workload
-    return workload.model_copy(update={"clip_rate": clip_rate})
 
 
 def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:

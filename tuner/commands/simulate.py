@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.simulator.page import write_whole
-from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -25,9 +25,14 @@ from ebbtide.tuner.inputs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ebbtide.simulator.engines.compiled import SimResult
     from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
+    from ebbtide.simulator.update.guessing import StepTimes
     from ebbtide.simulator.workload import Workload
 
 
@@ -52,10 +57,10 @@ def simulate(
     """Predicts one iteration under a plan or a named strategy."""
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.schedules.strategies import build_strategy
-    from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
+    needs("with --plan", plan_file is not None, "clip_rate")
     check_distinct(
         {"--trace": trace, "--plot": plot},
         {
@@ -83,17 +88,8 @@ def simulate(
         return build_strategy(name, of, **options)
 
     timeline = run(build(work), measured)
-    low_s, high_s = workload_interval_s(build, work, measured)
     _draw(timeline, trace, plot)
-    figures = {
-        "strategy": timeline.strategy,
-        "iteration_s": timeline.iteration_s,
-        "iteration_low_s": low_s,
-        "iteration_high_s": high_s,
-        **timeline.phases(),
-        "device_peak_bytes": timeline.device_peak_bytes,
-        "host_peak_bytes": timeline.host_peak_bytes,
-    }
+    figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
     missing = _missing(work, measured, timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
@@ -103,6 +99,42 @@ def simulate(
         if name == "loop_s" and not value:
             continue
         click.echo(f"{name:18} {value}")
+
+
+def _figures(
+    work: Workload, machine: Machine, timeline: Timeline, build: Callable[[Workload], Schedule], times: StepTimes | None
+) -> dict[str, Any]:
+    """Return the figures to print, with the mean iteration at the clip rate."""
+    from ebbtide.tuner.calibrate.interval import workload_interval_s
+
+    low_s, high_s = workload_interval_s(build, work, machine)
+    seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
+    early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
+    return {
+        "strategy": timeline.strategy,
+        "iteration_s": seconds,
+        "iteration_low_s": low_s * seconds / timeline.iteration_s,
+        "iteration_high_s": high_s * seconds / timeline.iteration_s,
+        **early,
+        **timeline.phases(),
+        "device_peak_bytes": timeline.device_peak_bytes,
+        "host_peak_bytes": timeline.host_peak_bytes,
+    }
+
+
+def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
+    """Return the times of steps that clip and that do not. None without early updates."""
+    from ebbtide.simulator.analysis.guessed import step_times
+    from ebbtide.simulator.engines.compiled import simulate_fast
+    from ebbtide.simulator.schedules.strategies import build_strategy
+
+    if "plan" not in options:
+        return None
+
+    def run(plan: Plan) -> SimResult:
+        return simulate_fast(build_strategy("ebbtide", work, plan=plan), machine)
+
+    return step_times(work, machine, options["plan"], run)
 
 
 def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.analysis.guessed import step_times
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
@@ -178,17 +178,29 @@ def predict(
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
-    mean_s = expected(
+    times = step_times(
         workload,
         machine,
         made,
-        lambda p: result if p == made else simulate_fast(build_strategy("ebbtide", workload, plan=p), machine),
-    ).iteration_s
+        lambda plan: simulate_fast(build_strategy("ebbtide", workload, plan=plan), machine),
+        result,
+    )
+    rate = workload.expected_clip_rate
+    mean_s = times.mean_s(rate) if times else result.iteration_s
     low, high = workload_interval_s(lambda work: build_strategy("ebbtide", work, plan=made), workload, machine)
+    early: dict[str, float] = {}
+    if times:
+        early = {
+            "clip_rate": rate,
+            "unclipped_s": times.right_s,
+            "waiting_s": times.plain_s,
+            "clipped_s": times.wrong_s,
+        }
     return Prediction(
         iteration_s=mean_s,
-        iteration_low_s=min(low, mean_s),
-        iteration_high_s=max(high, mean_s),
+        iteration_low_s=low * mean_s / result.iteration_s,
+        iteration_high_s=high * mean_s / result.iteration_s,
+        **early,
         **result.phases,
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
 from ebbtide.simulator.analysis.bounds.window import NAMED
-from ebbtide.simulator.analysis.guessed import guesses_worth, late_s, mean_s
+from ebbtide.simulator.analysis.guessed import guesses_worth, late_s, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED
 from ebbtide.simulator.limits import Limits
@@ -151,7 +151,6 @@ class Search:
         storable: Collection[int] | None = None,
         *,
         speculates: bool = False,
-        most_waiting_s: float = math.inf,
         effort: float | None = None,
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
@@ -159,8 +158,7 @@ class Search:
         ``homes``: of the parameters under every candidate; empty: all on the device.
         ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
         ``speculates``: updates may begin before the norm; times are then means over steps of which
-        `Workload.clip_rate` clip.
-        ``most_waiting_s``: what an iteration of such a plan may take when it does not guess.
+        `Workload.expected_clip_rate` clip.
         ``effort``: share of the evaluations; None: all of them.
 
         Raises:
@@ -176,7 +174,7 @@ class Search:
         self.storable = storable
         kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
         self._kept_in_memory = sorted(kept or ())
-        self.seed, self.speculates, self.most_waiting_s = seed, speculates, most_waiting_s
+        self.seed, self.speculates = seed, speculates
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
@@ -344,17 +342,14 @@ class Search:
         early = (codes // GUESSED) % 2 == 1
         if not early.any():
             return float(row[kernel.ITERATION_S])
-        if plain[kernel.ITERATION_S] > self.most_waiting_s:
-            return math.inf
         a, b = kernel.ITERATION_S, kernel.BACKWARD_S
         sizes = {
             placement: self._sweep.sizes[early & _able(codes & ~GUESSED, placement)].tolist()
             for placement in SPECULATES
         }
         late = late_s(self.workload, self.machine, sizes, threads, prefetch)
-        rate = self.workload.clip_rate or 0.0
         right, waiting = ((float(r[a]), float(r[b])) for r in (row, plain))
-        return mean_s(right, waiting, late, rate)
+        return times_of(right, waiting, late).mean_s(self.workload.expected_clip_rate)
 
     def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
         """Of a candidate with its parameters elsewhere, not remembered."""

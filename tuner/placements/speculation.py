@@ -6,14 +6,11 @@ shorter by more than nothing. What was said may be wrong: while its guesses paus
 nearly as quick as the best one without.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.simulator.analysis.guessed import PAUSED
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.guessing import shares
 from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
 from ebbtide.tuner.placements.moves import VISITING
 from ebbtide.tuner.placements.search import Candidate, Search
@@ -30,7 +27,7 @@ def may_guess(search: Search) -> bool:
     clip.
     """
     work = search.workload
-    return work.clip_rate is not None and work.zero_stage == 3 and not search.machine.unified_memory
+    return work.zero_stage == 3 and not search.machine.unified_memory and work.expected_clip_rate < 1
 
 
 def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], object]) -> tuple[Search, Candidate]:
@@ -47,7 +44,6 @@ def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], o
         plain.storable,
         speculates=True,
         effort=plain.effort,
-        most_waiting_s=(1 + PAUSED) * min((score.iteration_s for score in plain.scores.values()), default=math.inf),
     )
     most: dict[str, Any] = dict.fromkeys(SPECULATES.values())
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
@@ -104,18 +100,18 @@ def fewest(search: Search, best: Candidate, name: str) -> Candidate:
 
 
 def about_guesses(search: Search, made: Plan, plain_s: float) -> list[str]:
-    """A sentence with figures; nothing where nobody says how many steps clip."""
-    count, rate = sum(made.guessed), search.workload.clip_rate
-    if rate is None or made.prediction is None:
+    """Return a sentence about the updates that begin before the norm. None below ZeRO-3."""
+    count, work, told = sum(made.guessed), search.workload, made.prediction
+    if told is None or not may_guess(search):
         return []
-    if not count:
-        return [
-            f"no subgroup is updated before the norm is known: where {rate:.1%} of the steps clip "
-            "(--clip-rate) that is no faster within this memory"
-        ]
-    share, saved_s = shares(rate), plain_s - made.prediction.iteration_s
+    rate = f"{work.expected_clip_rate:.1%} of the steps clip"
+    if work.clip_rate is None:
+        rate = f"{work.expected_clip_rate:.0%} of the steps clip, which is assumed (--clip-rate)"
+    times = told.step_times
+    if not count or times is None:
+        return [f"no update begins before the norm is known: with {rate} that is no faster in this memory"]
     return [
-        f"{count} of {made.subgroup_count} subgroups are updated before the norm is known, which "
-        f"saves {saved_s * 1e3:.1f} ms where {rate:.1%} of the steps clip (--clip-rate): "
-        f"{share.right:.0%} of the steps guess right, {share.wrong:.1%} wrong"
+        f"{count} of {made.subgroup_count} subgroups are updated before the norm is known, which saves "
+        f"{(plain_s - told.iteration_s) * 1e3:.1f} ms if {rate}: an iteration takes "
+        f"{times.right_s * 1e3:.1f} ms if no step clips, {times.mean_s(1.0) * 1e3:.1f} ms if every step clips"
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -17,7 +18,6 @@ from ebbtide.simulator.analysis.goodput import (
 )
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid
-from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -71,7 +71,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
     elif name is None:
         name, moved = strategy_of(request, workload)
         options = {**moved, **options}
-    result = simulate_fast(TEMPLATES.compiled(name, workload, options), machine)
+    result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
     answer = {"strategy": name, **figures(result, workload.tokens_per_iteration)}
     if request.timeline:
         timeline = run_with_memory(build_strategy(name, workload, **options), machine)

@@ -145,6 +145,7 @@ class Scenario(Request):
             memory cannot hold may go to so much storage; None: none, or as ``ds_config`` says.
         endurance_bytes: that a node's drives may be written with in their life.
         link_bytes_per_s: of each direction between host and device.
+        clip_rate: Fraction of steps that clip gradients or overflow. None: 10% is assumed.
     """
 
     machine: Name | Machine = "h100-node"
@@ -165,6 +166,7 @@ class Scenario(Request):
     zero_stage: Annotated[int, Field(ge=1, le=3)] | None = None
     ds_config: DeepSpeedConfig | None = None
     keep_activations: bool = False
+    clip_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None
 

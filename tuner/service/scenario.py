@@ -83,14 +83,20 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     workload = scenario.workload
     if isinstance(workload, str):
         raise RuleError(f"workload must be a name that GET /api/v1/models lists, but got {workload!r}", key="workload")
-    if workload is None:
-        workload = job_of(scenario).workload(machine)
-    elif started_by(scenario):
-        workload = started(workload, **started_by(scenario))
+    workload = job_of(scenario).workload(machine) if workload is None else _run_so(workload, scenario)
     if scenario.subgroup_size is not None:
         _check_cut(workload.params, scenario.subgroup_size)
         workload = workload.recut(scenario.subgroup_size)
     return workload
+
+
+def _run_so(workload: Workload, scenario: Scenario) -> Workload:
+    """Return a profiled workload with the scenario's launcher and clip rate."""
+    if given := started_by(scenario):
+        workload = started(workload, **given)
+    if scenario.clip_rate is None:
+        return workload
+    return workload.model_copy(update={"clip_rate": scenario.clip_rate})
 
 
 def _check_cut(params: int, subgroup_size: int) -> None:
@@ -157,6 +163,7 @@ def job_of(scenario: Scenario) -> Job:
             data_parallel=scenario.gpus,
             tensor_parallel=scenario.tensor_parallel,
             recompute=not scenario.keep_activations,
+            clip_rate=scenario.clip_rate,
             **started_by(scenario),
         )
     _check_cut(_params(job), job.sub_group_size)

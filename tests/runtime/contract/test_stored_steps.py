@@ -12,6 +12,7 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.storage.hulls import list_checkpoints
 from ebbtide.runtime.storage.reader import stored_problems
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import CheckpointPlan, OpKind
@@ -143,12 +144,31 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
     engine.destroy()
 
 
+@pytest.mark.parametrize(("keep", "said"), [(0, 1), (1, 0), (2, 0)])
+def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
+    """0 promises all checkpoints."""
+    with caplog.at_level("WARNING", "ebbtide"):
+        engine = stored(tmp_path, keep=keep)
+    assert caplog.text.count("checkpoint.keep is 0, but the drives hold the stored state of 1 checkpoint only") == said
+    engine.destroy()
+
+
+def test_without_a_number_a_run_goes_on_with_that_of_the_store(tmp_path):
+    saved(tmp_path, 4, keep=2)
+    engine = stored(tmp_path, keep=0)
+    for step in (3, 4):
+        engine.load_checkpoint(tmp_path / "ck", tag=f"global_step{step}")
+    engine.destroy()
+
+
 def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_named(tmp_path):
     engine = stored(tmp_path, keep=0)  # no checkpoint is deleted; one step's state stays
     for tag in ("global_step2", "other"):
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "ck", tag=tag)
     engine.checkpoint_engine.wait()
+    told = [(e.tag, e.status) for e in list_checkpoints(tmp_path / "ck")]
+    assert told == [("other", "committed"), ("global_step2", "a hull: later steps wrote over its stored state")]
     with pytest.raises(CheckpointError, match=r"written over by later .*newest .*ck/other"):
         engine.load_checkpoint(tmp_path / "ck", tag="global_step2")
     engine.load_checkpoint(tmp_path / "ck", tag="other")

@@ -10,6 +10,9 @@ from pathlib import Path
 import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.storage.hulls import list_checkpoints
+from ebbtide.runtime.storage.reader import stored_problems
+from ebbtide.simulator.plan import Plan, PlanError
 
 from studies.bench.bits import differences, state_of
 from studies.bench.rank import free_port, remove_shared_buffers
@@ -153,6 +156,43 @@ def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
         saved[name] = sorted(page["module"]), page["frozen_param_fragments"]
     assert saved["ours"] == saved["stock"]
     assert all("lora" in parameter for parameter in saved["ours"][0])
+
+
+BEST = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 10}
+# The greatest loss: the first checkpoint stays the best one.
+BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
+def stored_key(folder, **checkpoint):
+    """A plan with one stored subgroup."""
+    made = Plan.from_fields(trainers.key_for(trainers.with_trainer(None, max_steps=1)[0])["plan"])
+    runs = Plan.runs(["stored", *["host"] * (made.subgroup_count - 1)])
+    fields = {"placement": runs, "storage_dir": str(folder), "staging_slots": 0, "prefetch": 0}
+    plan = Plan(**{**made.model_dump(), **fields}).model_dump(mode="json")
+    key = {"plan": plan, "device": "emulated"}
+    return key | ({"checkpoint": checkpoint} if checkpoint else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [None, 1, 3])
+def test_the_best_model_of_stored_state_is_there_at_the_end(front_door, tmp_path, limit):
+    """The state of all checkpoints but the newest was written over, and the run died at its end."""
+    out = tmp_path / "out"
+    options = {**BEST, "save_total_limit": limit, "output_dir": str(out)}
+    trainers.with_trainer(stored_key(tmp_path / "state"), **options)
+    listed = {f.name: list_checkpoints(f)[0].status for f in out.iterdir()}
+    whole = {name for name, status in listed.items() if status == "committed"}
+    kept = {None: {2, 10}, 1: {2}, 3: {2, 8, 10}}[limit]  # 2 is the best
+    assert whole == {f"checkpoint-{step}" for step in kept}
+    assert len(listed) == (5 if limit is None else len(kept))  # the others are listed as hulls
+    for name in whole:
+        assert not stored_problems(out / name / name.replace("checkpoint-", "global_step"))
+
+
+def test_one_kept_step_is_refused_where_the_best_is_loaded_at_the_end(front_door, tmp_path):
+    with pytest.raises(PlanError, match=r"Set checkpoint.keep to 2 or more"):
+        trainers.with_trainer(stored_key(tmp_path / "state", keep=1), **BEST, output_dir=str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def convert(checkpoint, out):

@@ -9,6 +9,8 @@ import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.layout import Layout, needed_bytes, padded
+from ebbtide.runtime.storage.pages import StepRecord
+from ebbtide.runtime.storage.store import retained
 
 from tests.runtime.storage.conftest import ELEMENTS, SIZES, aligned, empty, equal, read, state, step, write_all
 
@@ -85,6 +87,17 @@ def test_kept_steps_stay_while_others_are_written(stores, keep):
         store.restore(record.step)
         for subgroup in ELEMENTS:
             assert equal(read(store, subgroup), state(subgroup, record.step))
+
+
+@pytest.mark.parametrize(
+    ("gone", "protected", "left"),
+    [((), (), [5, 4]), ((4,), (), [5, 3]), ((), (2,), [5, 2]), ((4, 5), (3, 2), [5, 3]), ((1, 2, 3, 4), (3,), [5, 3])],
+)
+def test_deleted_checkpoints_go_first_and_protected_ones_last(gone, protected, left):
+    steps = [StepRecord(step=n, name=str(n), extents=[]) for n in (5, 4, 3, 2)]
+    found = retained(steps, 2, lambda s: s.step not in gone, lambda s: s.step in protected)
+    assert [s.step for s in found] == left
+    assert retained(steps, 4, lambda _: False, lambda _: False) == steps
 
 
 def test_a_resumed_run_goes_on_and_forgets_what_it_passed_over(stores):

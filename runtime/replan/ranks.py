@@ -1,0 +1,71 @@
+"""Ranks that plan together: what each has seen, and one plan for all."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+LONGEST = timedelta(minutes=10)  # that ranks wait for one that measures or plans
+
+
+def alone() -> bool:
+    """Return whether no other rank trains with this one."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+@contextmanager
+def ranks_group() -> Iterator[Any]:
+    """Open a group of all ranks on the host, for as long as they talk. A collective call."""
+    group = dist.new_group(backend="gloo", timeout=LONGEST)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def gathered_in(mine: Any, group: Any) -> list[Any]:
+    """Return what every rank of a group gives, by rank."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+def gathered(mine: T) -> list[T]:
+    """Return what every rank gives, by rank. A collective call."""
+    if alone():
+        return [mine]
+    with ranks_group() as group:
+        return gathered_in(mine, group)
+
+
+def nodes_and_ranks() -> tuple[int, int]:
+    """Return the number of nodes, and of ranks on the fullest one. A collective call."""
+    hosts = gathered(socket.gethostname())
+    return len(set(hosts)), max(map(hosts.count, hosts))
+
+
+def by_the_first(make: Callable[[], T]) -> T:
+    """Return on every rank what the first one makes. A collective call.
+
+    Raises:
+        RuntimeError: on every rank, if the first one could not make it.
+    """
+    if alone():
+        return make()
+    with ranks_group() as group:
+        mine = _made_or_why_not(make) if dist.get_rank() == 0 else None
+        made, problem = gathered_in(mine, group)[0]
+    if problem:
+        raise RuntimeError(f"rank 0 could not plan for all ranks: {problem}")
+    return made  # type: ignore[no-any-return]
+
+
+def _made_or_why_not(make: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return make(), ""
+    except Exception as error:  # noqa: BLE001 - the others wait: they are told before it is raised
+        return None, f"{type(error).__name__}: {error}"

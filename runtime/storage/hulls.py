@@ -1,0 +1,41 @@
+"""Checkpoints of which only a hull is left: later steps have written over their stored state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ebbtide.runtime.checkpoint.errors import ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import parse, stored_name
+from ebbtide.runtime.checkpoint.protocol import inspect
+from ebbtide.runtime.checkpoint.protocol.inspect import Entry
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.folder import STEPS, file_of, read_page
+from ebbtide.runtime.storage.pages import CheckpointPage, StepsPage
+
+
+def list_checkpoints(directory: str | Path) -> list[Entry]:
+    """Return the checkpoints of a folder, newest first. Hulls have a status that says so."""
+    found = inspect.list_checkpoints(directory)
+    return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
+
+
+def missing_state(checkpoint: Path) -> str:
+    """Return why a checkpoint's stored state is not there, by its pages alone. Empty if it is there.
+
+    Also empty if the checkpoint's own files hold everything.
+    """
+    rank = 0
+    while (path := checkpoint / stored_name(rank)).exists():
+        try:
+            page = parse(path.read_bytes(), CheckpointPage, path.name)
+            steps = read_page(file_of(Path(page.directories[0]), page.rank, STEPS), StepsPage, Files())
+        except (OSError, ManifestError, StorageError) as error:
+            return f"state cannot be found: {error}"
+        if steps is None or steps.nonce != page.store:
+            return f"its state is not in {page.directories[0]}"
+        if all(step.name != page.name for step in steps.steps):
+            return "a hull: later steps wrote over its stored state"
+        rank += 1
+    return ""

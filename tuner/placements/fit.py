@@ -1,0 +1,95 @@
+"""Whether the bytes of a job fit into memory at all, known before any simulation.
+
+A plan divides the elements among placements and parameter locations. If elements could be divided at will, and
+staging buffers took nothing, the least memory that is missing would be the solution of a small linear program.
+No plan lacks less. So a job whose program lacks bytes is refused at once, and the shares of a solution show
+where plans of whole subgroups are to be looked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.update.footprint import Holding
+from ebbtide.simulator.update.recipes import RECIPES, Queue, recipe_of, ways
+from ebbtide.simulator.workload import Workload
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The division of all elements with which the fullest memory has the most room left.
+
+    Attributes:
+        device_peak_bytes, host_peak_bytes, storage_bytes: what it takes at the least.
+        shares: fraction of the elements by placement and parameter location.
+    """
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    storage_bytes: int
+    shares: Mapping[tuple[Placement, ParameterHome], float]
+
+    def of(self, placement: Placement) -> float:
+        """Return the fraction of the elements with a placement."""
+        return sum(share for (p, _), share in self.shares.items() if p == placement)
+
+    @property
+    def away(self) -> float:
+        """Fraction of the parameters that live on the host."""
+        return sum(share for (_, home), share in self.shares.items() if home == "host")
+
+
+def roomiest(
+    workload: Workload, machine: Machine, limits: Limits, homes: tuple[ParameterHome, ...] = ("device", "host")
+) -> Fit:
+    """Return the division with the most room left, within the placements that a search may choose.
+
+    Args:
+        homes: parameter locations that plans may use.
+    """
+    from scipy.optimize import linprog
+
+    held, params = Holding.of_workload(workload), float(workload.params)
+    stores = limits.storage_bytes is not None and workload.zero_stage == 3
+    used = [way for way in ways() if _allowed(workload, machine, *way, stores) and way[1] in homes]
+    columns = [list(ways()).index(way) for way in used]
+    each = {memory: np.array(row, float)[columns] for memory, row in held.per_param.items()}
+    live = 0.0 if workload.live_params is None else workload.live_params / params
+    gone = np.array([workload.wire_bytes * (1 - live) * (home == "host") for _, home in used])
+    sends = np.array([recipe_of(*way).gradient != "device" for way in used], float)
+    most_sums = float(held.sums and not machine.unified_memory)
+    # Per element: the ways' shares, then that of the sums on the device, then the room that is missing.
+    under_way = held.sending_bytes(params, 0) / params
+    device = [*(each["device"] - gone + sends * under_way), most_sums * (held.gradient_bytes - under_way)]
+    host, storage = [*each["host"], -most_sums * held.gradient_bytes], [*each["storage"], 0.0]
+    base = (workload.device_base_bytes + workload.activation_bytes) / params
+    rows, ends = [device, host], [limits.device_bytes / params - base, limits.host_bytes / params]
+    if limits.unified:
+        rows, ends = [[d + h for d, h in zip(device, host, strict=True)]], [limits.host_bytes / params - base]
+    if stores and limits.storage_bytes is not None:
+        rows, ends = [*rows, storage], [*ends, limits.storage_bytes / params]
+    found = linprog(
+        [0.0] * (len(used) + 1) + [1.0],
+        [[*row, -1.0] for row in rows] + [[*-sends, 1.0, 0.0]],
+        [*ends, 0.0],
+        [[1.0] * len(used) + [0.0, 0.0]],
+        [1.0],
+        [(0, 1)] * len(used) + [(0, most_sums), (None, None)],
+        method="highs",
+    )
+    x = found.x[:-1]
+    taken = [int(params * float(np.dot(row, x))) for row in (device, host, storage)]
+    shares = {way: float(share) for way, share in zip(used, x, strict=False) if share > 1e-9}
+    return Fit(taken[0] + int(base * params), taken[1], taken[2], shares)
+
+
+def _allowed(workload: Workload, machine: Machine, placement: Placement, home: ParameterHome, stores: bool) -> bool:
+    recipe = RECIPES[placement]
+    if recipe.state == "storage" and not stores:
+        return False
+    if machine.unified_memory and recipe.queue != Queue.HOST:
+        return False
+    return home == "device" or (workload.zero_stage == 3 and not machine.unified_memory)
