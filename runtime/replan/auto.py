@@ -16,7 +16,7 @@ from ebbtide.runtime.execution.session import Session, TrainingEngine
 from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
-from ebbtide.runtime.replan.watch import Show, measured_rates, watch
+from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, watch, with_observed
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Plan
 from ebbtide.simulator.schedule import OpKind
@@ -80,15 +80,15 @@ class _Automatic:
         timeline = own.timeline()
         workload = _agreed(observed_workload(own.engine, timeline), own)
         rates = gathered(measured_rates(timeline, workload, self.machine))
-        machine = self.machine.with_rates(**_medians(rates))
+        machine = with_observed(self.machine, _medians(rates))
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         if current.stores:
             machine = machine.storing_in(_folders(current))
         device_bytes, host_bytes = map(
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
-        result = by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes))
-        if result.iteration_s < result.current_s:
+        result = attempted(lambda: by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes)))
+        if result is not None and result.iteration_s < result.current_s:
             logger.info("plan='auto': %.3f s expected instead of %.3f s", result.iteration_s, result.current_s)
             current = result.plan
         own.switch(current)

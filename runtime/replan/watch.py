@@ -3,8 +3,9 @@
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ebbtide.runtime.execution.session import Session
 from ebbtide.simulator.machine import Machine
@@ -19,6 +20,7 @@ logger = logging.getLogger("ebbtide")
 PERIOD_STEPS = 10
 WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 
+Planned = TypeVar("Planned")
 Show = Callable[[Timeline, Plan], None]
 
 _RATED = (
@@ -63,6 +65,32 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
+    """Return the machine with the observed rates that can be right; the others stay as measured.
+
+    Steps of a tiny model, or of a process that the system did not schedule, give any rate at all. A
+    rate that no machine can have is logged and dropped.
+    """
+    for name, value in rates.items():
+        try:
+            machine = machine.with_rates(**{name: value})
+        except ValueError as error:
+            logger.info("ebbtide: an observed rate is left out: %s", error)
+    return machine
+
+
+def attempted(plan: Callable[[], Planned]) -> Planned | None:
+    """Return the result of ``plan``. If it fails, log why and return None: observations never end a run."""
+    try:
+        return plan()
+    except Exception:
+        logger.warning(
+            "ebbtide: planning from observed steps failed. Training goes on with the present plan. Please report this.",
+            exc_info=True,
+        )
+        return None
+
+
 @dataclass
 class Watch:
     """Called after every step; looks closer every ``period_steps``. Training thread only.
@@ -91,22 +119,24 @@ class Watch:
         # Without the step just launched: waiting for its updates would take its overlap away.
         timeline = own.timeline(wait=False)
         rates = measured_rates(timeline, self.workload, self.machine)
-        machine = self.machine.with_rates(**rates) if rates else self.machine
+        machine = with_observed(self.machine, rates)
         self.show(timeline, own.plan)
         if not self.replan:
             return
         from ebbtide.tuner.placements.quick import quick_plan
 
-        result = quick_plan(self.workload, machine, own.plan)
+        result = attempted(lambda: quick_plan(self.workload, machine, own.plan))
+        better = result is not None and result.iteration_s < WORTH_SWITCHING * result.current_s
         # All ranks or none: the others would only wait for a rank that moves its state.
-        if own.engine.any_rank(result.iteration_s < WORTH_SWITCHING * result.current_s):
-            logger.info(
-                "switching plans after step %d: %.3f s expected instead of %.3f s",
-                self.steps,
-                result.iteration_s,
-                result.current_s,
-            )
-            own.switch(result.plan)
+        if own.engine.any_rank(better):
+            if result is not None:
+                logger.info(
+                    "switching plans after step %d: %.3f s expected instead of %.3f s",
+                    self.steps,
+                    result.iteration_s,
+                    result.current_s,
+                )
+            own.switch(own.plan if result is None else result.plan)
             self.machine = machine
 
 

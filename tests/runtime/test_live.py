@@ -7,7 +7,7 @@ from dataclasses import replace
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.replan.watch import measured_rates
+from ebbtide.runtime.replan.watch import measured_rates, with_observed
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Layer, Plan, PlanError, Quantity, Workload
@@ -127,6 +127,48 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
         assert placements[-1] - {"host"}, "with a fast device and room on it, something belongs there"
 
 
+STRANGE = [1.0, 133954.0, 1e30, 0.0, -1.0, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("rate", STRANGE)
+def test_a_rate_that_no_machine_has_is_left_out(rate):
+    own = machine()
+    assert with_observed(own, {"host_adam_params_per_s": rate}) == own
+    other = with_observed(own, {"host_adam_params_per_s": rate, "h2d_bytes_per_s": 5e9})
+    assert other == own.with_rates(h2d_bytes_per_s=5e9)
+
+
+@pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
+    """An op that the system did not schedule for long enough ended training in the fourth step."""
+    for module in ("auto", "watch"):
+        monkeypatch.setattr(f"ebbtide.runtime.replan.{module}.measured_rates", lambda *_: strange)
+    engine = new_engine()
+    if watched:
+        replanned(engine)
+    else:
+        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    assert_same_bits(train(engine), stock)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_search_that_fails_ends_no_run(stock, monkeypatch, caplog, watched):
+    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", fail)
+    engine = new_engine()
+    if watched:
+        replanned(engine)
+    else:
+        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    assert_same_bits(train(engine), stock)
+    assert "planning from observed steps failed" in caplog.text
+    assert "planted" in caplog.text
+
+
+def fail(*_, **__):
+    raise ValueError("planted")
+
+
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
     """It would take the device memory that was asked for, and `reload_states` would undo it."""
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
@@ -170,6 +212,16 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     assert_same_bits(ours, stock)
     # 12 bytes per parameter over 10 MB/s: the host must get its share.
     assert "host" in session.plan.placements
+
+
+def replanned(engine):
+    """Attach a plan that is looked at after every third step."""
+    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+    layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
+    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    plan = plan_of(["host"], len(sizes))
+    ebbtide.runtime.attach(engine, plan, replan=True, machine=machine(), workload=workload)
+    engine.optimizer._ebbtide.watch.period_steps = 3
 
 
 def test_replan_without_what_the_plan_was_made_from_is_refused(only_rank):
