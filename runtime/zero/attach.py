@@ -90,15 +90,14 @@ def initialize(
     check_config(config)
     storage = stored_at(config)
     config = for_a_plan(config)
-    if storage is not None:  # what moves to the drive must not have been page-locked before
-        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    # PyTorch's pinned allocator rounds up to powers of two and gives nothing back; `attach` page-locks
+    # exactly what the plan moves.
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     if isinstance(plan, Plan):
         if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
         zero = config["zero_optimization"]
         zero["sub_group_size"] = plan.subgroup_size
-        # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
-        zero["offload_optimizer"]["pin_memory"] = False
         if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
             # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
             # are bucketed cannot be seen in a sum of two; in one of more it can.

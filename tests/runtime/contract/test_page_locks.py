@@ -1,0 +1,71 @@
+"""Host memory that DeepSpeed page-locks for buffers that a plan replaces."""
+
+import copy
+
+import deepspeed
+import ebbtide.runtime
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
+from tests.machines import node
+from tests.runtime.contract.training import SUBGROUP, plan_for, start
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Collect the bytes of each tensor that DeepSpeed page-locks."""
+    accelerator, sizes = get_accelerator(), []
+
+    def pin(tensor, *_, **__):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(accelerator, "pin_memory", pin)
+    return sizes
+
+
+def config_of(stage, folder, **offload):
+    offload = {"device": "cpu", **offload}
+    if offload["device"] == "nvme":
+        offload["nvme_path"] = str(folder)
+    return ds_config(2, SUBGROUP, stage=stage, offload_optimizer=offload)
+
+
+def locked_bytes(locked, config, plan=None):
+    """Return the bytes that DeepSpeed locks while an engine is made, and while it trains a step."""
+    model = ByteGPT(SIZES["tiny"])
+    make = deepspeed.initialize if plan is None else ebbtide.runtime.initialize
+    options = {} if plan is None else {"plan": plan}
+    engine = make(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config), **options)[0]
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+    engine.destroy()
+    return sum(locked)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
+    """Else the test below proves nothing."""
+    assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
+
+
+@pytest.mark.parametrize("pin", [{}, {"pin_memory": True}])
+@pytest.mark.parametrize(
+    ("stage", "device", "automatic"),
+    [(2, "cpu", True), (3, "cpu", True), (3, "nvme", True), (2, "cpu", False), (3, "cpu", False)],
+)
+def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin, tmp_path, monkeypatch):
+    """Nor does "auto", under which DeepSpeed locked 6 bytes per parameter that nobody gave back."""
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
+    plan = "auto"
+    if not automatic:
+        engine = start(stage=stage)
+        plan = plan_for(engine, ["host"])
+        engine.destroy()
+        locked.clear()
+    assert locked_bytes(locked, config_of(stage, tmp_path, device=device, **pin), plan) == 0
