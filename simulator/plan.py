@@ -76,8 +76,6 @@ class CheckpointPlan(Page):
             says so at the start, and older checkpoints cannot be loaded.
         deadline_s: how long storage may make no progress, and ranks may wait for each other, before
             a checkpoint is given up with an error. Of stored state's drives too, 300 at most.
-        drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
-        drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
         restore_random: ``load_checkpoint`` also restores the random states that every checkpoint
             holds (of Python, numpy, torch and each CUDA device). Stock restores none.
         verify_reads: every read of state on storage is compared with the hash that was taken while
@@ -93,8 +91,6 @@ class CheckpointPlan(Page):
     keep: int = Field(0, ge=0)
     deadline_s: float = Field(600.0, gt=0)
     dir: str | None = None
-    drain_dir: str | None = None
-    drain_keep: int = Field(0, ge=0)
     restore_random: bool = False
     verify_reads: bool = False
 
@@ -103,15 +99,23 @@ class CheckpointPlan(Page):
         """Those that have a block in hand; ``writers`` of them write."""
         return self.writers + READY_BLOCKS
 
-    @model_validator(mode="after")
-    def _check_tiers(self) -> Self:
-        if self.drain_dir is not None and self.dir is None:
+    @model_validator(mode="before")
+    @classmethod
+    def _without_drain(cls, fields: Any) -> Any:
+        """Drop the fields of a second checkpoint folder, which earlier versions wrote.
+
+        Raises:
+            RuleError: the file names such a folder.
+        """
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("drain_dir") is not None:
             raise RuleError(
-                "checkpoint.drain_dir needs checkpoint.dir, the fast folder that is drained, "
-                f"but got drain_dir={self.drain_dir!r} and dir=None",
+                "checkpoint.drain_dir is no longer supported. Remove it, and copy committed checkpoints "
+                "from checkpoint.dir with a tool such as rclone",
                 key="drain_dir",
             )
-        return self
+        return {name: value for name, value in fields.items() if name not in ("drain_dir", "drain_keep")}
 
 
 _PHASES = ("forward_s", "backward_s", "step_s", "loop_s")

@@ -219,16 +219,6 @@ POINTS = (
 RARE_POINTS = ("copied_on_update", "tag_set_aside")
 # Those of a run whose state lies on storage; a step's are in `ebbtide.runtime.storage.folder`.
 STORED_POINTS = ("stored_prepared", "stored_settled")
-# Those of a drain to the durable tier; "tag_renamed" and "parent_fsynced" come up in it too.
-DRAIN_POINTS = (
-    "drain_begun",
-    "drain_half",
-    "drain_payload_fsynced",
-    "drain_sealed",
-    "drain_latest_written",
-    "drain_latest_renamed",
-    "drain_done",
-)
 
 
 def _renamed(one: Path, other: Path, flag: int) -> None:

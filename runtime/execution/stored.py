@@ -51,18 +51,11 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
 
     Raises:
         StorageError: a folder is another run's, or has no room.
-        PlanError: checkpoints are to be drained to another folder, or the calling trainer loads a
-            checkpoint in the end that may be written over by then.
+        PlanError: the calling trainer loads a checkpoint in the end that may be written over by then.
     """
     if not stored:
         return None
     assert plan.drives  # `check_plan` has seen to it
-    if plan.checkpoint.drain_dir is not None:
-        raise PlanError(
-            "checkpoint.drain_dir must not be set where state is stored, whose checkpoints lie "
-            f"beside it and have no second place, but got {plan.checkpoint.drain_dir!r}: remove "
-            "it, and copy with `tune checkpoint export`"
-        )
     limit = trainers_limit()
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]

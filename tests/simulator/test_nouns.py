@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ebbtide.simulator import Layer, Machine, Plan, PlanError, Prediction, Quantity, Workload, build_schedule, simulate
-from ebbtide.simulator.plan import HomeRun, json_schema
+from ebbtide.simulator.plan import CheckpointPlan, HomeRun, json_schema
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -263,3 +263,9 @@ def test_what_is_wrong_in_a_file_of_the_first_schema_is_told_as_ever(bad):
     fields = workload(gradient_accumulation_steps=4).model_dump(mode="json")
     with pytest.raises(ValidationError, match=next(iter(bad))):
         Workload.model_validate({**fields, "schema_version": 1, **bad})
+
+
+def test_a_second_checkpoint_folder_of_an_older_plan_is_refused_and_an_empty_one_is_read():
+    assert CheckpointPlan.model_validate({"dir": "x", "drain_dir": None, "drain_keep": 0}) == CheckpointPlan(dir="x")
+    with pytest.raises(ValueError, match=r"checkpoint\.drain_dir is no longer supported.*rclone"):
+        CheckpointPlan.model_validate({"dir": "x", "drain_dir": "y", "drain_keep": 1})

@@ -323,8 +323,6 @@ CHECKPOINT = {
     "keep": "tests/runtime/checkpoint",
     "deadline_s": "tests/runtime/checkpoint",
     "dir": "tests/runtime/checkpoint",
-    "drain_dir": "tests/runtime/checkpoint",
-    "drain_keep": "tests/runtime/checkpoint",
     "restore_random": "tests/runtime/checkpoint",
     "verify_reads": "tests/runtime/storage",
 }

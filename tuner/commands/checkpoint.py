@@ -24,10 +24,10 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @JSON
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
-    """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
+    """List the committed checkpoints of one or more folders, newest first."""
     from ebbtide.runtime.storage.hulls import list_checkpoints
 
-    rows = [{**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)]
+    rows = [{**column, **_row(item)} for root, column in _columns(folders) for item in list_checkpoints(root)]
     _print_rows(rows, as_json)
 
 
@@ -43,15 +43,15 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     from ebbtide.runtime.storage.reader import stored_problems
 
     rows = []
-    tiers = _tiers(folders)
-    if tag and len(tiers) > 1:  # one tier may not have it yet, or not any more
-        tiers = [(root, tier) for root, tier in tiers if (root / tag).is_dir()] or tiers[:1]
-    for root, tier in tiers:
+    roots = _columns(folders)
+    if tag and len(roots) > 1:
+        roots = [(root, column) for root, column in roots if (root / tag).is_dir()] or roots[:1]
+    for root, column in roots:
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
         for name in tags:
             found = [str(problem) for problem in check(root, name)]
             problems = "; ".join(found or stored_problems(root / name))
-            rows.append({**tier, "tag": name, "state": f"damaged: {problems}" if problems else "whole"})
+            rows.append({**column, "tag": name, "state": f"damaged: {problems}" if problems else "whole"})
     _print_rows(rows, as_json)
     if any(row["state"] != "whole" for row in rows):
         sys.exit(2)
@@ -66,7 +66,7 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     """Deletes all but the newest committed checkpoints, in each folder that is given."""
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
-    rows = [{**tier, "removed": str(item)} for root, tier in _tiers(folders) for item in delete(root, keep)]
+    rows = [{**column, "removed": str(item)} for root, column in _columns(folders) for item in delete(root, keep)]
     _print_rows(rows, as_json)
 
 
@@ -94,8 +94,8 @@ def export(folder: str, tag: str | None, to: str) -> None:
         raise BadInputError(str(error)) from None
 
 
-def _tiers(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
-    """Each folder with the column that tells it from the others; all are checked first."""
+def _columns(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
+    """Check all folders, and return each one with the column that names it if there are several."""
     roots = [_folder(path) for path in folders]
     return [(root, {"folder": str(root)} if len(roots) > 1 else {}) for root in roots]
 

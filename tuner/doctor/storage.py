@@ -36,7 +36,7 @@ def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Findi
     if "eatmydata" in os.environ.get("LD_PRELOAD", ""):
         return bad(name, "libeatmydata is loaded: nothing is synced", "unset LD_PRELOAD")
     if kind in _VOLATILE:
-        return slow(name, f"{detail}, and lost when the machine goes down", "put checkpoint.drain_dir on a disk")
+        return slow(name, f"{detail}, and lost when the machine goes down", "put checkpoint.dir on a disk")
     unsafe = _UNSAFE & options
     if unsafe:
         return bad(

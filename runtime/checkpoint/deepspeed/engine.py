@@ -77,15 +77,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._live = live
         self._files = files or Files()
         self._peers = Peers(plan.deadline_s)
-        self._means = Means.reserve(plan, live, self._files, block_bytes, drains=self._peers.rank == 0)
-        self._drainer = self._means.drainer
-        self._caught_up = False
+        self._means = Means.reserve(plan, live, self._files, block_bytes)
         self._loading = Loading(
-            self._engine,
-            live,
-            self._peers.rank,
-            Resumption(self._peers, self._means.tiers),
-            restore_random=plan.restore_random,
+            self._engine, live, self._peers.rank, Resumption(self._peers), restore_random=plan.restore_random
         )
         self._job: Job | None = None
         self._save: Save | None = None  # between begin and end of save_checkpoint
@@ -106,9 +100,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: an earlier checkpoint failed in the background; the cause is chained.
         """
         self._reap()
-        if self._drainer is not None and not self._caught_up:
-            self._caught_up = True  # what an earlier run had no time for; loading is over by now
-            self._drainer.wake(catching_up=True)
         every = self._plan.interval_steps
         if every and self._plan.dir and global_step > 0 and global_step % every == 0:
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
@@ -123,16 +114,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._job.wait()
         self._reap()
         return self.last
-
-    def wait_for_drain(self) -> None:
-        """Until the durable tier (``checkpoint.drain_dir``) holds the newest checkpoint.
-
-        Raises:
-            CheckpointError: it could not be written, or made no progress within the deadline.
-        """
-        self.wait()
-        if self._drainer is not None:
-            self._drainer.wait()
 
     def finish(self) -> None:
         """Wait until no checkpoint is in flight, or until its writing makes no progress. Failures are not raised."""
@@ -155,7 +136,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
-            self.wait_for_drain()
+            self.wait()
         finally:
             if not _by_an_error():
                 if self._note is not None and self._note.waiting and not self._note.failed:
@@ -167,8 +148,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _reap(self) -> None:
         trainers_folder.settle()
-        if self._drainer is not None:
-            self._drainer.reap()
         job = self._job
         if job is not None and job.running:
             return
@@ -232,8 +211,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
         if state == self._saved and not client_state and foreign_trainer() is not None:
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
-        if self._means.is_durable_tier(folder):
-            self.wait_for_drain()  # one at a time makes hidden folders there
         verdict = self._agree_to_begin(str(folder / name))
         if verdict.running:
             logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
@@ -266,7 +243,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             save_latest,
             self._plan_digest(),
             _versions(),
-            self._means.other_tier(folder),
         )
         self._note = self._save_in_background(attempt, write, begin)
         self._saved = state
@@ -394,7 +370,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
         """Stand for ``engine.load_checkpoint``; see `Loading.load`."""
-        self.wait_for_drain()
+        self.wait()
         wait_for_jobs()  # another engine of this process may be writing what is to be loaded
         self._before_save()
         deleted_first.remember(Path(load_dir))

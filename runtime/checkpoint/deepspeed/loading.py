@@ -43,9 +43,8 @@ class Loading:
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
         """Verifies, then loads; executes nothing that a file holds.
 
-        Loads what DeepSpeed would: the tag given, or the one that ``latest`` names; the durable
-        tier's copy where the fast tier's is lost or damaged. A checkpoint written without ebbtide
-        is loaded as DeepSpeed would, but for ``weights_only``.
+        Loads what DeepSpeed would: the tag given, or the one that ``latest`` names. A checkpoint
+        written without ebbtide is loaded as DeepSpeed would, but for ``weights_only``.
 
         Raises:
             CheckpointError: what is to be loaded is torn, damaged, or was never committed; names

@@ -7,7 +7,6 @@ from pathlib import Path
 from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifest, parse, stored_name
-from ebbtide.runtime.checkpoint.protocol.drain import Tiers
 from ebbtide.runtime.checkpoint.protocol.inspect import Problem, verify
 from ebbtide.runtime.checkpoint.protocol.peers import Peers
 from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
@@ -21,7 +20,7 @@ class Choice:
 
     Attributes:
         passed_over: newer ones (and unreadable ones) by tag, with the reason.
-        directory: the tier that holds it.
+        directory: the folder that holds it.
     """
 
     tag: str | None
@@ -51,7 +50,7 @@ def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | 
     """
     directory = Path(directory)
     check_one = check or (lambda tag: verify(directory, tag))
-    return newest_of_tiers([directory], lambda _, tag: check_one(tag))
+    return newest_of([directory], lambda _, tag: check_one(tag))
 
 
 def counted(candidate: Committed) -> float:
@@ -63,12 +62,12 @@ def committed_at(candidate: Committed) -> float:
     return candidate.manifest.committed_unix_s
 
 
-def newest_of_tiers(
+def newest_of(
     directories: Sequence[Path],
     check: Callable[[Path, str], list[Problem]] = verify,
     when: Callable[[Committed], float] = counted,
 ) -> Choice:
-    """Return the newest checkpoint of all tiers that verifies; of two copies, the first folder's."""
+    """Return the newest checkpoint of these folders that verifies."""
     passed_over: dict[str, str] = {}
     candidates = []
     for directory in directories:
@@ -76,7 +75,6 @@ def newest_of_tiers(
         for tag, reason in damaged(directory).items():
             passed_over[_named(directory / tag, directories)] = reason
         candidates += committed(directory)
-    # Stable: of two copies of one checkpoint, the first tier's comes first.
     for candidate in sorted(candidates, key=when, reverse=True):
         folder = candidate.folder
         problems = check(folder.parent, folder.name)
@@ -97,12 +95,11 @@ class Resumption:
 
     ``latest`` is the law: it is what DeepSpeed goes by, what people edit by hand to go back, and
     what a save with ``save_latest=False`` leaves alone. A damaged target is an error and no silent
-    step back; only the other tier's copy of the same checkpoint may stand for it.
+    step back.
     """
 
-    def __init__(self, peers: Peers, tiers: Tiers | None) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._tiers = tiers
         self._needed: Callable[[str], bool] = lambda _: True
         # Of a checkpoint's folder: what this rank misses of the state that lies on storage.
         self.stored_problem: Callable[[Path], str] = lambda _: ""
@@ -120,52 +117,29 @@ class Resumption:
         # Rank 0 writes `latest` last, when the others have seen their commit already: one that went
         # by what it finds before that would load nothing, and wait for ever for those that do.
         self._peers.concat([])
-        directories = self._directories(load_dir)
-        for directory in directories:
-            settle(directory)
-            restore_deleted(directory)
-            restore_deleted(directory.parent)
-            recover_replaced(directory, Files())
+        settle(load_dir)
+        restore_deleted(load_dir)
+        restore_deleted(load_dir.parent)
+        recover_replaced(load_dir, Files())
         if tag is None:
-            named = [Candidate.of(d, t) for d in directories if (t := named_latest(d))]
-            if not named:
-                self._refuse_empty(directories)
+            tag = named_latest(load_dir)
+            if not tag:
+                self._refuse_empty(load_dir)
                 return Choice(None, None, {}, load_dir)
-            # Stable: of two copies of one checkpoint, the first tier's.
-            target = max(named, key=lambda c: c.sequence)
-        else:
-            copies = [Candidate.of(d, tag) for d in directories]
-            target = next((c for c in copies if c.ours), copies[0])
-        return self._whole(target, directories)
+        target = Candidate.of(load_dir, tag)
+        problem = self._problem(target)
+        if problem:
+            raise CheckpointError(
+                f"the checkpoint to load, {target.folder}, must be whole, but {problem}. {self._advice(load_dir)}"
+            )
+        return Choice(tag, target.step, {}, load_dir)
 
-    def _refuse_empty(self, directories: Sequence[Path]) -> None:
-        for directory in directories:
-            if named_latest(directory) is not None:
-                raise CheckpointError(
-                    f"the file {directory / 'latest'} must name the checkpoint to load, but is "
-                    f"empty. {self._advice(directories)}"
-                )
-
-    def _directories(self, load_dir: Path) -> list[Path]:
-        if self._tiers is None or not self._tiers.holds(load_dir):
-            return [load_dir]
-        tiers = [self._tiers.fast, self._tiers.durable]
-        return sorted(tiers, key=lambda tier: tier.resolve() != load_dir.resolve())
-
-    def _whole(self, target: "Candidate", directories: Sequence[Path]) -> Choice:
-        copies = [target, *(Candidate.of(d, target.tag) for d in directories)]
-        passed_over: dict[str, str] = {}
-        for copy in copies:
-            if copy.nonce != target.nonce or str(copy.folder) in passed_over:
-                continue
-            problem = self._problem(copy)
-            if not problem:
-                return Choice(copy.tag, copy.step, passed_over, copy.directory)
-            passed_over[str(copy.folder)] = problem
-        raise CheckpointError(
-            f"the checkpoint to load, {target.folder}, must be whole, but "
-            f"{next(iter(passed_over.values()))}. {self._advice(directories)}"
-        )
+    def _refuse_empty(self, load_dir: Path) -> None:
+        if named_latest(load_dir) is not None:
+            raise CheckpointError(
+                f"the file {load_dir / 'latest'} must name the checkpoint to load, but is "
+                f"empty. {self._advice(load_dir)}"
+            )
 
     def _problem(self, copy: "Candidate") -> str:
         if copy.ours:
@@ -187,10 +161,10 @@ class Resumption:
             problems.append(Problem(stored_name(self._peers.rank), missing))
         return self._peers.concat(problems)
 
-    def _advice(self, directories: Sequence[Path]) -> str:
-        good = newest_of_tiers(directories, self._problems)
+    def _advice(self, load_dir: Path) -> str:
+        good = newest_of([load_dir], self._problems)
         if good.folder is None:
-            good = newest_of_tiers(siblings(directories[0]), self._problems, when=committed_at)
+            good = newest_of(siblings(load_dir), self._problems, when=committed_at)
         if good.folder is None:
             return "No other checkpoint here is whole"
         return (

@@ -19,7 +19,6 @@ from ebbtide.runtime.checkpoint.format.skeleton import lay_out, plain
 from ebbtide.runtime.checkpoint.format.tree import tensors_of
 from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
 from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
-from ebbtide.runtime.checkpoint.protocol.drain import Drainer, Tiers
 from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 from ebbtide.simulator.plan import CheckpointPlan
@@ -40,37 +39,22 @@ class Means:
     pace: Pace
     budget: Slots
     bounce: Slots
-    tiers: Tiers | None
-    drainer: Drainer | None
 
     @classmethod
-    def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int, *, drains: bool) -> "Means":
-        """``drains``: this rank copies what is committed to the durable tier, if there is one."""
-        pace, tiers = Pace(plan.write_bytes_per_s), _tiers(plan)
+    def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int) -> "Means":
+        """Reserve the buffers of a plan's checkpoints."""
         return cls(
             plan,
             live,
             files,
-            pace,
+            Pace(plan.write_bytes_per_s),
             Slots(plan.copy_budget_bytes // block_bytes, block_bytes),
             Slots(plan.writer_threads, block_bytes),
-            tiers,
-            Drainer(tiers, files, pace, plan.deadline_s) if tiers is not None and drains else None,
         )
 
     def close(self) -> None:
         self.budget.close()
         self.bounce.close()
-
-    def other_tier(self, folder: Path) -> Path | None:
-        """Return the tier that ``folder`` is not; None: there are no two, or it is neither."""
-        if self.tiers is None or not self.tiers.holds(folder):
-            return None
-        fast = folder.resolve() == self.tiers.fast.resolve()
-        return self.tiers.durable if fast else self.tiers.fast
-
-    def is_durable_tier(self, folder: str | Path) -> bool:
-        return self.tiers is not None and Path(folder).resolve() == self.tiers.durable.resolve()
 
 
 class Save:
@@ -142,8 +126,7 @@ class Save:
             writer,
             means.live,
             means.files,
-            plan.drain_keep if means.is_durable_tier(attempt.save_dir) else plan.keep,
-            means.drainer.wake if means.drainer is not None else lambda: None,
+            plan.keep,
             durably=means.files if self._in_place else None,
             when_over=lambda: when_over(job),
             stored=stored,
@@ -166,12 +149,6 @@ def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str
             f"a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; but got {name!r}"
         )
     return name
-
-
-def _tiers(plan: CheckpointPlan) -> Tiers | None:
-    if plan.dir is None or plan.drain_dir is None:
-        return None
-    return Tiers(Path(plan.dir).absolute(), Path(plan.drain_dir).absolute(), plan.drain_keep)
 
 
 @cache  # once: the next checkpoint says nothing new

@@ -1,1 +1,1 @@
-"""The visibility of checkpoints: votes, commits, retention, drains."""
+"""The visibility of checkpoints: votes, commits, retention."""

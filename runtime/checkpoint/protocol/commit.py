@@ -56,7 +56,6 @@ class Attempt:
     save_latest: bool = True
     plan: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    other_tier: Path | None = None  # counted with this one's, so that the newest of both is known
 
     @property
     def staging(self) -> Path:
@@ -227,8 +226,6 @@ class Commit:
         for manifest in manifests:
             self._agree(manifest)
         earlier = committed(a.save_dir)
-        if a.other_tier is not None:
-            earlier += committed(a.other_tier)
         page = GlobalManifest(
             nonce=a.nonce,
             tag=a.tag,

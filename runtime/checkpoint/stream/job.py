@@ -50,7 +50,6 @@ class Job:
         live: LiveState,
         files: Files,
         keep: int,
-        after_commit: Callable[[], None] = lambda: None,
         durably: Files | None = None,
         when_over: Callable[[], None] = lambda: None,
         stored: AnnouncedStep | None = None,
@@ -64,7 +63,6 @@ class Job:
         self._live = live
         self._files = files
         self._keep = keep
-        self._after_commit = after_commit
         self._durably = durably  # set: placed under its name first, made durable behind
         self._when_over = when_over
         self._stored = stored
@@ -156,7 +154,6 @@ class Job:
                 persisted - begin,
                 time.monotonic() - persisted,
             )
-            self._after_commit()
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)
             if self._stored is not None:  # last: no checkpoint that is still there misses its state

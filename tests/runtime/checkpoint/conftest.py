@@ -84,7 +84,6 @@ class Bench:
         nonce=None,
         keep=0,
         pace=None,
-        other_tier=None,
         durably=None,
         stored=None,
     ):
@@ -100,7 +99,6 @@ class Bench:
             rank,
             world_size,
             versions={"torch": torch.__version__},
-            other_tier=other_tier,
         )
         commit = Commit(attempt, files, self.deadline_s)
         commit.begin()

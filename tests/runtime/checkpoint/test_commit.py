@@ -342,4 +342,4 @@ def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(t
             latest.write_text("a")  # rank 0 comes to the load, all of its save behind it
             return items
 
-    assert Resumption(Peers(), None).choose(bench.folder, None).tag == "a"
+    assert Resumption(Peers()).choose(bench.folder, None).tag == "a"

@@ -149,7 +149,7 @@ def test_what_a_load_finds(root):
     status = killed(lambda: delete_then_save(root, "checkpoint_0", "voted", die))
     assert status == -signal.SIGKILL
     with ours():
-        chosen = Resumption(Peers(10.0), None).choose(root / "checkpoint_0", None)
+        chosen = Resumption(Peers(10.0)).choose(root / "checkpoint_0", None)
     assert (chosen.tag, chosen.step) == ("state", 10)
 
 

@@ -226,28 +226,6 @@ def test_nowhere_to_save_to_is_a_value_error_as_with_stock(engines, save_dir):
         engine.save_checkpoint(save_dir)
 
 
-def test_resumes_from_the_durable_tier_when_the_fast_one_is_lost(engines, tmp_path):
-    fast, durable = tmp_path / "fast", tmp_path / "durable"
-    tiers = CheckpointPlan(interval_steps=2, dir=str(fast), drain_dir=str(durable), keep=1)
-    engine, batches, lazy = engines(tiers)
-    train(engine, batches, 0, 5)
-    lazy.wait_for_drain()
-    assert (durable / "latest").read_text() == "global_step4"
-    train(engine, batches, 5, 6)
-    expected = bits(engine)
-    engine.destroy()
-    shutil.rmtree(fast)
-    for tag in durable.glob("global_step6"):
-        shutil.rmtree(tag)  # as if the machine had died before
-        (durable / "latest").write_text("global_step4")
-    engine, batches, lazy = engines(tiers)
-    engine.load_checkpoint(str(fast))  # as the training script always calls it
-    assert engine.global_steps == 4
-    assert lazy.chosen.directory == durable
-    train(engine, batches, 4, 6)
-    assert same(bits(engine), expected)
-
-
 def test_an_update_during_persist_is_not_in_the_file(engines, tmp_path):
     gate = Gate("first_block")  # the only writer stops there until two updates are done
     plan = CheckpointPlan(dir=str(tmp_path), writers=1)
