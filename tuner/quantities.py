@@ -22,6 +22,13 @@ LONGEST_S = 1e10  # three centuries: nothing planned takes longer
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
+def told_seconds(seconds: float) -> str:
+    """Return a time for people, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3 ms``."""
+    if seconds >= 0.9995:
+        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"
+
+
 def size_bytes(text: str) -> int:
     """``24GiB``, ``100 GB``, ``1e9``: bytes.
 

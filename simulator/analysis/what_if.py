@@ -72,7 +72,8 @@ def what_if(
 
     Args:
         strategies: names of `STRATEGIES`, or (name, options of `build_strategy`).
-        gpu_memory_bytes: device memory per rank; None: the machine's.
+        gpu_memory_bytes: device memory per rank; None: the machine's. As in a plan, a margin of it
+            and of host memory stays free (`ebbtide.simulator.limits.Limits`).
         n_jobs: processes, as joblib means it. Within ``joblib.parallel_config("dask")`` (or ray)
             the points go to that cluster.
         progress: a progress bar; None: from 50 points on.
@@ -258,9 +259,7 @@ class _Bar:
 def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, Any]:
     """One row."""
     work, changed = _changed(workload, machine, point)
-    limits = Limits(
-        point.gpu_memory_bytes, changed.host_memory_bytes // work.ranks_per_node, unified=changed.unified_memory
-    )
+    limits = _limits(work, changed, point)
     best = best_setting(point.strategy, work, changed, limits, point.options)
     result = best.result
     tokens = work.tokens_per_iteration
@@ -275,7 +274,7 @@ def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, An
         **result.phases,
         "device_peak_bytes": result.device_peak_bytes,
         "host_peak_bytes": result.host_peak_bytes,
-        "lower_bound_s": _bound_s(work, changed, point),
+        "lower_bound_s": _bound_s(work, changed, limits),
         "tokens_per_s": tokens / result.iteration_s if tokens else float("nan"),
     }
 
@@ -302,10 +301,17 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
     return changed.model_copy(update={**amounts, "stock_backward_extra_s": None if extra is None else extra * more})
 
 
-def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
+def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
+    """Return the limits that a plan on such a machine would have, margins and reserved memory taken off."""
+    if point.gpu_memory_bytes != machine.device_memory_bytes:
+        machine = machine.with_rates(device_memory_bytes=point.gpu_memory_bytes)
+    return Limits.of(work, machine)
+
+
+def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:
     try:
         guesses = work.zero_stage == 3
-        device_bytes = point.gpu_memory_bytes
+        device_bytes = limits.device_bytes
         return fluid_bound(work, machine, device_bytes, storage_bytes=0, guesses=guesses).iteration_s
     except ValueError:  # nothing fits
         return float("nan")

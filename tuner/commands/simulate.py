@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,10 @@ from ebbtide.tuner.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from ebbtide.simulator.engines.compiled import SimResult
+    from ebbtide.simulator.limits import Limits
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
@@ -54,8 +56,12 @@ def simulate(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Predicts one iteration under a plan or a named strategy."""
+    """Predicts one iteration under a plan or a named strategy; exit code 1 if it does not fit.
+
+    The same share of each memory stays free as in `tune plan`.
+    """
     from ebbtide.simulator.engines.reference import simulate as run
+    from ebbtide.simulator.limits import Limits
     from ebbtide.simulator.schedules.strategies import build_strategy
 
     if plan_file is not None and strategy is not None:
@@ -90,15 +96,36 @@ def simulate(
     timeline = run(build(work), measured)
     _draw(timeline, trace, plot)
     figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
-    missing = _missing(work, measured, timeline)
+    limits = Limits.of(work, measured)
+    missing = limits.shortfall(timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
-        return
-    figures["fits"] = f"NO: {missing}" if missing else "yes"
-    for name, value in figures.items():
-        if name == "loop_s" and not value:
-            continue
-        click.echo(f"{name:18} {value}")
+    else:
+        for name, value in _told(figures, limits, missing):
+            click.echo(f"{name:12} {value}")
+    if missing:
+        sys.exit(1)
+
+
+def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines for people, in the units that `tune plan` uses."""
+    from ebbtide.simulator.limits import size
+    from ebbtide.tuner.quantities import told_seconds
+
+    low, high = told_seconds(figures["iteration_low_s"]), told_seconds(figures["iteration_high_s"])
+    yield "strategy", figures["strategy"]
+    yield "iteration", f"{told_seconds(figures['iteration_s'])} (eight runs in ten: {low} to {high})"
+    if "clip_rate" in figures:
+        yield "", f"{told_seconds(figures['unclipped_s'])} if no step clips; {figures['clip_rate']:.0%} are expected to"
+    for phase in ("forward", "backward", "step", "update", "loop"):
+        if seconds := figures.get(f"{phase}_s"):
+            yield phase, told_seconds(seconds)
+    usable = "for both memories, which are one" if limits.unified else "usable"
+    if not limits.unified:
+        yield "GPU memory", f"{size(figures['device_peak_bytes'])} of {size(limits.device_bytes)} {usable}"
+    taken = figures["host_peak_bytes"] + (figures["device_peak_bytes"] if limits.unified else 0)
+    yield "host memory", f"{size(taken)} of {size(limits.host_bytes)} {usable}"
+    yield "fits", f"no: it {missing}" if missing else "yes"
 
 
 def _figures(
@@ -151,13 +178,6 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
     figure = timeline.plot().figure
     figure.savefig(drawn, format=kind or "png", dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
     return drawn.getvalue()
-
-
-def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
-    """The memory that this would need beyond the machine's, nothing kept free; empty: it fits."""
-    from ebbtide.simulator.limits import Limits
-
-    return Limits.of(work, machine, margin=0.0).shortfall(timeline)
 
 
 def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]:

@@ -72,7 +72,10 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
         name, moved = strategy_of(request, workload)
         options = {**moved, **options}
     result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
-    answer = {"strategy": name, **figures(result, workload.tokens_per_iteration)}
+    limits, _, _ = with_storage(workload, machine, storage_of(request))
+    lacks = limits.shortfall(result)
+    numbers = figures(result, workload.tokens_per_iteration)
+    answer = {"strategy": name, "fits": not lacks, "reason": lacks, **numbers, "limits": _limits(limits)}
     if request.timeline:
         timeline = run_with_memory(build_strategy(name, workload, **options), machine)
         answer["spans"] = [asdict(span) for span in timeline.spans]
@@ -110,10 +113,14 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "timelines": _timelines(machine, workload, plan, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
-        "limits": {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)},
+        "limits": _limits(limits),
         "machine": _about_machine(machine),
         "workload": _about_workload(workload, request),
     }
+
+
+def _limits(limits: Limits) -> dict[str, Any]:
+    return {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)}
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001

@@ -1,0 +1,68 @@
+"""One question has one answer: every door says the same of memory, to the byte."""
+
+import json
+
+import ebbtide.tuner
+import pytest
+from click.testing import CliRunner
+from ebbtide.simulator import what_if
+from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.service import answers
+from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
+from ebbtide.tuner.service.scenario import MODELS
+
+ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
+
+
+def silent(*_):
+    """Progress that nobody sees."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("doors") / "config.json"
+    path.write_text(json.dumps(MODELS[ASKED[0]]))
+    return path
+
+
+@pytest.mark.parametrize("memory_gib", [None, 8])
+def test_five_doors_agree_on_memory_to_the_byte(config, memory_gib, tmp_path):
+    model, machine, sequence, size = ASKED
+    have = preset(machine)
+    if memory_gib:
+        have = have.with_rates(device_memory_bytes=memory_gib * 2**30, host_memory_bytes=32 * 2**30)
+    path = tmp_path / "machine.json"
+    have.save(path)
+    work = workload_from_model(MODELS[model], have, sequence=sequence)
+    scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}
+
+    flags = ["simulate", "--machine", str(path), "--model", str(config), "--sequence", str(sequence), "--json"]
+    told = json.loads(CliRunner().invoke(main, flags).output)
+    rows = {
+        "tune simulate": (told["device_peak_bytes"], told["host_peak_bytes"], told["fits"], told["missing"]),
+        "/simulate": _peaks(answers.simulate(Simulate(**scenario), silent)),
+        "/answer": _peaks(_stock(answers.answer(Answer(**scenario, peers=False, timelines=False), silent)["rows"])),
+        "/what-if": _peaks(answers.what_if(WhatIf(**scenario, strategies=["zero3_offload"]), silent)["rows"][0]),
+        "what_if": _peaks(what_if(work, have, ["zero3_offload"]).to_dict("records")[0]),
+    }
+    limits = {}
+    if not memory_gib:
+        made = ebbtide.tuner.plan(work.recut(size), have)
+        other = next(p for p in made.alternatives if p.strategy == "stock ZeRO-3 offload")
+        rows["plan()"] = (other.device_peak_bytes, other.host_peak_bytes, other.fits, other.note)
+        limits["plan()"] = made.prediction.limits
+        limits["/simulate"] = answers.simulate(Simulate(**scenario), silent)["limits"]
+        assert limits["plan()"]["device"] == limits["/simulate"]["device_bytes"]
+        assert limits["plan()"]["host"] == limits["/simulate"]["host_bytes"]
+    assert len(set(rows.values())) == 1, rows
+    assert next(iter(rows.values()))[2] is (memory_gib is None)
+
+
+def _stock(rows):
+    return next(row for row in rows if row["role"] == "stock")
+
+
+def _peaks(row):
+    return (row["device_peak_bytes"], row["host_peak_bytes"], bool(row["fits"]), row["reason"])
