@@ -6,6 +6,7 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.quantities import told_seconds
 
 LINK_STEP = 10e9
 
@@ -34,4 +35,4 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dic
 def _line(what: str, base_s: float, other: Plan) -> str:
     assert other.prediction is not None
     saved_s = max(0.0, base_s - other.prediction.iteration_s)
-    return f"{what} would save {saved_s * 1e3:.2f} ms ({saved_s / base_s:.1%})"
+    return f"{what} would save {told_seconds(saved_s)} ({saved_s / base_s:.1%})"

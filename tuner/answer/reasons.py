@@ -10,6 +10,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
+from ebbtide.tuner.quantities import told_seconds
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> list[str]:
@@ -21,7 +22,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
         without_s = _mean_s(workload, machine, plan, options)
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
-            lines.append(f"{name} saves {saved_s * 1e3:.1f} ms ({saved_s / without_s:.0%})")
+            lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")
     lines += _what_threads_cost(workload, machine, plan)
     if machine.unified_memory:
         lines.append("device and host share one memory here: nothing is won by moving state")
@@ -61,8 +62,8 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
         return []
     return [
         f"stock's updates run on {count} thread{'s' * (count > 1)} of each rank (OMP_NUM_THREADS, "
-        f"--launcher), which costs stock {(few_s - all_s) * 1e3:.1f} ms of {few_s * 1e3:.1f}; with "
-        f"OMP_NUM_THREADS={share} set before its launcher starts, it takes {all_s * 1e3:.1f} ms"
+        f"--launcher), which costs stock {told_seconds(few_s - all_s)} of {told_seconds(few_s)}; with "
+        f"OMP_NUM_THREADS={share} set before its launcher starts, it takes {told_seconds(all_s)}"
     ]
 
 
@@ -72,5 +73,5 @@ def _what_binds(floor: Bound, chosen_s: float) -> str:
     near = f"is within {gap:.1%}" if gap >= SHOWN_GAP else "takes no longer"
     return (
         f"full at the optimum: {resources}; no plan can take less than "
-        f"{floor.iteration_s * 1e3:.1f} ms, and this one {near}"
+        f"{told_seconds(floor.iteration_s)}, and this one {near}"
     )

@@ -13,6 +13,7 @@ from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.tuner.answer.rows import BY_KIND, role_of
 from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.quantities import told_seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ebbtide.simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
-LONG_S = 10.0  # iterations from here on are told in seconds
+LONG_S = 1.0  # tables with iterations from here on are in seconds
 UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
@@ -71,7 +72,7 @@ def show_machine(machine: Machine, console: Console) -> None:
 def show_workload(workload: Workload, console: Console) -> None:
     """Phases with their spread, the layers' times and memory, then the warnings."""
     w = workload
-    shape = f"{w.params} parameters in {len(w.subgroups)} subgroups on this rank"
+    shape = f"{w.params / 1e9:.4g} billion parameters in {len(w.subgroups)} subgroups on this rank"
     clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
     console.print(f"{w.name}: {shape}, {w.ranks_per_node * w.nodes} ranks, {_amount(w)}{clips}")
     phases = Table(title="seconds per iteration")
@@ -124,11 +125,11 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(strategies([plan.prediction, *plan.alternatives]))
         if plan.prediction.memory:
             console.print(memory(plan))
-        low_ms, high_ms = (1e3 * s for s in (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
-        console.print(f"eight runs in ten are expected at {low_ms:.1f} to {high_ms:.1f} ms")
+        low, high = map(told_seconds, (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
+        console.print(f"eight runs in ten are expected at {low} to {high}")
         bound = plan.prediction.lower_bound_s
         if bound:
-            console.print(f"no plan can take less than {bound * 1e3:.1f} ms per iteration")
+            console.print(f"no plan can take less than {told_seconds(bound)} per iteration")
     for reason in plan.reasons:
         console.print(f"- {reason}")
 
@@ -158,11 +159,12 @@ def memory(plan: Plan) -> Table:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """A row for each, fastest first, within 80 columns; a column each where a loop takes time or
-    state is stored. What one that does not fit lacks stands below.
+    """Build a table with a row for each, those that fit first, within 80 columns.
+
+    A loop that takes time and state that is stored have a column. What one that does not fit lacks stands below.
     """
-    rows = sorted(predictions, key=lambda p: p.iteration_s)
-    unit, scale = ("s", 1.0) if rows[-1].iteration_s >= LONG_S else ("ms", 1e3)
+    rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
+    unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)
     table = Table(
         title=f"predicted: {unit} per iteration, GiB of one rank",
         box=SIMPLE_HEAD,

@@ -8,6 +8,7 @@ from typing import Literal
 from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.tuner.answer.rows import Role, role_of
+from ebbtide.tuner.quantities import told_seconds
 
 AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
 WORTH = 1e-3  # relative difference below which two iterations count as equally long
@@ -49,15 +50,17 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         gain = f", and is {_times(runs, plain)} stock offloading" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
     gains = ", ".join(filter(None, [f"{_times(runs, plan)} stock" if runs else "", distance(plan)]))
-    gains = gains or f"{told_s(plan.iteration_s)} per iteration"
+    gains = gains or f"{told_seconds(plan.iteration_s)} per iteration"
     if plain is not None and plain.fits and _no_slower(plain, plan):
         gain = _gain(plain, plan)
-        return Verdict("no offload", f"Do not offload: it fits ({told_s(plain.iteration_s)} per step), and {gain}.")
+        return Verdict(
+            "no offload", f"Do not offload: it fits ({told_seconds(plain.iteration_s)} per step), and {gain}."
+        )
     beside = _plain_beside(plain, plan)
     if stock is None or runs:
         return Verdict("offload", f"Offload with this plan: {gains}{beside}.", gains)
     near = f", {distance(plan)}" if distance(plan) else ""
-    fits = f"Fits with ebbtide ({told_s(plan.iteration_s)} per step{near})"
+    fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
     return Verdict("offload", f"{fits}; stock does not: it {stock.note}{beside}.", gains)
 
 
@@ -88,11 +91,6 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
     if spread <= WORTH:
         return "is as fast as this plan"
     return f"makes no difference within the prediction's interval ({spread:.0%} either way)"
-
-
-def told_s(seconds: float) -> str:
-    """Return a time for people: milliseconds below a second, else seconds."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _times(longer: Prediction, shorter: Prediction) -> str:

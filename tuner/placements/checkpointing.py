@@ -24,7 +24,7 @@ from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.checkpointed import reserved_bytes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.quantities import LONGEST_S
+from ebbtide.tuner.quantities import LONGEST_S, told_seconds
 
 LEAST_BUDGET_BYTES = 256 * 2**20
 CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank
@@ -178,7 +178,7 @@ def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator
     speed = "uncapped" if cap is None else f"capped at {cap / 1e9:.2f} GB/s"
     yield (
         f"a checkpoint every {saving.interval_steps} steps, {speed}: stall "
-        f"{cost.stall_s * 1e3:.1f} ms, iterations beside it {cost.slowdown:.1%} slower, durable "
+        f"{told_seconds(cost.stall_s)}, iterations beside it {cost.slowdown:.1%} slower, durable "
         f"after {cost.persist_s:.2f} s; expected goodput {choice.goodput:.2%}"
     )
     rules = rules_of_thumb(iteration_s, cost, failures)

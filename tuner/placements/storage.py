@@ -13,6 +13,7 @@ from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOME, STORED
 from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.quantities import told_seconds
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0
@@ -73,7 +74,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None))
     taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))
     more = (needed["host"] - taken["host"]) * work.ranks_per_node / GIB
-    saved = f"{faster_s * 1e3:.1f} ms instead of {seconds * 1e3:.1f}"
+    saved = f"{told_seconds(faster_s)} instead of {told_seconds(seconds)}"
     if seconds - faster_s <= 1e-3 * seconds:
         saved = "no less time"
     return (

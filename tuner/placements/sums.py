@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.quantities import told_seconds
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
@@ -13,5 +14,5 @@ def about_sums(search: Search, chosen: Candidate) -> list[str]:
     saved_s = crossing_s - search.score(chosen).iteration_s
     return [
         f"{chosen.device_sums} of {len(chosen.placements)} subgroups' sums of micro-batches stay "
-        f"on the device until the last one, which saves {saved_s * 1e3:.1f} ms"
+        f"on the device until the last one, which saves {told_seconds(saved_s)}"
     ]

@@ -99,7 +99,7 @@ def test_the_headline_says_what_the_plan_brings(plan):
     needy = stock.model_copy(update={**short, "host_peak_bytes": 128 * gib})
     told = headline(made.model_copy(update={"alternatives": (needy, plain)}))
     assert told.startswith(
-        "Fits with ebbtide (1 s per step, 4% from the optimum); stock does not: it needs 28.0 GiB more host memory"
+        "Fits with ebbtide (1.00 s per step, 4% from the optimum); stock does not: it needs 28.0 GiB more host memory"
     )
     assert "stock;" not in told
     far = plain.model_copy(update={"limits": {"device": 20 * gib}, "device_peak_bytes": 68 * gib})
