@@ -1,1 +1,1 @@
-"""The rules behind `ebbtide.simulator.analysis.bound`, computed from the recipes."""
+"""The rules of `ebbtide.simulator.analysis.bound`, computed from the op templates of placements."""

@@ -1,7 +1,7 @@
-"""What holds for every plan of one workload on one machine, by the steps of its recipes.
+"""Facts that hold for every plan of one workload on one machine, by the steps of its recipes.
 
-The *window* reaches from the norm barrier until the first (micro-batch's) forward has ended; the
-rest of an iteration is serial on the device. The window's length is what is asked for.
+The *window* reaches from the norm barrier until the first (micro-batch's) forward has ended. The
+rest of an iteration is serial on the device. The linear program minimises the window's length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TINY = 0.5  # times the median
 
 
 class Inside(Enum):
-    """Of which subgroups a step lies in the window."""
+    """The subgroups with a step in the window."""
 
     ALL = "all"
     TAKERS = "of those that begin behind the slots' first visitors, at the norm or before"
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def ahead(self) -> bool:
-        """Those that come in early do so from the step before on."""
+        """Return whether early ones come in during the step before."""
         return self.slot is not None and self.slot.ahead
 
 
@@ -92,8 +92,12 @@ class Model:
         guesses: bool = False,
         sums: bool = False,
     ) -> None:
-        """``guesses``: those of the ``ways`` for which that is possible may begin before the norm;
-        they come once more, behind the others. ``sums``: likewise sums may stay on the device.
+        """Build the model.
+
+        Args:
+            guesses: the ``ways`` with possible early updates may begin before the norm. They are listed
+                once more, after the others.
+            sums: gradient sums may stay on the device, listed likewise.
         """
         self.workload = w = workload.serial
         some = [(*way, False, False) for way in ways]
@@ -118,14 +122,15 @@ class Model:
 
     @cached_property
     def least_size(self) -> int:
-        """Of subgroups that count where lanes share: of tiny ones' ops nothing but latency is left,
-        and they would share with nobody.
+        """Return the smallest size that counts for shared lanes.
+
+        The ops of tiny subgroups consist of latency, and share nothing.
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
 
     def _times(self, step: Step) -> int:
-        """Of a gradient's step, in an iteration."""
+        """Return how often an iteration runs a gradient's step."""
         return 1 if Wait.LAST in step.waits else self.micro - (Wait.SUM in step.waits)
 
     def _parts(self, way: int, recipe: Recipe) -> list[Part]:
@@ -191,17 +196,17 @@ class Model:
         return next(p for p in same if p.step.takes is not None and p.step.takes == part.slot)
 
     def on(self, lane: Lane) -> list[Part]:
-        """What must happen on it in the window."""
+        """Return the parts that must run on the lane in the window."""
         return [p for p in self.parts if p.step.lane == lane and p.inside != Inside.NONE]
 
     @property
     def lanes(self) -> list[Lane]:
-        """Those of updates."""
+        """Return the lanes of updates."""
         return list(dict.fromkeys(p.step.lane for p in self.parts if p.inside != Inside.NONE))
 
     @cached_property
     def modes(self) -> list[Modes]:
-        """How these lanes and the device's compute share the node."""
+        """Return the ways in which these lanes and the device's compute share the node."""
         sizes = sorted({self.least_size, max(self.workload.subgroups)})
         ops: dict[Lane, list[Op]] = {Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]}
         updates = (p for p in self.parts if p.inside != Inside.NONE)
@@ -223,8 +228,9 @@ class Model:
 
 
 def visit(recipe: Recipe) -> tuple[int, int]:
-    """Which step takes a slot that is given back behind new parameters, or is taken early, and
-    which one gives it back; -1: none.
+    """Return the step that takes a slot and the step that frees it. -1: none.
+
+    Only slots that are freed after the parameters are published, or that are taken early, count.
     """
     new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
     for takes, step in enumerate(recipe.steps):

@@ -1,9 +1,9 @@
-"""What lanes can do at once: the simulator's shares as columns of a linear program.
+"""The possible speeds of concurrent lanes: the simulator's shares as columns of a linear program.
 
-At any moment each lane has nothing to do or runs one op, and the simulator shares the node among
-those that run. So any time is a mix of few modes, each with its speeds, and a lane's work needs a
-mix that does it. Max-min sharing is fair, not clever: it slows the lane that everything waits for
-as much as the others, which a bound by resources misses.
+At any moment each lane is idle or runs one op, and the simulator shares the node among the running
+ops. So any time is a mix of few modes, each with its speeds, and a lane's work needs a mix that does
+it. Max-min sharing is fair, not clever: it slows the critical lane as much as the others, and a
+bound by resources misses that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Lanes = Mapping[Lane, Sequence["Running"]]
 
 @dataclass(frozen=True)
 class Running:
-    """A way in which a lane can run: what it takes, and its speed beside the lane's fastest."""
+    """One state of a lane: the capacities that it takes, and its speed relative to the lane's fastest."""
 
     taken: Mapping[str, float]
     pace: float = 1.0
@@ -44,11 +44,11 @@ class Modes:
 
 
 def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]) -> list[Modes]:
-    """Of all lanes.
+    """Return the modes of all lanes.
 
     Args:
-        ops: what a lane can run: its smallest op and its largest; or where ops have threads, one
-            op with each number of them.
+        ops: the ops that a lane can run: its smallest and its largest. If ops have threads, one
+            op for each number of them.
     """
     lanes: dict[Lane, list[Running]] = {}
     for lane, some in ops.items():
@@ -88,7 +88,7 @@ def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
 
 
 def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], triad: float) -> Floats:
-    """Of each choice of what the lanes run."""
+    """Return the speeds for each choice of running ops."""
     rows = set()
     fixed = [lane for lane in lanes if lane not in scaling]
     for chosen in product(*([None, *lanes[lane]] for lane in fixed)):
@@ -105,7 +105,7 @@ def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], 
 
 
 def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[Running]:
-    """These, and the threads that take what is left of DRAM, or all that it can do."""
+    """Return these choices, and those with as many threads as use the rest of DRAM, or all of it."""
     dram = max(r.taken["dram"] / r.pace for r in choices)
     cores = min(r.taken["cores"] / r.pace for r in choices)
     paces = [bytes_per_s / dram for bytes_per_s in (dram_left, triad)]
@@ -115,7 +115,7 @@ def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[R
 
 
 def _undominated(rows: Floats) -> Floats:
-    """Without what another mode does better."""
+    """Return the rows that no other mode dominates."""
     better: NDArray[np.bool_] = np.all(rows[None, :, :] >= rows[:, None, :], axis=2)
     np.fill_diagonal(better, val=False)
     kept: Floats = rows[~better.any(axis=1)]

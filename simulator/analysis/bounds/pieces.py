@@ -51,10 +51,10 @@ class Pieces:
 
     @classmethod
     def of(cls, w: Workload, most: int, homes: Sequence[Memory]) -> Self:
-        """Of neighbours, in at most so many blocks.
+        """Group neighbouring subgroups into at most ``most`` blocks.
 
         Args:
-            homes: of each subgroup's parameters; empty: anywhere.
+            homes: location of each subgroup's parameters. Empty: any.
         """
         forward = np.array([layer.forward_s for layer in w.layers])
         backward = np.array([layer.backward_s for layer in w.layers])
@@ -89,14 +89,16 @@ class Pieces:
         return len(self.size)
 
     def ahead(self, p: int) -> NDArray[np.bool_]:
-        """Whose gradients are all complete when the first one of a piece is, or are the piece."""
+        """Return which pieces have all their gradients when piece ``p`` gets its first one, including ``p`` if it
+        is single.
+        """
         ahead: NDArray[np.bool_] = self.first > self.last[p]
         ahead[p] = self.count[p] == 1
         return ahead
 
 
 def _fetches(w: Workload) -> list[float]:
-    """How often an element of each subgroup comes in."""
+    """Return how often an element of each subgroup comes in."""
     elements = [0.0] * len(w.subgroups)
     for held, often in zip(w.shares(), fetches_of_a_step(w), strict=True):
         for subgroup, share in held:
@@ -105,8 +107,9 @@ def _fetches(w: Workload) -> list[float]:
 
 
 def _blocks(layers: Sequence[int], most: int) -> list[range]:
-    """The last ones by themselves: behind them least of forward is left. Blocks of the others begin
-    where a layer does, of those in which each subgroup begins: one backward completes them.
+    """Return blocks of subgroups, with the last ones by themselves: least of forward is left after them.
+
+    The other blocks begin with a layer that begins a subgroup: one backward completes them.
     """
     count = len(layers)
     alone = min(LAST, count - 1) if most > 1 else 0
@@ -122,7 +125,7 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
 
 
 def _alike(sizes: Sequence[int], block: range, homes: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
-    """Those of one size together, where there are few sizes; never those of two homes."""
+    """Return groups of equal size if there are few sizes, never across two parameter locations."""
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}
     for s in block:

@@ -1,4 +1,4 @@
-"""What backward waits for, since no more gradients may be under way than fit into their room."""
+"""The waits of backward: gradients in flight must fit into their room."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
 
 
 def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
-    """How often there are such, and what happens to gradients in them."""
+    """Yield each kind of micro-batch: how often it occurs, and the steps of its gradients."""
     kinds = (
         [(1, Wait.SUM)]
         if m.micro == 1  # below ZeRO-3 it is the last one too (`Workload.serial`)
@@ -56,8 +56,10 @@ def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
 
 
 def _together(m: Model, sent: Floats) -> float:
-    """Bytes of several gradients that may be under way when a pass begins: with half of the oldest
-    one no more than the room. Beside it are others, each as often as there are micro-batches.
+    """Return the bytes of gradients that may be in flight when a pass begins.
+
+    With half of the oldest one they fit into the room. Others are in flight too, each as often as there
+    are micro-batches.
     """
     each = float(sent[0] / m.pieces.size[0])
     sizes = each * np.sort(np.array(m.workload.subgroups, dtype=np.float64))
@@ -72,10 +74,10 @@ def _together(m: Model, sent: Floats) -> float:
 
 
 class _Chain:
-    """A backward: its pieces in the order in which the last gradient of each is complete.
+    """A backward: its pieces in the order of their last gradients.
 
     Attributes:
-        work: by resource, its seconds.
+        work: seconds, by resource.
     """
 
     def __init__(self, m: Model, parts: Sequence[Part]) -> None:
@@ -106,7 +108,7 @@ class _Chain:
         self.beside = [each for each in some if each is not None]
 
     def _bursts(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Of each block: its first and its last position, and its pieces."""
+        """Yield the first position, the last position and the pieces of each block."""
         block = self.pieces.block[self.order]
         for number in dict.fromkeys(block.tolist()):
             places = np.flatnonzero(block == number)
@@ -116,7 +118,7 @@ class _Chain:
 
     @property
     def waits(self) -> bool:
-        """Whether it does where all gradients go home."""
+        """Return whether backward waits if all gradients go home."""
         some = zip(self.work, self.alone_s, strict=True)
         return any(self._waits(*each) for each in some) or any(b.waits(self) for b in self.beside)
 
@@ -149,7 +151,7 @@ class _Chain:
         return int(waited[-1])
 
     def _come_home(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
-        """On a resource, one after the other."""
+        """Add the rows of gradients that go home one after the other on a resource."""
         count, left_s = self.pieces.count, float(alone_s.max())
         home = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
@@ -170,9 +172,7 @@ class _Chain:
 
 
 def _paces(m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats) -> list[dict[int, float]]:
-    """By lane and by capacity, and by way, seconds of a byte at the least; without those of which
-    another one is asked for as much.
-    """
+    """Return the least seconds per byte, by lane or capacity and by way, without dominated ones."""
     some = [
         {p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
         for lane in dict.fromkeys(p.step.lane for p in parts)
@@ -222,7 +222,7 @@ class _Beside:
         return cls(most, large, most + max(ends.values()), takes, longest_s)
 
     def add(self, chain: _Chain, rows: Rows, every: Columns, waited: Columns) -> None:
-        """Of all that are complete at a position, but for those that may be left then."""
+        """Add the rows of everything complete at a position, except what may be left then."""
         there = np.flatnonzero(self.large[chain.order])
         for k in there:
             some = chain.order[there[there <= k]]
@@ -232,7 +232,7 @@ class _Beside:
             rows.at_most(left_s, (int(waited[k]), -float(self.waiting)), *asked)
 
     def waits(self, chain: _Chain) -> bool:
-        """Whether backward does, where all of them go home."""
+        """Return whether backward waits if all of them go home."""
         takes = np.minimum(np.max(list(self.takes.values()), axis=0), self.longest_s)
         there = np.flatnonzero(self.large[chain.order])
         run_s = float(chain.begin_s[there[0]] - chain.end_s[there[-1]])

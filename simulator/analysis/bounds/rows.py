@@ -33,7 +33,7 @@ class Rows:
     _ends: list[int] = field(default_factory=lambda: [0])
 
     def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
-        """So many variables."""
+        """Add ``count`` variables."""
         first = len(self.upper)
         self.upper += [upper] * count
         self.whole += [whole] * count

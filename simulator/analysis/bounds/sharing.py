@@ -1,4 +1,4 @@
-"""How lanes share the node in the window: its parts, and the modes that take turns in each."""
+"""The shares of the node in the window: its parts, and the alternating modes of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sharing:
             self._follow(lane)
 
     def _heads(self) -> list[float]:
-        """Moments behind the begin: of each step the lowest, the next and the median."""
+        """Return moments after the begin: the lowest, the next and the median of each step."""
         chosen = set()
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
             heads = np.unique(part.head_s)
@@ -66,7 +66,7 @@ class Sharing:
         return [*rest[:: max(1, len(rest) // NEXT_TAILS)][::-1], *ordered[:TAILS][::-1]]
 
     def _done(self, modes: Modes) -> dict[Lane, Columns]:
-        """What each lane has done of what is asked for, at the end of each part of the window."""
+        """Return the required work that each lane has done at the end of each part of the window."""
         heads, tails = np.diff(self.begins), -np.diff(self.ends)
         fixed_s = self.begins[-1] + self.ends[0]
         done = [self.rows.new(len(modes.lanes)) for _ in range(len(heads) + 1 + len(tails))]
@@ -93,9 +93,10 @@ class Sharing:
             self.rows.at_most(0.0, *asked, *before, (int(done[len(self.begins) - 1 + end]), -1.0))
 
     def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
-        """What lies between two moments, at the least. Visits come behind the first that has left,
-        which was there early, or behind a guess at any time; the last that leave do so for others,
-        which then come in.
+        """Yield the least work between two moments.
+
+        Staged updates follow the first that has left, which was in early, or follow an early update at any
+        time. The last ones leave to make room for others, which then come in.
         """
         window, tails = self.window, self.model.pieces.tail_s
         begun = part.head_s >= begin_s * (1 - CLOSE)
@@ -156,8 +157,9 @@ class Sharing:
         return [p for p in self.model.parts if p.inside == Inside.TAKERS]
 
     def _late_gradients(self) -> dict[Lane, int]:
-        """Seconds of gradients that come home behind the norm, by lane: each layer's follow its
-        backward, and all micro-batches' one another.
+        """Return, by lane, the seconds of gradients that go home after the norm.
+
+        Each layer's gradients follow its backward, and the gradients of all micro-batches follow each other.
         """
         m, late = self.model, {}
         for lane in {g.step.lane for g in self.window.home}:
@@ -171,5 +173,5 @@ class Sharing:
         return late
 
     def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
-        """What does not fit into so much of backward, and what that waits for."""
+        """Bound a lane's lateness from below by the work that does not fit into backward and its waits."""
         self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)

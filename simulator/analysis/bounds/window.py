@@ -40,14 +40,14 @@ NAMES = {
 
 
 class Window:
-    """What a plan with so many staging slots has to do in the window, and around it.
+    """The work of a plan with so many staging slots in the window, and around it.
 
     Attributes:
-        seconds: of the window, ``inside``, and of what backward waits for: what is asked for.
-        x: how many subgroups of a piece are updated in a way: shape (pieces, ways).
-        early, kept: of the ways that visit slots, those that come in before another visit has left,
-            and those whose slot nobody takes again: by way, shape (pieces,).
-        beyond: by slot, 1 where there are more visits than slots.
+        seconds: of the window, ``inside``, plus the waits of backward: the minimised figure.
+        x: number of a piece's subgroups in each way: shape (pieces, ways).
+        early, kept: of the staged ways, the ones that come in before another has left, and the ones
+            that keep their slot to the end: by way, shape (pieces,).
+        beyond: by slot, 1 if there are more staged updates than slots.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class Window:
         self._iteration()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
-        """Seconds that must fit into the window and ``outside_s`` of backward beside it."""
+        """Require that these seconds fit into the window and ``outside_s`` of backward."""
         self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
 
     def behind_the_norm(self, behind_s: float, *terms: Term, name: str = "") -> None:
-        """Seconds that must fit into the window, with ``behind_s`` behind them."""
+        """Require that these seconds fit into the window, followed by ``behind_s``."""
         self.rows.at_most(-behind_s, (self.inside, -1.0), *terms, name=name)
 
     def least_inside_s(self, known_s: float) -> float:
-        """No window is shorter; ``known_s``: with what backward waits for."""
+        """Return a lower bound of every window. ``known_s``: the bound including backward's waits."""
         if not self.rows.upper[self.waited]:
             return known_s
         solved = self.rows.lowest(self.inside)
         return known_s if solved is None else solved[0] * (1 - CLOSE)
 
     def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
-        """Of the chosen pieces, what a part asks of the window."""
+        """Return the terms of a part's work in the window, for the chosen pieces."""
         terms: list[Term] = [(self.x[pieces, part.way], seconds[pieces])]
         outside = {Inside.TAKERS: self.early, Inside.GIVERS: self.kept}.get(part.inside, {})
         if part.way in outside:
@@ -110,14 +110,12 @@ class Window:
 
     @property
     def home(self) -> list[Part]:
-        """What brings gradients home."""
+        """Return the steps that send gradients home."""
         return [p for p in self.model.gradients if Wait.SUM not in p.step.waits]
 
     @property
     def sending(self) -> list[Part]:
-        """Those of them for which the device keeps memory while they are under way: sums leave from
-        where they stay.
-        """
+        """Return the steps with device memory in flight. Sums are sent from their place."""
         return [p for p in self.home if not self.model.summed[p.way]]
 
     @property
@@ -151,8 +149,9 @@ class Window:
                 self._place_whole(alike)
 
     def _stay(self) -> None:
-        """The sums that stay on the device are the first ones' (`Plan.summed_on_device`): behind a
-        gradient that crosses with each micro-batch none stays.
+        """Require that the sums on the device are the first ones (`Plan.summed_on_device`).
+
+        After a gradient that crosses with each micro-batch, none stays.
         """
         m, pieces = self.model, self.model.pieces
         crossing = sorted({g.way for g in m.gradients if Wait.SUM in g.step.waits})
@@ -180,7 +179,7 @@ class Window:
             self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
 
     def place_each(self) -> None:
-        """Only whole subgroups of a piece are updated in a way, where they are alike."""
+        """Require whole numbers of subgroups in each way, for pieces of equal subgroups."""
         some = self.x[self.model.pieces.whole].ravel()
         for variable in (*some, *self._crosses):
             self.rows.whole[variable] = True
@@ -191,9 +190,10 @@ class Window:
         return slot_limit(slot, staging, MANY, host_slots=MANY)
 
     def _visit(self, slot: Slot) -> None:
-        """Of a slot's visits as many come before another has left as there are slots, and as many
-        need not leave. The slots together are as large as those, and each as the largest visit:
-        a guessed one too, of which nothing else is said.
+        """Limit the staged updates of a slot: as many come in early as there are slots, and as many need not leave.
+
+        All slots together are as large as those, and each is as large as the largest staged subgroup,
+        including early ones, on which there is no other limit.
         """
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
@@ -280,8 +280,9 @@ class Window:
             self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
 
     def _under_way(self) -> int:
-        """What the device keeps for gradients on their way, of the most: all of them, or that. So
-        many of them are at least as large together as the smallest ones.
+        """Add the device memory of gradients in flight: all of them, or the maximum.
+
+        So many of them are together at least as large as the smallest ones.
         """
         m, pieces, kept = self.model, self.model.pieces, self.rows.one()
         most = GRADIENTS_UNDER_WAY_BYTES / m.workload.grad_bytes_per_param
@@ -300,8 +301,8 @@ class Window:
     # -- resources ---------------------------------------------------------------------------
 
     def _resources(self) -> None:
-        """What happens in the window fits: on each lane up to a piece before the forward that is
-        behind it, on each capacity altogether.
+        """Require that the window's work fits: on each lane before the forward that follows a piece, and on each
+        capacity as a whole.
         """
         m, tails = self.model, self.model.pieces.tail_s
         last = len(tails) - 1
@@ -322,8 +323,9 @@ class Window:
             self.behind_the_norm(behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
 
     def _iteration(self) -> None:
-        """What happens in an iteration fits into it. Of what comes in, nothing does before the last
-        layer is through the last backward.
+        """Require that an iteration's work fits into it.
+
+        Nothing comes in for updates before the last layer has ended its last backward.
         """
         m, tails = self.model, self.model.pieces.tail_s
         everything = [*m.parts, *m.gradients]
@@ -345,7 +347,7 @@ class Window:
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
 
     def _coming(self) -> list[Part]:
-        """What comes in for an update, and not before the end of the last backward begins."""
+        """Return the steps that come in for an update, none before the end of the last backward begins."""
         takers = [p for p in self.model.parts if p.inside == Inside.TAKERS and not p.ahead]
         return [*(p for p in self.model.parts if p.inside == Inside.ALL), *takers]
 

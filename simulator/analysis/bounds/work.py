@@ -1,4 +1,4 @@
-"""What the steps of a recipe take at the least: seconds of their lanes, and of capacities."""
+"""The least work of a recipe's steps: seconds of their lanes, and of capacities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ebbtide.simulator.workload import Workload
 
 @dataclass(frozen=True)
 class Least:
-    """Of one op.
+    """The least work of one op.
 
     Attributes:
-        seconds: of its lane, whatever runs beside it; alone_s: where nothing is shared, with other
-            ranks either.
-        taken_s: of each capacity, were it alone on it.
+        seconds: on its lane, whatever runs at the same time.
+        alone_s: seconds if nothing is shared, not even with other ranks.
+        taken_s: seconds of each capacity, if the op were alone on it.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class Work:
         self._known: dict[tuple[Step, int], Least] = {}
 
     def ops(self, step: Step, size: int) -> list[Op]:
-        """Of a subgroup; one for each number of threads that matters."""
+        """Return the ops of a subgroup's step, one for each number of threads that matters."""
         return [
             Op(
                 0,
@@ -56,7 +56,7 @@ class Work:
         ]
 
     def least(self, step: Step, size: int) -> Least:
-        """Of a subgroup, with the best number of threads for each figure."""
+        """Return the least work of a subgroup's step, with the best number of threads for each figure."""
         known = self._known.get((step, size))
         if known is None:
             some = [self._of(op) for op in self.ops(step, size)]
