@@ -19,8 +19,8 @@ KEPT_PARTS = 65536  # of one step, for the measured timeline
 class GradientOps:
     """Called by the training thread alone.
 
-    A subgroup's op is run in parts, one for each parameter that arrives. Its lane runs them in
-    order, so that the latest one's end is the op's.
+    An op is run for each parameter of a subgroup that arrives. A lane runs its ops in order, so
+    that a gradient is complete when the latest one has ended.
 
     Attributes:
         parts: since they were last taken, for the measured timeline.
@@ -33,31 +33,36 @@ class GradientOps:
         self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
         self._device, self._lanes = device, lanes
         self._template = {(t.op.kind, t.op.subgroup, t.summed): t for t in template}
-        self._ends: dict[tuple[OpKind, int], Completion] = {}
+        # By the part's subgroup and offset, the latest op of each kind, and the latest way home.
+        self._ends: dict[tuple[OpKind, int, int], Completion] = {}
+        self._arrivals: dict[int, Completion] = {}
         self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
 
-    def send(self, subgroup: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
-        """Starts the way home of a part; ``summed``: `fetch_sum` gave it, and each micro-batch's
-        goes home.
+    def send(self, subgroup: int, offset: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
+        """Start the way home of a part of a subgroup's gradient.
 
-        ``source`` may be dropped at once, but written again only after `before_reuse`.
+        Args:
+            offset: First element of the part in the subgroup.
+            source: It may be dropped immediately, but written again only after `before_reuse`.
+            summed: True if `fetch_sum` gave ``source``, and each micro-batch's sum goes home.
         """
-        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], home, source)
+        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, home, source)
 
-    def set_aside(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
+    def set_aside(self, subgroup: int, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
         """Send a gradient of the previous window home, like `send`.
 
         No schedule has this op. An update reads it only if the last micro-batch does not reach its parameter.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
-        self._send(GradientOp(op, summed=False, reduced=True, after=()), home, source)
+        self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, home, source)
 
-    def _send(self, item: GradientOp, home: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(self, item: GradientOp, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
         self._make_room(source.nbytes)
         lane = item.op.lane
         stream = self._lanes[lane].stream
         leaving = self._device.leaving(source, stream)
-        self.latest = self._submit(item, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream))
+        self.latest = self._submit(item, offset, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream))
+        self._arrivals[item.op.subgroup] = self.latest
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
@@ -75,7 +80,7 @@ class GradientOps:
             self._under_way.popleft()
             left -= n
 
-    def fetch_sum(self, subgroup: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """``base + gradient`` on the device, for the caller (on CUDA: its stream) to read.
 
         Of a sum that stays there no schedule has it: it was left at home by another plan, or is of
@@ -84,16 +89,17 @@ class GradientOps:
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
         total = self._device.empty_on(gradient.device, base)
-        completion = self._submit(item, base.nbytes, lambda: self._device.fetch_sum(total, base, gradient, stream))
+        copy = lambda: self._device.fetch_sum(total, base, gradient, stream)  # noqa: E731
+        completion = self._submit(item, offset, base.nbytes, copy)
         self._device.training_waits([completion])
         return total
 
-    def _submit(self, item: GradientOp, size_bytes: int, copy: Callable[[], None]) -> Completion:
+    def _submit(self, item: GradientOp, offset: int, size_bytes: int, copy: Callable[[], None]) -> Completion:
         op = item.op._replace(work=size_bytes)
         # What the training stream has been given so far: the reduction, and the memory's last use.
         waits = [Completion.done(self._device.current_event())] if item.reduced else []
-        ends = self._ends
-        waits += [ends[k, op.subgroup] for k in item.after if (k, op.subgroup) in ends]
+        ends, part = self._ends, (op.subgroup, offset)
+        waits += [ends[k, *part] for k in item.after if (k, *part) in ends]
 
         def body() -> None:
             if self.before_op is not None:
@@ -101,15 +107,14 @@ class GradientOps:
             copy()
 
         completion = Completion(op.label)
-        ends[op.kind, op.subgroup] = completion
+        ends[op.kind, *part] = completion
         self.parts.append((op, completion))
         self._lanes[op.lane].submit(body, waits, completion)
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
         """Return the completions to await before all sent gradients of a subgroup are home."""
-        end = self._ends.get((OpKind.GRADIENT_D2H, subgroup))
-        return [] if end is None else [end]
+        return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:
         """Called before the memory of what was sent so far is written again."""

@@ -101,7 +101,7 @@ class GradientHomes(Generic[Piece]):
         if self.states[piece.subgroup].sum is not None:
             return self._hold(piece, gradient, base, boundary=boundary, alone=alone)
         home = self._home(piece, gradient.numel())
-        return self._store(piece.subgroup, home, gradient.view(home.shape), base)
+        return self._store(piece, home, gradient.view(home.shape), base)
 
     def _reached(self, piece: Piece) -> None:
         """Note that the window's last micro-batch has reached the parameter."""
@@ -114,14 +114,14 @@ class GradientHomes(Generic[Piece]):
         return [sum(p.real and not p.touched for p in pieces) for pieces in self.by_subgroup]
 
     def _store(
-        self, subgroup: int, home: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
+        self, piece: Piece, home: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
         """Brings ``base + gradient`` home, summed on the device."""
-        if not self._crosses[subgroup]:
+        if not self._crosses[piece.subgroup]:
             return home.copy_(gradient) if base is None else torch.add(base, gradient, out=home)
         if base is not None:
-            gradient = self.ops.fetch_sum(subgroup, base, gradient)
-        self.ops.send(subgroup, home, gradient, summed=base is not None)
+            gradient = self.ops.fetch_sum(piece.subgroup, piece.offset, base, gradient)
+        self.ops.send(piece.subgroup, piece.offset, home, gradient, summed=base is not None)
         return gradient
 
     def _hold(
@@ -136,7 +136,7 @@ class GradientHomes(Generic[Piece]):
         piece.unsent = piece.held and (alone or not boundary)
         if boundary:
             home = self._home(piece, gradient.numel())
-            self.ops.send(piece.subgroup, home, total, summed=False)
+            self.ops.send(piece.subgroup, piece.offset, home, total, summed=False)
         return total
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
@@ -149,7 +149,7 @@ class GradientHomes(Generic[Piece]):
         elif piece.held:
             total.add_(gradient)
         else:
-            total.copy_(self.ops.fetch_sum(piece.subgroup, base, gradient))
+            total.copy_(self.ops.fetch_sum(piece.subgroup, piece.offset, base, gradient))
         piece.held = True
         return total
 

@@ -110,7 +110,7 @@ class Windows(GradientHomes[ZeroSlice]):
                 self._turned.add(subgroup)
         elif piece.used and piece.kept is None and not (piece.touched or piece.copied):
             spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
-            self.ops.set_aside(subgroup, spare, self._home(piece))
+            self.ops.set_aside(subgroup, piece.offset, spare, self._home(piece))
             self.before_reuse()
             piece.copied = True
 
@@ -174,7 +174,7 @@ class Windows(GradientHomes[ZeroSlice]):
         For accumulation that ends at ``step()``, after its last backward.
         """
         if piece.unsent:
-            self.ops.send(piece.subgroup, self._home(piece), self._held(piece), summed=False)
+            self.ops.send(piece.subgroup, piece.offset, self._home(piece), self._held(piece), summed=False)
             piece.unsent = False
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()

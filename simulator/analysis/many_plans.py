@@ -86,7 +86,8 @@ class PlanSweep:
         recipes = [recipe_of(*way) for way in ways()]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
-        passes = micro * (10 * layers + gradients * subgroups)
+        parts = sum(map(len, self.workload.shares()))  # of gradients
+        passes = micro * (10 * layers + gradients * parts)
         self.most_ops = passes + longest * subgroups + 5
         count = self.most_ops * self.iterations + subgroups  # what begins ahead of one more
         self.ops = np.zeros((count, kernel.OP_COLUMNS))

@@ -17,6 +17,7 @@ from ebbtide.simulator.engines.jit import compiled, uncounted
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.machine import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Place, What
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import (
@@ -44,9 +45,10 @@ SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = get_args(RateName)
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
-_WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
-    int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)
+_WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
+    int(w) for w in (Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, Wait.SUM, Wait.LAST)
 )
+_NO_PART = Part(-1, -1, 0, last=False)
 _SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
@@ -54,7 +56,8 @@ _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 # Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 W_FIRST, W_BEFORE, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(5)
-X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
+X_WHAT, X_SUBGROUP, X_PART, X_ELEMENTS, X_LAST, X_ADDED_TO, X_BOUNDARY, X_REFS = range(8)
+X_COLUMNS = 8
 # Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early, in
 # backward and from the step before on.
 P_ITERATIONS, P_SLOTS = range(2)
@@ -63,11 +66,11 @@ P_AHEAD = P_EARLY + len(SLOTS)
 # Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
 # gradients' ways home: how many were begun, how many of them something waits for that comes behind,
 # and the latest such one.
-_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES = range(6)
-_N_SENT, _N_WAITED, _N_ROOM = range(6, 9)
+_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM = range(4)
+_N_SENT, _N_WAITED, _N_ROOM = range(4, 7)
 # Those that are to take a slot before the norm: how many there are, how many did, and behind what.
-_N_COMING, _N_CAME, _N_BEGIN = range(9, 12)
-_N_COUNTS = 12
+_N_COMING, _N_CAME, _N_BEGIN = range(7, 10)
+_N_COUNTS = 10
 
 
 @dataclass(frozen=True)
@@ -137,26 +140,31 @@ class Program(NamedTuple):
     """A tape as arrays.
 
     Attributes:
-        places: shape (places + 1, 5), see X_*; the refs of place p are
+        places: shape (places + 1, X_COLUMNS), see X_*; the refs of place p are
             refs[places[p, X_REFS]:places[p + 1, X_REFS]].
         rows: of the ops: shape (places, OP_COLUMNS).
+        parts: Number of parts of gradients.
     """
 
     places: Ints
     refs: Ints
     rows: Floats
+    parts: int
 
     @classmethod
     def of(cls, tape: Sequence[Place]) -> Self:
-        places = np.zeros((len(tape) + 1, 5), np.int64)
+        places = np.zeros((len(tape) + 1, X_COLUMNS), np.int64)
         rows = np.zeros((len(tape), kernel.OP_COLUMNS))
         for number, place in enumerate(tape):
-            places[number, :X_REFS] = (place.what, place.subgroup, place.added_to, place.completes)
+            part = place.part or _NO_PART
+            of_part = (part.subgroup, part.number, part.elements, part.last)
+            places[number, :X_REFS] = (place.what, *of_part, place.added_to, place.boundary)
             places[number + 1, X_REFS] = places[number, X_REFS] + len(place.refs)
             if place.op is not None:
                 rows[number] = _op_row(place.op)
         refs = [ref for place in tape for ref in place.refs]
-        return cls(places, np.array(refs, dtype=np.int64), rows)
+        parts = 1 + max((place.part.number for place in tape if place.part), default=-1)
+        return cls(places, np.array(refs, dtype=np.int64), rows, parts)
 
 
 def _op_row(op: Op) -> Floats:
@@ -210,6 +218,7 @@ class _Made(NamedTuple):
         done: the latest op of each place, then those that places refer to (`Place.refs`); -1: none.
         home, early, begun: by subgroup, the op that brought its gradient home, the latest one of
             its update and how many there are, where that began before the norm.
+        sums: by part of a gradient, the op that brought it home.
         complete: whether its gradient of this step is at home.
         coming: those that are to take a slot before the norm, in order.
         sent: gradients' ways home.
@@ -224,6 +233,7 @@ class _Made(NamedTuple):
     n: Ints
     done: Ints
     home: Ints
+    sums: Ints
     early: Ints
     begun: Ints
     complete: Ints
@@ -258,13 +268,13 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 
 @uncounted
-def _add(made: _Made, given: _Given, row: int, s: int) -> int:
-    """A subgroup's op, behind the op that frees its buffer too."""
+def _add(made: _Made, given: _Given, row: int, size: float) -> int:
+    """Append an op of so many elements, behind the op that frees its buffer too."""
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])
         made.head[slot] += 1
-    i = _append(made, given.rows, row, given.sizes[s])
+    i = _append(made, given.rows, row, size)
     slot = int(given.rows[row, T_GIVES])
     if slot >= 0:
         made.free[slot, made.tail[slot]] = i
@@ -274,21 +284,20 @@ def _add(made: _Made, given: _Given, row: int, s: int) -> int:
 
 @uncounted
 def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previous: int) -> int:
-    """Steps of a subgroup, one behind the other and behind ``previous``; returns the last op."""
-    n = made.n
+    """Append steps of a subgroup, one behind the other and behind ``previous``.
+
+    Returns:
+        The last op.
+    """
     for row in range(first, last):
         waits = int(given.rows[row, T_WAITS])
-        if waits & _WAIT_SUM and n[_N_ADDED_TO] == 0:
-            continue
-        if waits & _WAIT_LAST and n[_N_COMPLETES] == 0:
-            continue
         if waits & _WAIT_NORM:
-            _wait(made, n[_N_NORM])
-        if waits & _WAIT_HOME:
+            _wait(made, made.n[_N_NORM])
+        if waits & _WAIT_GRADIENT:
             _wait(made, made.home[s])
         if waits & _WAIT_PREVIOUS:
             _wait(made, previous)
-        previous = _add(made, given, row, s)
+        previous = _add(made, given, row, given.sizes[s])
         if given.rows[row, T_PUBLISHES] > 0:
             made.done[made.done.size - 2 * made.home.size + s] = previous
     return int(previous)
@@ -323,16 +332,31 @@ def _add_pass(made: _Made, program: Program, place: int) -> None:
 
 
 @uncounted
-def _add_gradient(made: _Made, given: _Given, s: int, behind: int, left: float) -> float:
-    """A subgroup's gradient of one micro-batch, and what needs no norm behind the last one's.
-    Returns the bytes under way.
+def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: int, left: float) -> float:
+    """Append a part of a gradient, and what needs no norm behind a subgroup's last part.
+
+    Args:
+        place: A row of ``places``, see `Program` and X_*.
+        left: Bytes under way.
+
+    Returns:
+        The bytes under way then.
     """
-    way, before = given.placement[s], made.n[_N_OPS]
-    first, last = given.ways[way, W_GRADIENT_FIRST], given.ways[way, W_GRADIENT_LAST]
-    op = made.home[s] = _add_steps(made, given, first, last, s, behind)
-    if op >= before and int(made.ops[op, kernel.KIND]) == _SENT:
-        left = _make_room(made, op, left)
-    if made.n[_N_COMPLETES]:
+    s, part = places[place, X_SUBGROUP], places[place, X_PART]
+    added_to, boundary = places[place, X_ADDED_TO], places[place, X_BOUNDARY]
+    way, op = given.placement[s], behind
+    for row in range(given.ways[way, W_GRADIENT_FIRST], given.ways[way, W_GRADIENT_LAST]):
+        waits = int(given.rows[row, T_WAITS])
+        if (waits & _WAIT_SUM and not added_to) or (waits & _WAIT_LAST and not boundary):
+            continue
+        if waits & _WAIT_SUM:
+            _wait(made, made.sums[part])
+        _wait(made, op)
+        op = _add(made, given, row, places[place, X_ELEMENTS])
+        if int(given.rows[row, kernel.KIND]) == _SENT:
+            left = _make_room(made, op, left)
+    made.home[s] = made.sums[part] = op
+    if boundary and places[place, X_LAST]:
         made.complete[s] = 1
         _guess(made, given, s)
         _come_in(made, given)
@@ -369,7 +393,7 @@ def _come_in(made: _Made, given: _Given) -> None:
 @uncounted
 def _begin_early(made: _Made, given: _Given, s: int, behind: int) -> None:
     _wait(made, behind)
-    made.early[s] = _add(made, given, given.ways[given.placement[s], W_FIRST], s)
+    made.early[s] = _add(made, given, given.ways[given.placement[s], W_FIRST], given.sizes[s])
     made.begun[s] = 1
 
 
@@ -457,9 +481,7 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
                 continue
             behind = made.done[program.refs[places[place, X_REFS]]]
             if what == _GRADIENT:
-                n[_N_ADDED_TO] = places[place, X_ADDED_TO]
-                n[_N_COMPLETES] = places[place, X_COMPLETES]
-                left = _add_gradient(made, given, places[place, X_SUBGROUP], behind, left)
+                left = _add_gradient(made, given, places, place, behind, left)
             elif what == _PREFETCH:
                 _prefetch(made, given, behind)
             else:
@@ -501,6 +523,7 @@ def build(
         counts,
         np.full(places + 2 * subgroups, -1),
         np.full(subgroups, -1),
+        np.full(program.parts, -1),
         np.full(subgroups, -1),
         np.zeros(subgroups, np.int64),
         np.zeros(subgroups, np.int64),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES
-from ebbtide.simulator.schedules.planned_loop import PlannedLoop
+from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
@@ -93,7 +93,9 @@ class EbbtideLoop(PlannedLoop):
         self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         self.arrival = arrival or arrival_order(self.layers_of)
         self.norm = self.begin = -1  # begin: before it no visit comes in
-        self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
+        # Subgroup, and number of a part -> the op that brought its gradient home.
+        self.at_home: dict[int, int] = {}
+        self.sums: dict[int, int] = {}
         # Of each slot that is free, the op behind which it is: who takes one, takes the first.
         self.free = {slot: deque([-1] * count) for slot, count in self.slots.items()}
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
@@ -113,18 +115,20 @@ class EbbtideLoop(PlannedLoop):
             held=footprint_by_kind(self.workload, self.plan),
         )
 
-    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
-        left_out = Wait.SUM if micro_step == 0 else Wait(0)
+    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+        left_out, subgroup = Wait.SUM if micro_step == 0 else Wait(0), part.subgroup
         if micro_step != self.boundary:
             left_out |= Wait.LAST
         for step in self.recipes[subgroup].gradient_steps:
             if step.waits & left_out:
                 continue
-            after = self._add(step, subgroup, self._waits(step, subgroup, after))
+            # ZeRO-1's first step has no sum from before.
+            sums = [self.sums[part.number]] if Wait.SUM in step.waits and part.number in self.sums else []
+            after = self._add(step, subgroup, [after, *sums], part.elements)
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
-        self.at_home[subgroup] = after
-        if micro_step == self.boundary:
+        self.at_home[subgroup] = self.sums[part.number] = after
+        if part.last and micro_step == self.boundary:
             self.complete.add(subgroup)
             self._guess(subgroup)
             self._come_in()
@@ -152,8 +156,9 @@ class EbbtideLoop(PlannedLoop):
         return bool(self.free[slot])
 
     def _make_room(self, op: int) -> None:
-        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest subgroup: the
-        runtime sends each in parts, as they come.
+        """Keep what is under way within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest part.
+
+        The runtime sends each part parameter by parameter.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
@@ -218,8 +223,7 @@ class EbbtideLoop(PlannedLoop):
 
     def _waits(self, step: Step, subgroup: int, previous: int) -> list[int]:
         waits = [self.norm] if Wait.NORM in step.waits else []
-        # ZeRO-1's first step has no sum from before.
-        if step.waits & (Wait.GRADIENT | Wait.SUM) and subgroup in self.at_home:
+        if Wait.GRADIENT in step.waits:
             waits.append(self.at_home[subgroup])
         if Wait.PREVIOUS in step.waits:
             waits.append(previous)
@@ -227,9 +231,13 @@ class EbbtideLoop(PlannedLoop):
             waits += self.may_overwrite(subgroup)
         return waits
 
-    def _add(self, step: Step, subgroup: int, waits: list[int]) -> int:
-        """One op; it takes its buffer from the op that gave it back longest ago."""
-        size = self.sizes[subgroup]
+    def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
+        """Append an op, which takes its buffer from the op that gave it back longest ago.
+
+        Args:
+            elements: Number of elements that the op works on, or None for the whole subgroup.
+        """
+        size = self.sizes[subgroup] if elements is None else elements
         if step.takes is not None:
             behind = self.free[step.takes].popleft()
             waits = [*waits, behind] if behind >= 0 else waits

@@ -7,12 +7,41 @@ of schedules op by op (`ebbtide.simulator.schedules.ebbtide`), the compiled swee
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.schedules.loop import TrainingLoop
 from ebbtide.simulator.update.footprint import fetched_elements, fetched_for
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
+
+
+class Part(NamedTuple):
+    """A layer's part of a subgroup's gradient, which leaves when the layer's backward is done.
+
+    Attributes:
+        number: Position among all parts of a workload.
+        last: True for the part of the subgroup's first layer, which completes the gradient.
+    """
+
+    number: int
+    subgroup: int
+    elements: int
+    last: bool
+
+
+def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
+    """Return the parts of each layer, in the order in which training sends them."""
+    first = [layers[0] if layers else -1 for layers in workload.layers_of_subgroups()]
+    number = 0
+    result = []
+    for layer, held in enumerate(workload.shares()):
+        some = []
+        for subgroup, elements in reversed(held):
+            some.append(Part(number, subgroup, elements, layer == first[subgroup]))
+            number += 1
+        result.append(tuple(some))
+    return tuple(result)
 
 
 class PlannedLoop(TrainingLoop):
@@ -28,12 +57,12 @@ class PlannedLoop(TrainingLoop):
         super().__init__(workload)
         self.homes, self.overlaps = homes, overlaps
         self.fetched = fetched_elements(workload, homes)
-        self.missing: list[int] = []  # layers whose gradient a subgroup still lacks
+        self.parts = parts_of(workload)
         self.ends: list[int] = []
 
     @abstractmethod
-    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
-        """All layers of a subgroup are through a micro-batch's backward, at the op ``after``."""
+    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+        """Append what happens to a part of a gradient that the op ``after`` has reduced."""
 
     @abstractmethod
     def prefetch(self) -> None:
@@ -79,17 +108,11 @@ class PlannedLoop(TrainingLoop):
         """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
-    def backward(self, micro_step: int) -> None:
-        self.missing = [len(layers) for layers in self.layers_of]
-        super().backward(micro_step)
-
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
         if layer == len(self.workload.layers) - 1 and micro_step == self.boundary:
             self.prefetch()
-        for subgroup, _ in reversed(self.shares[layer]):
-            self.missing[subgroup] -= 1
-            if self.missing[subgroup] == 0:
-                self.gradient_reduced(subgroup, micro_step, after)
+        for part in self.parts[layer]:
+            self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
         """Norm barrier, then all queues at once, each in the plan's order."""

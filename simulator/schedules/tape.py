@@ -5,11 +5,11 @@ ops of its own iteration and of the one before. Where a plan's ops belong, there
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ebbtide.simulator.schedule import Lane, Op, OpKind
-from ebbtide.simulator.schedules.planned_loop import PlannedLoop
+from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
 
@@ -18,11 +18,9 @@ class What(IntEnum):
     """What stands at a place of the tape."""
 
     OP = 0
-    GRADIENT = 1  # a subgroup's gradient is reduced, at the op that it waits for
+    GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for
     PREFETCH = 2
     UPDATES = 3
-    NEW = 4  # stands for the op after which a subgroup's parameters are new
-    END = 5  # and for its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,9 @@ class Place:
 
     Attributes:
         op: None of what is none.
-        subgroup: of a gradient.
-        added_to: the gradients of earlier micro-batches are there already.
-        completes: the gradient is that of the last micro-batch.
+        part: The part of a gradient that a GRADIENT marker stands for.
+        added_to: True if gradients of earlier micro-batches are at home already.
+        boundary: True in the last micro-batch.
         refs: what it waits for: place p as p; behind the places, for each subgroup the op after
             which its parameters are new, and then its last one. A place at or behind this one is of
             the iteration before.
@@ -42,9 +40,9 @@ class Place:
     what: What
     op: Op | None
     refs: tuple[int, ...]
-    subgroup: int = -1
+    part: Part | None = None
     added_to: bool = False
-    completes: bool = False
+    boundary: bool = False
 
 
 def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> list[Place]:
@@ -59,49 +57,50 @@ def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> li
 
 
 class _Recorder(PlannedLoop):
+    """The passes of a plan that is not known, with a marker for each thing that it decides."""
+
     def __init__(self, workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, homes, overlaps=overlaps)
-        self.marks: dict[int, tuple[What, int, int]] = {}
+        self.marks: dict[int, Place] = {}
+        self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
 
-    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
-        self._mark(What.GRADIENT, [after], subgroup, micro_step)
+    def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
+        added_to, boundary = micro_step > 0, micro_step == self.boundary
+        self._mark(Place(What.GRADIENT, None, (), part, added_to, boundary), after)
 
     def prefetch(self) -> None:
-        self._mark(What.PREFETCH, [self.backward_done])
+        self._mark(Place(What.PREFETCH, None, ()), self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        self._mark(What.UPDATES, [norm])
-        subgroups = range(len(self.sizes))
-        new = {subgroup: self._mark(What.NEW, [], subgroup) for subgroup in subgroups}
-        return new, [self._mark(What.END, [], subgroup) for subgroup in subgroups]
+        self._mark(Place(What.UPDATES, None, ()), norm)
+        count = len(self.sizes)
+        new, ends = ([self._stand_in(first + s) for s in range(count)] for first in (0, count))
+        return dict(enumerate(new)), ends
 
-    def _mark(self, what: What, after: Sequence[int], subgroup: int = -1, micro_step: int = -1) -> int:
-        op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=after)
-        self.marks[op] = (what, subgroup, micro_step)
+    def _mark(self, place: Place, after: int) -> None:
+        self.marks[self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[after])] = place
+
+    def _stand_in(self, number: int) -> int:
+        op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0)
+        self.stand_ins[op] = number
         return op
 
     def places(self) -> list[Place]:
+        """Return the second iteration."""
         ops, count = self.out.ops, len(self.out.ops) // 2
         assert [op.kind for op in ops[:count]] == [op.kind for op in ops[count:]]
-        stand_ins = (What.NEW, What.END)
-        kept = [i for i in range(count) if self._what(i) not in stand_ins]
+        kept = [i for i in range(count) if i not in self.stand_ins]
         place = {i: number for number, i in enumerate(kept)}
-        behind = {What.NEW: len(kept), What.END: len(kept) + len(self.sizes)}
 
         def ref(before: int) -> int:
-            what, subgroup, _ = self.marks.get(before, (What.OP, -1, -1))
-            return behind[what] + subgroup if what in behind else place[before % count]
+            number = self.stand_ins.get(before)
+            return place[before % count] if number is None else len(kept) + number
 
         result = []
         for number, i in enumerate(kept):
             op = ops[count + i]
             # The interpreter remembers each place's latest op.
             assert all(place.get(b, number) >= number for b in op.after if b < count)
-            what, subgroup, micro_step = self.marks.get(count + i, (What.OP, -1, -1))
-            refs = tuple(ref(b) for b in op.after)
-            shown, completes = op if what is What.OP else None, micro_step == self.boundary
-            result.append(Place(what, shown, refs, subgroup, micro_step > 0, completes))
+            marked = self.marks.get(count + i, Place(What.OP, op, ()))
+            result.append(replace(marked, refs=tuple(map(ref, op.after))))
         return result
-
-    def _what(self, op: int) -> What:
-        return self.marks[op][0] if op in self.marks else What.OP

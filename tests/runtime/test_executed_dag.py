@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -115,8 +116,15 @@ def executed(workload, plan):
 
 
 def backward(executor, workload):
-    """All micro-batches' gradients arrive, each subgroup's as one parameter's, the last first."""
-    slices = {i: ParameterSlice(i, 0, n, real=True) for i, n in enumerate(workload.subgroups)}
+    """Let each micro-batch's gradients arrive, the last layer's first.
+
+    A layer has one parameter in each subgroup that holds some of the layer.
+    """
+    held, slices = [0] * len(workload.subgroups), {}
+    for layer, shares in enumerate(workload.shares()):
+        for subgroup, n in shares:
+            slices[layer, subgroup] = ParameterSlice(subgroup, held[subgroup], n, real=True)
+            held[subgroup] += n
 
     def complete(subgroup):
         if subgroup in executor.guesses.wires:
@@ -128,8 +136,9 @@ def backward(executor, workload):
     for micro_batch in range(last + 1):
         if micro_batch == last:
             executor.prefetch()
-        for i, n in reversed(list(enumerate(workload.subgroups))):
-            homes.accept(slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last)
+        for piece in reversed(slices.values()):
+            gradient = torch.zeros(piece.elements)
+            homes.accept(piece, gradient, first=micro_batch == 0, boundary=micro_batch == last)
 
 
 def ops_of(executor):
@@ -164,9 +173,13 @@ def named(other, op):
 
 def random_case(rng):
     sizes = [rng.randint(10, 90) for _ in range(rng.randint(1, 9))]
-    cut = rng.randint(0, sum(sizes))
-    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in (cut, sum(sizes) - cut))
-    workload = Workload(name="w", layers=layers, subgroups=tuple(sizes), gradient_accumulation_steps=rng.randint(1, 3))
+    # Few layers: a layer holds many subgroups. Many layers: a subgroup holds many, and parts of others.
+    cuts = sorted(rng.randint(0, sum(sizes)) for _ in range(rng.choice([1, 5, 40])))
+    layers = tuple(
+        Layer(params=end - begin, forward_s=1.0, backward_s=1.0) for begin, end in pairwise([0, *cuts, sum(sizes)])
+    )
+    micro_batches = rng.choice([1, 2, 3, 8])
+    workload = Workload(name="w", layers=layers, subgroups=tuple(sizes), gradient_accumulation_steps=micro_batches)
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [placement for placement, _ in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)

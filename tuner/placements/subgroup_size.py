@@ -10,28 +10,25 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.homes import quick_iteration_s
 from ebbtide.tuner.placements.search import Search
 
-# None of many layers: it is simulated as if its gradient left when the last of them has one, and
-# the ranks' sums came in at once, where training sends and fetches each parameter's. With gradient
-# accumulation such subgroups seemed up to a fifth faster than they train.
-SIZES = (2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
+SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
+LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence
 MOST_SUBGROUPS = 400
 WORTH = 0.995  # smaller subgroups must bring half a percent
 TOLD = 0.97  # and where others were asked for, this to be told
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
-    """The workload with other subgroups, largest first; each cut once. As it is, if its own are no
-    larger, or others would be too many.
+    """Return the workload as it is and with other subgroups, largest first, each cut once.
 
     Raises:
-        ValueError: the workload does not know its parameters.
+        ValueError: The workload does not know its parameters.
     """
-    result = {} if workload.subgroup_size > max(sizes) else {workload.subgroups: workload}
+    result = {workload.subgroups: workload}
     for size in sizes:
         cut = workload.recut(size)
         if len(cut.subgroups) <= MOST_SUBGROUPS:
             result.setdefault(cut.subgroups, cut)
-    return sorted(result.values(), key=lambda w: len(w.subgroups)) or [workload]
+    return sorted(result.values(), key=lambda w: len(w.subgroups))
 
 
 def best_cut(
@@ -50,14 +47,16 @@ def best_cut(
 
 
 def about_subgroups(search: Search) -> list[str]:
-    """What other subgroups would bring, where those that were asked for are large: all of one is in
-    one place. A sentence with figures, or nothing.
+    """Return a sentence with what other subgroups would bring, if those asked for are large.
+
+    Returns:
+        No sentence if the gain is small.
     """
     work, machine = search.workload, search.machine
-    if not work.parameters or work.subgroup_size <= max(SIZES) or machine.unified_memory:
+    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
         return []
     other, seconds = best_cut(recuts(work), machine, search.limits, search.seed, search.effort)
-    if seconds > TOLD * search.best_s:
+    if other is work or seconds > TOLD * search.best_s:
         return []
     return [
         f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "

@@ -29,10 +29,15 @@ class Pieces:
         homes: where the subgroups' parameters must live; "": anywhere.
         tail_s: forward that is left when the layers begin that hold the piece's last subgroup.
         fetches: how often an element comes in for passes, where it lives on the host.
-        left_s: backward that is left when the gradient of that subgroup is complete.
+        sent_s: Backward that is left when the first part of that subgroup's gradient may leave.
+        left_s: Backward that is left when the gradient of that subgroup is complete.
+        completes: Share of that subgroup's gradient that is reduced only then.
+        part: Elements of the largest part of a gradient.
+        single: True if each gradient of the piece leaves in one part.
         first, last: subgroups.
         end_s: backward that is left when all of its gradients are complete.
-        block: its number, of neighbours; passes: of backward that complete the block's gradients.
+        block: The number of the piece's block of neighbours.
+        passes: Number of layers whose backward yields gradients of that block.
     """
 
     size: NDArray[np.int64]
@@ -41,7 +46,11 @@ class Pieces:
     whole: NDArray[np.bool_]
     homes: tuple[str, ...]
     tail_s: Floats
+    sent_s: Floats
     left_s: Floats
+    completes: Floats
+    part: NDArray[np.int64]
+    single: NDArray[np.bool_]
     fetches: Floats
     first: NDArray[np.int64]
     last: NDArray[np.int64]
@@ -60,14 +69,16 @@ class Pieces:
         backward = np.array([layer.backward_s for layer in w.layers])
         behind = np.cumsum(forward[::-1])[::-1]
         below = np.concatenate([[0.0], np.cumsum(backward)])
-        first = [held[0] for held in w.layers_of_subgroups()]
+        held = parts_of_subgroups(w)
+        first = [some[0][0] for some in held]
         blocks = _blocks(first, most)
         parts = [part for block in blocks for part in _alike(w.subgroups, block, homes, fluid=most == 1)]
         parts.sort(key=lambda part: part[-1])
         block = [next(b for b, some in enumerate(blocks) if part[0] in some) for part in parts]
-        passes = [len({first[s] for s in some}) for some in blocks]
+        passes = [len({layer for s in some for layer, _ in held[s]}) for some in blocks]
         sizes = [[w.subgroups[s] for s in part] for part in parts]
         layer = [first[part[-1]] for part in parts]
+        highest = [held[part[-1]][-1][0] for part in parts]
         often = _fetches(w)
         return cls(
             np.array([max(some) for some in sizes]),
@@ -76,7 +87,11 @@ class Pieces:
             np.array([len(set(some)) == 1 for some in sizes]),
             tuple(homes[part[-1]] if homes else "" for part in parts),
             behind[layer],
+            below[highest],
             below[layer],
+            np.array([held[part[-1]][0][1] / w.subgroups[part[-1]] for part in parts]),
+            np.array([max(n for s in part for _, n in held[s]) for part in parts]),
+            np.array([all(len(held[s]) == 1 for s in part) for part in parts]),
             np.array([min(often[s] for s in part) for part in parts]),
             np.array([part[0] for part in parts]),
             np.array([part[-1] for part in parts]),
@@ -95,6 +110,15 @@ class Pieces:
         ahead: NDArray[np.bool_] = self.first > self.last[p]
         ahead[p] = self.count[p] == 1
         return ahead
+
+
+def parts_of_subgroups(w: Workload) -> list[list[tuple[int, int]]]:
+    """Return (layer, elements) of the parts of each subgroup's gradient, the first layer's first."""
+    held: list[list[tuple[int, int]]] = [[] for _ in w.subgroups]
+    for layer, shares in enumerate(w.shares()):
+        for subgroup, elements in shares:
+            held[subgroup].append((layer, elements))
+    return held
 
 
 def _fetches(w: Workload) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 from ebbtide.simulator.analysis.bounds.model import Model, Part
+from ebbtide.simulator.analysis.bounds.pieces import parts_of_subgroups
 from ebbtide.simulator.analysis.bounds.rows import Columns, Rows
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES as ROOM
 from ebbtide.simulator.update.recipes import Wait
@@ -22,8 +23,9 @@ MOST_BESIDE = 3  # gradients under way; where there is room for more, they hide 
 
 
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
-    """Adds that when gradients are complete all but so many bytes go home before the next pass
-    begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other.
+    """Add that behind a pass all but so many bytes of gradients go home before the next pass begins.
+
+    So `EbbtideLoop` says of each micro-batch, and of all micro-batches one after the other.
 
     Args:
         every: how many subgroups of a piece are updated in a way: shape (pieces, ways).
@@ -56,13 +58,14 @@ def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
 
 
 def _together(m: Model, sent: Floats) -> float:
-    """Return the bytes of gradients that may be in flight when a pass begins.
+    """Return the bytes of parts of gradients that may be in flight when a pass begins.
 
-    With half of the oldest one they fit into the room. Others are in flight too, each as often as there
-    are micro-batches.
+    With half of the oldest part they fit into the room. Others are in flight too, each as often as
+    there are micro-batches.
     """
     each = float(sent[0] / m.pieces.size[0])
-    sizes = each * np.sort(np.array(m.workload.subgroups, dtype=np.float64))
+    parts = [n for held in parts_of_subgroups(m.workload) for _, n in held]
+    sizes = each * np.sort(np.array(parts, dtype=np.float64))
     before = m.micro * np.cumsum(sizes)
     most = 0.0
     for oldest in np.unique(sizes[sizes <= 2 * ROOM]):
@@ -88,15 +91,16 @@ class _Chain:
         paces = _paces(m, parts, self.ways, sent)
         self.work = [{way: sent * pace for way, pace in some.items()} for some in paces]
         self.order = np.argsort(-pieces.first)
-        # One gradient is left alone: of a piece, if any of it has been sent, or of what lies
-        # between its subgroups, if not all of it has.
-        own, first, last = np.maximum(sent, _together(m, sent)), pieces.first, pieces.last
+        # One part is left alone: of a piece, if any of it has been sent, or of what lies between
+        # its subgroups, if not all of it has.
+        part = sent * pieces.part / pieces.size
+        own, first, last = np.maximum(part, _together(m, sent)), pieces.first, pieces.last
         between = (first > first[:, None]) & (first < last[:, None])
         alone = np.where(between, own, own[:, None]).max(axis=1)
         self.alone_s = [max(some.values()) * alone for some in paces]
         self.left_s = float(max(each.max() for each in self.alone_s))
-        # Of a piece and those behind it none is complete before so much of backward is left.
-        left = pieces.left_s[self.order]
+        # No part of a piece and of those behind it leaves before so much of backward is left.
+        left = pieces.sent_s[self.order]
         self.begin_s = np.maximum.accumulate(left[::-1])[::-1]
         self.end_s = pieces.end_s[self.order]
         # The last one whose wait precedes a piece's first gradient.
@@ -192,8 +196,9 @@ def _taken(parts: Sequence[Part], way: int, capacity: str) -> Floats:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Gradients so large that no more than ``most`` are under way when a pass begins: one more
-    would be above the room even with half of the oldest left out.
+    """Gradients of one part so large that no more than ``most`` are under way when a pass begins.
+
+    One more would be above the room even with half of the oldest part left out.
 
     Each is under way for as long as its own ways take. While passes run, so many are at once; while
     backward waits, those too that the pass before has completed, together ``waiting``.
@@ -209,12 +214,11 @@ class _Beside:
     def of(cls, m: Model, parts: Sequence[Part], most: int) -> Self | None:
         """None: there are no such gradients."""
         least = ROOM / (most + 0.5) / m.work.bytes.gradient
-        large = m.pieces.least > least
+        large = (m.pieces.least > least) & m.pieces.single
         if not large.any():
             return None
-        first = [held[0] for held in m.workload.layers_of_subgroups()]
-        sizes = zip(first, m.workload.subgroups, strict=True)
-        ends = Counter(layer for layer, size in sizes if size > least)
+        held = parts_of_subgroups(m.workload)
+        ends = Counter(some[0][0] for some in held if len(some) == 1 and some[0][1] > least)
         takes = {}
         for way in {p.way for p in parts}:
             takes[way] = np.sum([p.seconds for p in parts if p.way == way], axis=0)

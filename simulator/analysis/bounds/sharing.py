@@ -159,15 +159,20 @@ class Sharing:
     def _late_gradients(self) -> dict[Lane, int]:
         """Return, by lane, the seconds of gradients that go home after the norm.
 
-        Each layer's gradients follow its backward, and the gradients of all micro-batches follow each other.
+        Each layer's parts follow its backward, and the gradients of all micro-batches follow each other.
         """
         m, late = self.model, {}
+        pieces = m.pieces
         for lane in {g.step.lane for g in self.window.home}:
             home, late[lane] = [g for g in self.window.home if g.step.lane == lane], self.rows.one()
-            for p, left_s in enumerate(m.pieces.left_s):
+            for p in range(len(pieces)):
                 up_to = slice(p + 1)
                 some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in home]
-                self._late_by(late[lane], float(left_s), *some)
+                self._late_by(late[lane], float(pieces.sent_s[p]), *some)
+                # Without the parts of the piece's last subgroup that left before its last one.
+                before_s = max(float((1 - pieces.completes[p]) * g.alone_s[p]) for g in home)
+                if before_s:
+                    self._late_by(late[lane], float(pieces.left_s[p]) + before_s, *some)
             everything = [(self.window.x[:, g.way], g.times * g.alone_s) for g in home]
             self._late_by(late[lane], m.rest_s - m.first_s, *everything)
         return late

@@ -45,9 +45,9 @@ def crossings(engine):
     seen, ops = [], engine.optimizer._ebbtide.executor.gradients
     submit = ops._submit
 
-    def noted(item, size_bytes, copy):
+    def noted(item, offset, size_bytes, copy):
         seen.append((item.op.kind, item.op.subgroup))
-        return submit(item, size_bytes, copy)
+        return submit(item, offset, size_bytes, copy)
 
     ops._submit = noted
     return seen

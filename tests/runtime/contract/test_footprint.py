@@ -141,8 +141,8 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []
 
-    def noted(ops, item, home, source, send=GradientOps._send):
-        send(ops, item, home, source)
+    def noted(ops, item, offset, home, source, send=GradientOps._send):
+        send(ops, item, offset, home, source)
         sent.append((ops.latest, source.nbytes))
         under_way = [n for arrival, n in sent if not arrival.ended]
         seen.append((sum(under_way), len(under_way), source.nbytes))
