@@ -1,6 +1,5 @@
 """Facts about the machine: cores, memory, NUMA nodes, limits, and the GPU's link."""
 
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist
 from ebbtide.runtime.hardware.pci import address_of
+from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def look(cuda: bool) -> Hardware:
     """Ask the operating system and, on CUDA, the driver."""
     import torch
 
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    mine = usable()
+    host_bytes = mine.memory_bytes
     name, gpus, device_bytes, bus_id = "", 1, host_bytes, ""
     if cuda:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -52,7 +53,7 @@ def look(cuda: bool) -> Hardware:
     nodes = sum(name.startswith("numa_node") for name in numa)
     return Hardware(
         cpu_name(),
-        len(os.sched_getaffinity(0)),
+        mine.cores,
         max(1, nodes),
         host_bytes,
         name,
@@ -78,7 +79,7 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
         return facts, []
     facts["gpu_numa_node"] = near
     there = set(parse_cpulist(facts.get(f"numa_node{near}_cores", "")))
-    if os.sched_getaffinity(0) <= there:
+    if allowed_cores() <= there:
         return facts, []
     return facts, [
         f"this process may run on cores away from the GPU's NUMA node {near}: host memory that "

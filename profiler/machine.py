@@ -86,7 +86,8 @@ def measure_machine(
     if not disks and not fresh and cached.exists():
         known = _cached(cached)
         if known is not None and (ranks == 1 or ranks in known.rank_shares):
-            return known
+            # The cache knows rates. The container's memory limit may be another one now.
+            return known.model_copy(update={"host_memory_bytes": facts.host_memory_bytes})
     wanted = _Wanted(
         facts,
         cuda,

@@ -1,16 +1,20 @@
 """The choice of the device that a plan runs on."""
 
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 
 
-def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:
+def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Sequence[Collection[int]] = ()) -> Device:
     """``auto``: CUDA where training runs on it, unified host memory elsewhere.
 
     Args:
         on_cuda: whether it does, which the training framework decides; None: if there is CUDA.
+        masks: the cores that each rank of this host may use, in their order.
 
     Raises:
         ValueError: an unknown kind, CUDA where there is none, or ROCm.
@@ -28,8 +32,11 @@ def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:
         raise ValueError("device 'cuda' needs a CUDA GPU, but there is none: use 'auto'")
     if kind in ("unified", "emulated") and on_cuda:
         raise ValueError(f"device {kind!r} is for machines without a GPU, but training runs on CUDA: use 'auto'")
-    choices = {"cuda": CudaDevice, "emulated": EmulatedDevice, "unified": Device}
+    choices: dict[str, Callable[[], Device]] = {
+        "cuda": partial(CudaDevice, masks),
+        "emulated": EmulatedDevice,
+        "unified": Device,
+    }
     if kind not in choices:
         raise ValueError(f"device must be 'auto' or one of {sorted(choices)}, but got {kind!r}")
-    chosen: Device = choices[kind]()
-    return chosen
+    return choices[kind]()

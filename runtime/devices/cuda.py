@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ class CudaDevice(Device):
     name = "cuda"
     unified = False
 
-    def __init__(self) -> None:
+    def __init__(self, masks: Sequence[Collection[int]] = ()) -> None:
         self.index = torch.cuda.current_device()
-        self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus())
+        self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus(), masks=masks)
         self._registered: dict[int, torch.Tensor] = {}  # by address
         # Pages that are unmapped while locked are, to CUDA, what is mapped there next. At exit the
         # system gives everything back.

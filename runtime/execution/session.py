@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from ebbtide.runtime.execution.step_template import gradient_template, step_temp
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState, place, place_sums, staging_slots
 from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
@@ -509,9 +509,5 @@ def threads_of(plan: Plan, device: Device) -> int:
         return plan.threads
     if device.cores:
         return len(device.cores)
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    share = max(1, cores // local_ranks())
+    share = max(1, usable().cores // local_ranks())
     return max(1, min(share, torch.get_num_threads())) if device.unified else share

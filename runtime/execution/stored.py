@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit, trainers_limit
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.folder import STEPS, STORE, Drive, file_of, read_page
 from ebbtide.runtime.storage.pages import StepsPage, StorePage
@@ -29,9 +29,9 @@ logger = logging.getLogger("ebbtide")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of the machine's memory that each local rank may still take, less a margin."""
-    memory = psutil.virtual_memory()
-    return max(0, int(memory.available - UNKNOWN_MARGIN * memory.total)) // local_ranks()
+    """Return the bytes of host memory that each local rank may still take, less a margin."""
+    mine = usable()
+    return max(0, int(mine.free_bytes - UNKNOWN_MARGIN * mine.memory_bytes)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:

@@ -2,32 +2,69 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.usable import cpu_quota
 
 SYSFS = Path("/sys")
 
 
-def update_cores(pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = ()) -> list[int]:
-    """Return the cores for one rank's host updates, in order; empty: wherever the system likes.
+def update_cores(
+    pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
+) -> list[int]:
+    """Return the cores for one rank's host updates, by physical core; empty: wherever the system likes.
 
-    Those of the GPU's NUMA node that this process may use, shared among the ranks on that node,
-    less one for the rank's training thread. A launcher that has bound the ranks to cores already
-    (``deepspeed --bind_cores_to_rank``) has divided them: then they are taken as they are.
+    Those of the GPU's NUMA node that this process may use, shared among the ranks that may use the
+    same ones, less one physical core for the rank's training thread. A launcher that has bound each
+    rank to other cores (``deepspeed --bind_cores_to_rank``) has divided them already. A container's
+    cores are the same for all ranks and are divided here, and its CPU quota limits the number.
 
     Args:
         pci_address: the GPU's, like ``0000:3b:00.0``; None: any NUMA node.
         gpus: of all ranks on this host, in their order, if this process sees them all. Else the
             ranks count as dealt to the nodes evenly.
+        masks: the cores that each rank of this host may use, in their order. Without them, fewer
+            cores than the machine has count as divided by a launcher.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
     allowed, near = os.sched_getaffinity(0), near_cores(pci_address, sysfs)
-    if len(allowed) == (os.cpu_count() or 1):
-        near = _share(near, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
-    return near[1:] if len(near) > 1 else near
+    rank, same = _local_rank(), [r for r, mask in enumerate(masks) if set(mask) == allowed]
+    whole = _physical(near, sysfs)
+    if len(same) == len(masks) if masks else len(allowed) == (os.cpu_count() or 1):
+        whole = _share(whole, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
+    elif rank in same:
+        whole = _share(whole, (len(same), same.index(rank)))
+    spared = whole[1:] if len(whole) > 1 else [whole[0][1:]]
+    cores = [core for together in spared for core in together] or whole[0]
+    return cores[: _most(cpu_quota())]
+
+
+def _most(quota: float | None) -> int | None:
+    """Return the number of update threads that a CPU quota leaves to each rank; None without a quota."""
+    return None if quota is None else max(1, int(quota / local_ranks()) - 1)
+
+
+def _physical(cores: Sequence[int], sysfs: Path) -> list[list[int]]:
+    """Group logical cores by physical core, in order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for core in cores:
+        groups.setdefault(_siblings(core, sysfs), []).append(core)
+    return list(groups.values())
+
+
+def _siblings(core: int, sysfs: Path) -> tuple[int, ...]:
+    try:
+        listed = (sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        return tuple(parse_cpulist(listed)) or (core,)
+    except OSError:
+        return (core,)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
@@ -38,7 +75,7 @@ def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
 
 def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int) -> tuple[int, int]:
     """Return the number of ranks on this rank's NUMA node, and this rank's position among them."""
-    ranks, rank = local_ranks(), int(os.environ.get("LOCAL_RANK") or 0)
+    ranks, rank = local_ranks(), _local_rank()
     node = _node_of(pci_address, sysfs)
     if node is None or len(gpus) < ranks:
         on_node = -(-ranks // max(1, nodes))
@@ -47,11 +84,13 @@ def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None]
     return max(1, len(there)), there.index(rank) if rank in there else 0
 
 
-def _share(cores: list[int], neighbours: tuple[int, int]) -> list[int]:
-    """Return this rank's part of a NUMA node's cores."""
+def _share(whole: list[list[int]], neighbours: tuple[int, int]) -> list[list[int]]:
+    """Return this rank's part of the physical cores; of the logical ones if there are fewer than ranks."""
     on_node, number = neighbours
-    count = len(cores) // on_node
-    return cores[number * count : (number + 1) * count] or cores
+    if len(whole) < on_node:
+        whole = [[core] for together in whole for core in together]
+    count = len(whole) // on_node
+    return whole[number * count : (number + 1) * count] or whole
 
 
 def _node_of(pci_address: str | None, sysfs: Path) -> int | None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from ebbtide.runtime.hardware.usable import allowed_cores
 
 T = TypeVar("T")
 LONGEST = timedelta(minutes=10)  # that ranks wait for one that measures or plans
@@ -46,6 +47,13 @@ def nodes_and_ranks() -> tuple[int, int]:
     """Return the number of nodes, and of ranks on the fullest one. A collective call."""
     hosts = gathered(socket.gethostname())
     return len(set(hosts)), max(map(hosts.count, hosts))
+
+
+def masks_of_this_host() -> list[list[int]]:
+    """Return the cores that each rank of this host may use, in the ranks' order. A collective call."""
+    host = socket.gethostname()
+    every = gathered((host, sorted(allowed_cores())))
+    return [cores for there, cores in every if there == host]
 
 
 def by_the_first(make: Callable[[], T]) -> T:

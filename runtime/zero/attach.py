@@ -19,6 +19,7 @@ from ebbtide.runtime.hardware.builds import waits_are_told
 from ebbtide.runtime.hardware.launcher import one_node
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.replan.ranks import masks_of_this_host
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.checks.fingerprints import warn_of_mismatch
 from ebbtide.runtime.zero.checks.guard import (
@@ -195,7 +196,8 @@ def attach(
         plan = _on_the_host(plan, optimizer)
     host.load()
     if not isinstance(device, Device):
-        device = choose_device(device, on_cuda=private.on_cuda())
+        on_cuda = private.on_cuda()
+        device = choose_device(device, on_cuda=on_cuda, masks=masks_of_this_host() if on_cuda else ())
     session = _take_over(engine, plan, device, rule, overlap_forward, size)
     _checkpointing(engine, session, plan.checkpoint)
     call_after_step(engine, session)

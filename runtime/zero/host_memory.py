@@ -4,9 +4,9 @@ import logging
 import os
 from typing import Any
 
-import psutil
 import torch
 from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.kernels.own_step import kept_bytes
 from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks.guard import ConfigError
@@ -70,7 +70,7 @@ def check_host_memory(
         largest = max(plan.subgroups, default=0)
         needed += sum(plan.subgroups) * sum(own) + largest * own[0]
     needed *= ranks
-    available = psutil.virtual_memory().available if available_bytes is None else available_bytes
+    available = usable().free_bytes if available_bytes is None else available_bytes
     logger.info(
         "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",
         needed / 2**30,

@@ -124,7 +124,7 @@ def numa_tree(root, gpu_node="1"):
     ("cores", "gpu_node", "warned"), [({64, 65}, "1", False), ({0, 64}, "1", True), ({0, 64}, "-1", False)]
 )
 def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu_node, warned):
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(hardware, "allowed_cores", lambda: cores)
     facts, warnings = hardware.numa_layout("0000:3b:00.0", numa_tree(tmp_path, gpu_node))
     assert facts["numa_node1_cores"] == "64-127"
     assert ["away from the GPU's NUMA node 1" in line for line in warnings] == [True] * warned

@@ -90,6 +90,61 @@ def test_what_a_launcher_has_bound_is_not_divided_again(node, monkeypatch):
     assert cores.update_cores(GPU, node) == [9, 10]
 
 
+SET = {8, 9, 10, 11, 12, 13, 14, 15}  # a container's, the same for all ranks
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [9]), (1, [11]), (2, [13]), (3, [15])])
+def test_a_containers_cores_are_divided(node, monkeypatch, rank, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert cores.update_cores(GPU, node, masks=[SET] * 4) == expected
+
+
+def test_masks_that_differ_are_a_launchers(node, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores.update_cores(GPU, node, masks=[{8, 9, 10}, {11, 12, 13}]) == [9, 10]
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15])])
+def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monkeypatch, rank, expected):
+    """A NUMA node for two ranks each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    other = set(range(8))
+    assert cores.update_cores(GPU, node, masks=[SET, SET, other, other]) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("bound", [False, True])
+def test_no_core_has_two_ranks_and_each_rank_spares_one(node, monkeypatch, ranks, bound):
+    """With hyperthreads, too: core n and core n + 4 of a node are one."""
+    for core in range(16):
+        folder = node / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        first = core // 8 * 8 + core % 4
+        (folder / "thread_siblings_list").write_text(f"{first},{first + 4}\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    if bound:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
+    mask, seen = SET if bound else set(range(16)), []
+    for rank in range(ranks):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        seen.append(cores.update_cores(GPU, node, [GPU] * ranks, [mask] * ranks))
+    physical = [{(core // 8, core % 4) for core in own} for own in seen]
+    assert all(not a & b for i, a in enumerate(physical) for b in physical[:i])
+    if ranks <= 2:  # else there is one physical core for each
+        assert sum(len(own) for own in physical) == 4 - ranks
+
+
+def test_a_cpu_quota_limits_the_threads(node, monkeypatch):
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 8.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores.update_cores(GPU, node, [GPU, OTHER]) == [9, 10, 11]
+
+
 def test_an_unknown_node_means_all_cores(node):
     assert cores.update_cores("0000:00:00.0", node) == list(range(1, 16))
 

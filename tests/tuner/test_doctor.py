@@ -3,9 +3,11 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from ebbtide.runtime.hardware.usable import Usable
 from ebbtide.simulator import Plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.doctor import examination, hardware, memory, software, storage
@@ -78,32 +80,12 @@ def test_versions_out_of_range(monkeypatch):
     assert set(told) == {"torch", "nowhere"}
 
 
-def test_limits_of_control_groups(tmp_path):
-    assert memory.cgroup_memory(tmp_path) == (None, 0)
-    job = tmp_path / "sys/fs/cgroup/slurm/job"
-    job.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job\n")
-    (job / "memory.max").write_text("max\n")
-    (job.parent / "memory.max").write_text(f"{2**30}\n")
-    (job.parent / "memory.current").write_text("1000\n")
-    assert memory.cgroup_memory(tmp_path) == (2**30, 1000)
-    assert memory.free_memory(2**30, 2**29) <= 2**29
-    (job / "cpu.max").write_text("50000 100000\n")
-    finding = memory.limits(None, tmp_path)
-    assert (finding.state, "quota of 0.5" in finding.detail) == ("slow", True)
-    assert memory.limits(2**20, tmp_path / "nowhere").state == "slow"
-
-
-def test_limits_of_version_1(tmp_path):
-    folder = tmp_path / "sys/fs/cgroup/memory/docker"
-    folder.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("5:cpu,cpuacct:/docker\n4:memory:/docker\n")
-    (folder / "memory.limit_in_bytes").write_text(f"{2**20}\n")
-    (folder / "memory.usage_in_bytes").write_text("10\n")
-    (folder.parent / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
-    assert memory.cgroup_memory(tmp_path) == (2**20, 10)
+def test_a_containers_limits_are_findings():
+    free = Usable(2**36, 2**35, 8, 8, 2**36, 8)
+    assert memory.limits(free).state == "ok"
+    throttled = memory.limits(replace(free, quota=0.5, cores=1))
+    assert (throttled.state, "quota of 0.5" in throttled.detail) == ("slow", True)
+    assert memory.limits(replace(free, limit_bytes=2**20)).state == "slow"
 
 
 @pytest.mark.parametrize(

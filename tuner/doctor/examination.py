@@ -23,12 +23,11 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
         folder: where checkpoints will go; None: not looked at.
         config: DeepSpeed's; None: nobody asks whether and how it would train.
     """
-    import psutil
     import torch
+    from ebbtide.runtime.hardware.usable import usable
     from ebbtide.tuner.doctor import hardware, storage
 
-    limit_bytes, used_bytes = memory.cgroup_memory()
-    free_bytes = memory.free_memory(limit_bytes, used_bytes)
+    mine = usable()
     return [
         *fast_part(),
         *software.build_locks(),
@@ -36,12 +35,12 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
         *software.private_names(),
         *(under_a_plan(config) if config is not None else ()),
         *(software.known_results(config) if config is not None else ()),
-        hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
+        hardware.memlock(torch.cuda.is_available(), mine.machine_bytes),
         hardware.threads(ranks),
         *hardware.queues(),
         hardware.numa(),
         *hardware.links(),
-        memory.host_memory(free_bytes, plan, ranks),
-        memory.limits(limit_bytes),
+        memory.host_memory(mine.free_bytes, plan, ranks),
+        memory.limits(mine),
         *(storage.checkpoint_folder(folder) if folder is not None else ()),
     ]

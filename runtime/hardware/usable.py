@@ -1,0 +1,161 @@
+"""The memory and cores that this process may use: the machine's, less what a container takes away.
+
+Programs that ask the machine see neither a control group's memory limit nor its CPU quota.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path("/")
+_NO_LIMIT = 2**60  # version 1 of control groups writes a huge number for "none"
+
+
+@dataclass(frozen=True)
+class Usable:
+    """The memory and cores of this process, shared by all ranks of the container.
+
+    Attributes:
+        memory_bytes: host memory in NUMA nodes that have cores, at most the container's limit.
+        free_bytes: the part of that memory that is free, or that the kernel can free.
+        cores: number of threads that can work at a time: `allowed_cores`, at most the CPU quota.
+        allowed_cores: number of cores to which the scheduler confines this process.
+        machine_bytes, machine_cores: figures of the whole machine.
+        limit_bytes: the container's memory limit; None if there is none.
+        quota: CPUs per second of wall time that the container may use; None if there is no quota.
+    """
+
+    memory_bytes: int
+    free_bytes: int
+    cores: int
+    allowed_cores: int
+    machine_bytes: int
+    machine_cores: int
+    limit_bytes: int | None = None
+    quota: float | None = None
+
+
+def usable(root: Path | None = None) -> Usable:
+    """Return the memory and cores that this process may use now."""
+    root = root or ROOT
+    limit_bytes, used_bytes = memory_limit(root)
+    total, free = _of_host_nodes(root)
+    quota, allowed = cpu_quota(root), len(allowed_cores())
+    return Usable(
+        memory_bytes=total if limit_bytes is None else min(total, limit_bytes),
+        free_bytes=max(0, free if limit_bytes is None else min(free, limit_bytes - used_bytes)),
+        cores=allowed if quota is None else max(1, min(allowed, int(quota))),
+        allowed_cores=allowed,
+        machine_bytes=total,
+        machine_cores=os.cpu_count() or 1,
+        limit_bytes=limit_bytes,
+        quota=quota,
+    )
+
+
+def allowed_cores() -> set[int]:
+    """Return the cores to which the scheduler confines this process."""
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on Linux
+        return set(range(os.cpu_count() or 1))
+
+
+def _of_host_nodes(root: Path) -> tuple[int, int]:
+    """Return total and free memory, without NUMA nodes that have no cores: those are a GPU's."""
+    memory = psutil.virtual_memory()
+    total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), int(memory.available)
+    for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        if _text(node / "cpulist") == "":
+            total -= _meminfo(node, "MemTotal")
+            free -= _meminfo(node, "MemFree")
+    return total, max(0, free)
+
+
+def _meminfo(node: Path, name: str) -> int:
+    """Return a line of a NUMA node's memory information in bytes; 0 without it."""
+    for line in (_text(node / "meminfo") or "").splitlines():
+        if f" {name}:" in line:
+            return int(line.split()[-2]) * 1024
+    return 0
+
+
+def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
+    """Return this process's memory limit in bytes and the used part of it; (None, 0) without a limit.
+
+    The limit is the tightest one of its control group and all above it, versions 2 and 1. Page cache
+    that the kernel can drop does not count as used.
+    """
+    limits = []
+    for folder, limit, usage, prefix in _memory_folders(root or ROOT):
+        bytes_ = _number(folder / limit)
+        if bytes_ is not None and bytes_ < _NO_LIMIT:
+            cache = _cache_bytes(folder / "memory.stat", prefix)
+            limits.append((bytes_, max(0, (_number(folder / usage) or 0) - cache)))
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
+def _cache_bytes(path: Path, prefix: str) -> int:
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    lines = (line.split() for line in (_text(path) or "").splitlines())
+    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
+
+
+def _memory_folders(root: Path) -> list[tuple[Path, str, str, str]]:
+    result = []
+    base = root / "sys/fs/cgroup"
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        top, names = base, ("memory.max", "memory.current", "")
+        if "memory" in controllers.split(","):
+            top, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        elif controllers:
+            continue
+        folder = top / path.lstrip("/")
+        inside = [folder, *folder.parents]
+        result += [(f, *names) for f in inside if f == top or f.is_relative_to(top)]
+    return result
+
+
+def cpu_quota(root: Path | None = None) -> float | None:
+    """Return the CPUs that this control group and all above it may use; None without a quota."""
+    root, quotas = root or ROOT, list[float | None]()
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup"
+        top = base / "cpu" if "cpu" in controllers.split(",") else base
+        if controllers and top == base:
+            continue
+        folder = top / path.lstrip("/")
+        inside = [f for f in [folder, *folder.parents] if f == top or f.is_relative_to(top)]
+        quotas += map(_quota_of, inside)
+    return min((q for q in quotas if q is not None), default=None)
+
+
+def _quota_of(folder: Path) -> float | None:
+    words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a quota
+    if not words:
+        words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    try:
+        quota, period = (int(word) for word in words)
+    except ValueError:
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(_text(path) or "")
+    except ValueError:  # "max"
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
