@@ -32,6 +32,7 @@ RateName = Literal[
     "stock_host_adam_params_per_s",
     "device_adam_params_per_s",
     "device_flops_per_s",
+    "attention_flops_per_s",
     "storage_write_bytes_per_s",
     "storage_read_bytes_per_s",
     "host_copy_bytes_per_s",
@@ -46,6 +47,8 @@ THREADED: tuple[RateName, ...] = (
 )
 OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5, whose profile says
 _OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
+# Of what products sustain, what flash attention reaches, forward and backward, over causal sequences.
+ATTENTION_OF_PRODUCTS = 0.5
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
 
 
@@ -104,6 +107,8 @@ class Machine(Shown, Page):
             move (`OptimizerState.adams`).
         device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
             from their shape (`ebbtide.simulator.estimates.compute`).
+        attention_flops_per_s: what flash attention sustains, forward and backward, the future half
+            of a causal sequence not counted. None: half of `device_flops_per_s`.
         device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,
             NCCL's buffers, cuBLAS' workspace.
         layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
@@ -145,6 +150,7 @@ class Machine(Shown, Page):
     device_adam_params_per_s: Annotated[Quantity, Rate(1e15, label="device Adam", scatters=True)]
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Annotated[Quantity | None, Rate(1e19)] = None
+    attention_flops_per_s: Annotated[Quantity | None, Rate(1e19, ("device_flops_per_s", ATTENTION_OF_PRODUCTS))] = None
     device_memory_bytes_per_s: Annotated[
         Quantity | None, Rate(1e15, ("device_adam_params_per_s", DEVICE_UPDATE_BYTES))
     ] = None
@@ -299,8 +305,9 @@ class Machine(Shown, Page):
         if quantity is not None:
             return quantity.median
         if (instead := RATES[name].instead) is not None:
-            other: Quantity = getattr(self, instead[0])
-            return other.median * instead[1]
+            other: Quantity | None = getattr(self, instead[0])
+            if other is not None:
+                return other.median * instead[1]
         raise RuleError(
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
             f"give it: add {name} to the machine file",
@@ -308,9 +315,11 @@ class Machine(Shown, Page):
         )
 
     def has(self, name: RateName) -> bool:
-        """Whether `rate` has something to say."""
+        """Return whether `rate` has a value of this name."""
         known = RATES.get(name)
-        return known is None or known.instead is not None or getattr(self, name) is not None
+        if known is None or getattr(self, name) is not None:
+            return True
+        return known.instead is not None and getattr(self, known.instead[0]) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
         """`rate` of an op on so many cores: that of host updates depends on their threads.

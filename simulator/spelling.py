@@ -22,8 +22,9 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     if wanted in names:
         return names[wanted]
     holding = [name for plain, name in names.items() if len(wanted) > 2 and (wanted in plain or plain in wanted)]
-    if len(holding) == 1:
-        return holding[0]
+    shortest = min(holding, key=len, default="")
+    if holding and all(_plain(name).startswith(_plain(shortest)) for name in holding):
+        return shortest
     near = holding or [names[plain] for plain in get_close_matches(wanted, names, 3)]
     meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise RuleError(f"There is no {what} {given!r}.{meant} Known: {', '.join(names.values())}.", key=key)

@@ -14,6 +14,9 @@ from ebbtide.simulator.machine import Machine
 LINK = "nvlink_bytes_per_s"  # among machine.other_rates: one GPU's ports together, one direction
 PAIR = "nvlink_pair_bytes_per_s"  # where GPUs are wired pair by pair, without a switch
 EFFICIENCY = 0.8  # of the wire, what NCCL's tests reach on large messages
+# Of a pinned copy's rate, what NCCL's rings reach through host memory or a PCIe switch: without NVLink, four and eight
+# RTX A6000 and eight RTX 3090 reached 5 to 12 GB/s on PCIe 4 (runs of whyNLP/tinyllama).
+PCIE_EFFICIENCY = 0.5
 LATENCY_S = 2e-5  # of one collective in a node: launch and one round of a ring
 
 
@@ -30,7 +33,7 @@ class Links:
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
             slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
-            return cls(slower)
+            return cls(PCIE_EFFICIENCY * slower)
         return cls(EFFICIENCY * port.median, EFFICIENCY * pair.median if pair else None)
 
     def bytes_per_s(self, ranks: int) -> float:

@@ -1,23 +1,65 @@
 """How long a device computes on one block of a transformer, from its shapes.
 
-A matrix product takes its arithmetic at the rate that large products sustain, and its operands'
-way through device memory: so small or narrow products (short sequences, tensor parallelism) are
-slower per flop than large ones. What lies between the products (norms, activations, dropout,
-residuals, rotary embedding, the loss) is bound by device memory alone.
+Matrix products run at the rate that large products sustain, and never faster than their operands pass through device
+memory. Attention has a rate of its own: its products are small and its softmax lies between them. The kernels between
+the products (norms, activations, residuals, rotary embedding, the loss) are bound by device memory alone. Their traffic
+depends on who wrote them: fused or compiled kernels read and write each tensor once, PyTorch's own modules do so for
+every operation.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from ebbtide.simulator.estimates.blocks import Block
 from ebbtide.simulator.machine import Machine
 
-# Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations,
-# 10 of which tensor parallelism leaves whole. Each is written once and read once.
+Kernels = Literal["fused", "eager"]
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
+# Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations, 10 of which tensor
+# parallelism leaves whole.
 STORED_WHOLE, STORED_SPLIT = 10, 24
-SCORE_BYTES = 5  # per head and pair of positions, without flash attention
-# Per logit: written and read in 16 bits, widened, and the softmax' two passes over 4 bytes.
-LOSS_BYTES = 2 + 2 + 4 + 4 + 4
+# Traffic between the products of a forward: 16-bit values per token and element of the hidden size, counted operation
+# by operation for a layer of the Llama or GPT kind. Fused: two norms 4, two residuals 6, the MLP's activation 8, query,
+# key and value with their rotary embedding 10. Eager, as the transformers library has it: norms in fp32 32, residuals
+# 6, activation and product 14, rotary embedding 20, copies 4.
+PASSES: Mapping[Kernels, int] = {"fused": 28, "eager": 76}
+# A kernel's backward reads its input and the gradient of its output. Eager ones also add up gradients of tensors that
+# several operations read.
+BACKWARD_TRAFFIC: Mapping[Kernels, float] = {"fused": 2.0, "eager": 2.5}
+# Of the eager norms, the fp32 copies of their inputs stay until the backward: bytes per token and element of the hidden
+# size, beyond those that fused kernels keep.
+EAGER_STORED = 8
+# Flash attention's backward computes the scores again: five products where the forward has two (Dao, arXiv 2307.08691).
+BACKWARD_SCORES = 2.5
+# Bytes per head and pair of positions where scores are stored. Fused: written, read and written by one kernel of scale,
+# mask and softmax, read. Eager: the mask apart, and a softmax in fp32.
+SCORE_BYTES: Mapping[Kernels, int] = {"fused": 10, "eager": 28}
+# Bytes per logit in forward and backward. Written in 16 bits, widened, log-softmax, and the way back. Eager: shifted by
+# a copy too. In one kernel: written, read twice, and overwritten by their gradient.
+LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24), "one kernel": (8, 2)}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, or its backward without recomputation.
+
+    Attributes:
+        products: number of times that the arithmetic of a forward's products is done.
+        scores: the same of attention.
+        traffic: traffic between the products over that of a forward, by kernels.
+        loss: position of its bytes per logit in `LOSS_BYTES`.
+    """
+
+    products: float
+    scores: float
+    traffic: Mapping[Kernels, float]
+    loss: int
+
+
+FORWARD = Pass(products=1.0, scores=1.0, traffic={"fused": 1.0, "eager": 1.0}, loss=0)
+BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, loss=1)
 
 
 @dataclass(frozen=True)
@@ -25,42 +67,48 @@ class Device:
     """What a block's time depends on besides its shape."""
 
     flops_per_s: float
+    attention_flops_per_s: float
     memory_bytes_per_s: float
     wire_bytes: int
     tensor_parallel: int = 1
     flash: bool = True
+    kernels: Kernels = "fused"
+    fused_loss: bool = False
 
     @classmethod
-    def of(cls, machine: Machine, wire_bytes: int, tensor_parallel: int, flash: bool) -> "Device":
+    def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
+        """Return a machine's device for a training with these fields."""
         return cls(
             machine.rate("device_flops_per_s"),
+            machine.rate("attention_flops_per_s"),
             machine.rate("device_memory_bytes_per_s"),
             wire_bytes,
-            tensor_parallel,
-            flash,
+            **training,
         )
 
-    def forward_s(self, block: Block, hidden: int, heads: int, tokens: int, sequence: int) -> float:
-        """Of one micro-batch of ``tokens``; the embedding's rows are looked up for nothing."""
+    def seconds(self, block: Block, shape: "Shape", part: Pass) -> float:
+        """Return the time of one pass over one micro-batch. Embedding rows are looked up for nothing."""
         if not block.flops_per_token:
             return 0.0
-        flops = tokens * block.flops_per_token / self.tensor_parallel
-        moved = self._product_bytes(block, hidden, tokens)
-        if block.attention:
-            flops += self._score_flops(block, tokens, sequence)
-            moved += self._layer_bytes(hidden, heads, tokens, sequence)
-        else:
-            vocabulary = block.flops_per_token / 2 / hidden
-            moved += tokens * vocabulary * LOSS_BYTES / self.tensor_parallel
-        return flops / self.flops_per_s + moved / self.memory_bytes_per_s
+        seconds = part.products * self._products_s(block, shape)
+        if not block.attention:
+            return seconds + self._loss_bytes(block, shape, part) / self.memory_bytes_per_s
+        scores_s = self._score_flops(block, shape) / self.attention_flops_per_s
+        traffic = part.traffic[self.kernels] * self._traffic_bytes(shape)
+        return seconds + part.scores * scores_s + traffic / self.memory_bytes_per_s
 
-    def _score_flops(self, block: Block, tokens: int, sequence: int) -> float:
-        """Queries with keys, and scores with values: flash attention skips the future half."""
-        seen = sequence / 2 if self.flash else sequence
-        return tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
+    def _products_s(self, block: Block, shape: "Shape") -> float:
+        flops = shape.tokens * block.flops_per_token / self.tensor_parallel
+        return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
-    def _product_bytes(self, block: Block, hidden: int, tokens: int) -> float:
+    def _score_flops(self, block: Block, shape: "Shape") -> float:
+        """Queries with keys, and scores with values. Flash attention skips the future half."""
+        seen = shape.sequence / 2 if self.flash else shape.sequence
+        return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
+
+    def _product_bytes(self, block: Block, shape: "Shape") -> float:
         """Weights, inputs and outputs of the products; one side of each is the hidden size."""
+        hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
         matrices = [n for n in block.params if n >= hidden * hidden // 64 and n > 8 * hidden]
         share = used / sum(matrices) if matrices else 1.0  # of experts, those that a token visits
@@ -68,20 +116,46 @@ class Device:
         sides = share * sum(hidden + n / hidden / self.tensor_parallel for n in matrices)
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
-    def _layer_bytes(self, hidden: int, heads: int, tokens: int, sequence: int) -> float:
-        """Each stored activation, written and read; scores too unless flash attention is on."""
-        t = self.tensor_parallel
-        stored = (STORED_WHOLE + STORED_SPLIT / t) * tokens * hidden
-        if not self.flash:
-            stored += SCORE_BYTES * heads * sequence * tokens / t
-        return 2 * stored * self.wire_bytes / 2
+    def _traffic_bytes(self, shape: "Shape") -> float:
+        """Return the bytes between a forward's products, stored scores included."""
+        split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
+        share = 1 - split + split / self.tensor_parallel
+        moved = self.wire_bytes * PASSES[self.kernels] * share * shape.tokens * shape.hidden
+        if self.flash:
+            return moved
+        scores = shape.heads * shape.sequence * shape.tokens / self.tensor_parallel
+        return moved + SCORE_BYTES[self.kernels] * scores * self.wire_bytes / 2
+
+    def _loss_bytes(self, block: Block, shape: "Shape", part: Pass) -> float:
+        kind = "one kernel" if self.fused_loss else self.kernels
+        logits = shape.tokens * block.flops_per_token / 2 / shape.hidden / self.tensor_parallel
+        return logits * LOSS_BYTES[kind][part.loss]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's hidden size and heads, and the tokens of a micro-batch of sequences."""
+
+    hidden: int
+    heads: int
+    tokens: int
+    sequence: int
 
 
 def overlapped_s(*parts_s: float) -> float:
-    """Activities that overlap in part: between the longest of them and their sum.
+    """Return the time of activities that overlap in part: between the longest of them and their sum.
 
-    The root of the sum of squares: exact where one dominates, 1.4 times the longest where two are
-    equal. Neither of the limits holds for a training loop: each layer's first kernel waits for its
-    gather, and the host runs ahead of the device by a bounded number of launches only.
+    The root of the sum of squares is exact where one dominates, and 1.4 times the longest where two are equal. Neither
+    of the limits holds for a training loop: each layer's first kernel waits for its gather, and the host runs ahead of
+    the device by a bounded number of launches only.
     """
     return math.sqrt(sum(part * part for part in parts_s))
+
+
+def run_ahead_s(device_s: float, issued_s: float) -> float:
+    """Return the time of kernels that the host issues ahead of the device: little more than the longer of both.
+
+    The host waits for the device only a bounded number of launches ahead, the device for the host only where it has run
+    dry. The third root of the sum of cubes is 1.26 times the longer where both are equal.
+    """
+    return math.cbrt(device_s**3 + issued_s**3)

@@ -6,14 +6,17 @@ for it at the norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from ebbtide.simulator.estimates.blocks import Block
-from ebbtide.simulator.estimates.rank import Rank
+from ebbtide.simulator.estimates.compute import Kernels
+from ebbtide.simulator.estimates.rank import MODULES_OF_A_LAYER, Rank
 from ebbtide.simulator.workload import Workload, cut_flat
 
 ALIGNMENT_BYTES = 16  # of each parameter's begin, with parameter_alignment
+# What the host needs to launch one layer's forward: 15 fused kernels or 60 of PyTorch's own, 6 to 10 microseconds each.
+ISSUE_S: Mapping[Kernels, float] = {"fused": 0.15e-3, "eager": 0.5e-3}
 START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)
 
 
@@ -65,6 +68,10 @@ class FlatRank(Rank):
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
 
     # -- what differs from ZeRO-3 ------------------------------------------------------------
+
+    def issue_s(self, block: Block) -> float:
+        """Return what the host needs to issue a block's forward: no hook gathers or releases its parameters."""
+        return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Whole: ZeRO divides their optimizer state only."""

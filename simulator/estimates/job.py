@@ -7,11 +7,13 @@ from typing import Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.architecture import architecture
 from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.collectives import Layout
 from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 from ebbtide.simulator.estimates.deepspeed_keys import STATE, ZERO, at
 from ebbtide.simulator.estimates.flat_rank import FlatRank
 from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
 from ebbtide.simulator.estimates.rank import Rank
+from ebbtide.simulator.estimates.sheets import SHEETS
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import broken
@@ -25,7 +27,8 @@ OFFLOADS = {
     "parameters": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
 }
-Checkpointing = Literal["full", "none"]
+Checkpointing = Literal["full", "selective", "none"]
+SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp's have it by default
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
@@ -142,6 +145,15 @@ class Job(Training):
         return made
 
 
+def _no_network(layout: Layout, machine: Machine) -> str:
+    hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
+    one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
+    return (
+        f"The job needs {layout.gpus} GPUs, and machine {machine.name!r} has {machine.gpus_per_node}.{one_host} For "
+        f"{layout.nodes} machines, add network_bytes_per_s to the machine file."
+    )
+
+
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     """Why no plan can be made for a DeepSpeed config: what training under one refuses, and what a
     plan is not simulated with; empty: one can.
@@ -201,18 +213,21 @@ def workload_from_model(
     Args:
         model: see `architecture`.
         ds_config: DeepSpeed's config, may hold ``"auto"``; what it says wins over the defaults.
-        activation_checkpointing: ``full`` keeps each layer's input and computes it again.
+        activation_checkpointing: ``full`` keeps each layer's input and computes it again, ``selective`` every
+            other layer's.
         job: fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel,
-            tensor_parallel, pipeline_parallel, stage, sequence_parallel, flash_attention.
+            tensor_parallel, pipeline_parallel, stage, sequence_parallel, flash_attention, kernels, fused_loss.
 
     Raises:
         ModelError: a description or config that cannot be used, naming the key.
     """
     if activation_checkpointing not in get_args(Checkpointing):
         raise ModelError(
-            "activation_checkpointing must be 'full' (each layer is computed again) or 'none', but "
-            f"got {activation_checkpointing!r}: what is between the two is not simulated"
+            "activation_checkpointing must be 'full' (each layer is computed again), 'selective' (every other one) or "
+            f"'none', but got {activation_checkpointing!r}"
         )
+    if activation_checkpointing == "selective":
+        job.setdefault("recompute_share", SELECTIVE_SHARE)
     return Job.of_deepspeed(
-        model, ds_config, accumulation=gradient_accumulation_steps, recompute=activation_checkpointing == "full", **job
+        model, ds_config, accumulation=gradient_accumulation_steps, recompute=activation_checkpointing != "none", **job
     ).workload(machine)

@@ -7,7 +7,17 @@ from functools import cached_property, lru_cache
 
 from ebbtide.simulator.estimates.blocks import Architecture, Block
 from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
-from ebbtide.simulator.estimates.compute import Device, overlapped_s
+from ebbtide.simulator.estimates.compute import (
+    BACKWARD,
+    EAGER_STORED,
+    FORWARD,
+    STORED_SPLIT,
+    STORED_WHOLE,
+    Device,
+    Shape,
+    overlapped_s,
+    run_ahead_s,
+)
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
@@ -23,6 +33,7 @@ MODULE_ISSUE_S = 1.5e-4  # of a machine that does not tell: DeepSpeed's hooks ta
 # ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
 # interleaved).
 AVERAGING_PASSES = 6
+LOSS_PARTS = 8  # of a fused or chunked loss: torchtune's and Liger's default for vocabularies of today
 
 
 @dataclass(frozen=True)
@@ -156,23 +167,47 @@ class Rank:
             network_reduce_bytes=reduced,
         )
 
+    @cached_property
+    def device(self) -> Device:
+        """Return the machine's device as this job uses it."""
+        p = self.job
+        return Device.of(
+            self.machine,
+            self.wire,
+            tensor_parallel=p.tensor_parallel,
+            flash=p.flash_attention,
+            kernels=p.kernels,
+            fused_loss=p.fused_loss,
+        )
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Return the shape of one micro-batch."""
+        return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
+
     def device_s(self, block: Block) -> float:
-        """Of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
-        device = Device.of(self.machine, self.wire, self.job.tensor_parallel, self.job.flash_attention)
-        computed = device.forward_s(block, self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
-        return computed + self.tensor_exchange_s(block)
+        """Return the time of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
+        return self.device.seconds(block, self.shape, FORWARD) + self.tensor_exchange_s(block)
+
+    def device_backward_s(self, block: Block) -> float:
+        """Return the time of one micro-batch's backward on the device, with the forward that is computed again."""
+        computed = self.device.seconds(block, self.shape, BACKWARD) + 2 * self.tensor_exchange_s(block)
+        return computed + self.again(block) * self.device_s(block)
+
+    def again(self, block: Block) -> float:
+        """Return the share of a block's forward that its backward computes again."""
+        return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
         """Of one micro-batch: the device computes, the node gathers, the host issues."""
-        return overlapped_s(self.device_s(block), self.issue_s(block), self.parameters_s(block))
+        return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
-        """Two products per weight, one more where the forward is computed again."""
-        again = bool(self.job.recompute and block.attention)
-        issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
+        """Return one micro-batch's backward: the device computes, the node gathers and reduces, the host issues."""
+        issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         reduced, beside = self.reduce_s(block), self.reduced_beside
         beside_s = self.parameters_s(block) + beside * reduced
-        computed = overlapped_s((2 + again) * self.device_s(block), issued, beside_s)
+        computed = overlapped_s(run_ahead_s(self.device_backward_s(block), issued), beside_s)
         return computed + self.averaging_s(block) + (1 - beside) * reduced
 
     def averaging_s(self, block: Block) -> float:
@@ -259,22 +294,26 @@ class Rank:
         return WIRE_BYTES[self.job.precision]
 
     def activation_bytes(self, block: Block) -> int:
-        """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
+        """Return what a block's forward leaves for its backward.
+
+        Korthikanti et al. have s b h (34 + 5 a s / h) bytes per layer, and 2 s b h if it is computed again.
+        """
         unit = self.tokens * self.arch.hidden * self.wire / 2
-        t = self.job.tensor_parallel
         if block.name == "head":
             return self._head_bytes(block)
         if not block.attention:
             return int(2 * unit)
-        if self.job.recompute:
-            return int(2 * unit / (t if self.job.sequence_parallel else 1))
-        return int(self._stored(unit))
+        again = self.again(block)
+        inputs = 2 * unit / (self.job.tensor_parallel if self.job.sequence_parallel else 1)
+        return int(again * inputs + (1 - again) * self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
-        """Logits: in the forward with two widened copies, in the backward with one and the
-        gradient of the head's weights; what of it the backward's buckets do not cover.
+        """Return the logits: in the forward with two widened copies, in the backward with one and the gradient of the
+        head's weights. The backward's buckets cover a part of them. A fused loss has a part of the logits at a time.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
+        if self.job.fused_loss:
+            logits /= LOSS_PARTS
         forward = (self.wire + 4 + 4) * logits
         gradients = self.wire * self.whole_elements(block)
         backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
@@ -282,9 +321,10 @@ class Rank:
 
     def _stored(self, unit: float) -> float:
         t = self.job.tensor_parallel
-        whole = 10 / t if self.job.sequence_parallel else 10
+        whole = STORED_WHOLE / t if self.job.sequence_parallel else STORED_WHOLE
         scores = 0.0 if self.job.flash_attention else 5 * self.arch.heads * self.job.sequence / self.arch.hidden / t
-        return unit * (whole + 24 / t + scores)
+        widened = EAGER_STORED if self.job.kernels == "eager" else 0
+        return unit * (whole + STORED_SPLIT / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
         """Parameters, those gathered, both gradient buckets, the layer that was recomputed last."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
 from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.compute import KERNELS, Kernels
 from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENTS, REDUCE_BUCKET_ELEMENTS, unread
 from ebbtide.simulator.estimates.deepspeed_keys import ZERO
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
@@ -40,6 +41,18 @@ def _switch(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
+def _layers_share(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value <= 1):
+        raise ModelError(f"{info.field_name} must lie in (0, 1], but got {value!r}", key=info.field_name or "")
+    return value
+
+
+def _kernels(value: Any) -> Any:
+    if value not in KERNELS:
+        raise ModelError(f"kernels must be one of {', '.join(KERNELS)}, but got {value!r}", key="kernels")
+    return value
+
+
 def _launcher(value: Any) -> Any:
     if value not in LAUNCHERS:
         raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher")
@@ -49,6 +62,8 @@ def _launcher(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_whole(MOST_RANKS))]
 Tokens = Annotated[int, BeforeValidator(_whole(MOST_TOKENS))]
 Switch = Annotated[bool, BeforeValidator(_switch)]
+Share = Annotated[float, BeforeValidator(_layers_share)]
+Written = Annotated[Kernels, BeforeValidator(_kernels)]
 
 
 class Training(BaseModel):
@@ -63,7 +78,11 @@ class Training(BaseModel):
         sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
         offload: where state, parameters and activations are.
         recompute: each layer keeps its input and is computed again (activation checkpointing).
+        recompute_share: the share of the layers that are (1: full, 0.5: selective, every other one).
         flash_attention: attention scores are never stored.
+        kernels: ``fused`` for fused or compiled kernels between the products (Megatron-LM, torch.compile, Liger),
+            ``eager`` for PyTorch's own (the transformers library as it is).
+        fused_loss: logits and loss come from one kernel, or chunk by chunk.
         precision: of parameters and gradients as they travel; ``gradient_bytes``: of a gradient
             where it is added up.
         clip: the norm that gradients are clipped at; 0: they are not.
@@ -93,7 +112,10 @@ class Training(BaseModel):
     sub_group_size: int = 10**9
     offload: Offloading = Offloading(given=False)
     recompute: Switch = True
+    recompute_share: Share = 1.0
     flash_attention: Switch = True
+    kernels: Written = "fused"
+    fused_loss: Switch = False
     optimizer: str = ADAM.name
     precision: WireDtype = "bf16"
     gradient_bytes: int = 2

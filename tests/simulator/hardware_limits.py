@@ -55,6 +55,8 @@ class Gpu:
 A100 = Gpu((5 * 1024, 2.43e9), 5 * 8, (108, 2048, 1.41e9), nvlinks=12)
 # NVIDIA A100 80GB data sheet (SXM): the same chip, 5 stacks of HBM2e, 16 GiB each, 2039 GB/s.
 A100_80GB = Gpu((5 * 1024, 3.186e9), 5 * 16, (108, 2048, 1.41e9), nvlinks=12)
+# NVIDIA A100 80GB PCIe product brief: the same chip, HBM2e at 1512 MHz, 1935 GB/s, no NVLink without a bridge.
+A100_PCIE = Gpu((5 * 1024, 3.024e9), 5 * 16, (108, 2048, 1.41e9))
 # NVIDIA H100 Tensor Core GPU Architecture (2022), SXM5: 5 stacks of HBM3, 16 GiB each, 3.35 TB/s,
 # 132 SMs, 989.4 Tflop/s at 1830 MHz, 18 NVLinks.
 H100 = Gpu((5 * 1024, 5.24e9), 5 * 16, (132, 4096, 1.83e9), nvlinks=18)
@@ -130,6 +132,12 @@ NODES = {
     "h100-node": Node(H100, 4, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(5, 16), 5, 400e9),
     # NVIDIA DGX H200 data sheet: two Xeon 8480C (56 cores), 2 TB, eight ConnectX-7.
     "h200": Node(H200, 8, (2, 8, 4800e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=2048),
+    # NVIDIA DGX A100 320GB data sheet: as the 640GB one, 1 TB, A100 of 40 GB.
+    "a100-40gb": Node(A100, 8, (2, 8, 3200e6, 8), 2 * 64, pcie_bytes_per_s(4, 16), 4, 8 * 200e9, host_gib=1024),
+    # Two EPYC 7543 (32 cores, 8 channels of DDR4-3200), four cards on PCIe 4 x16.
+    "a100-pcie": Node(A100_PCIE, 4, (2, 8, 3200e6, 8), 2 * 32, pcie_bytes_per_s(4, 16), 4),
+    # NVIDIA DGX H100 data sheet: two Xeon 8480C (56 cores), 2 TB, eight ConnectX-7.
+    "h100": Node(H100, 8, (2, 8, 4800e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=2048),
     # GH200 data sheet: 72 cores, 480 GB of LPDDR5X on the package, 512 bits at 384 GB/s;
     # NVLink-C2C 900 GB/s in both directions together.
     "gh200": Node(GH200, 1, (1, 1, 6000e6, 64), 72, 450e9, 5, 400e9, host_gib=480),
@@ -140,6 +148,18 @@ NODES = {
     "rtx5090": Node(RTX5090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(5, 16), 5, host_gib=192),
     # AMD AM4 desktop (Ryzen 9 5950X: 16 cores, two channels of DDR4-3200, 128 GB at most).
     "rtx3090": Node(RTX3090, 1, (1, 2, 3200e6, 8), 16, pcie_bytes_per_s(4, 16), 4, host_gib=128),
+    # The same desktops with two cards, which divide the 16 lanes.
+    "rtx3090-x2": Node(RTX3090, 2, (1, 2, 3200e6, 8), 16, pcie_bytes_per_s(4, 8), 4, host_gib=128),
+    "rtx4090-x2": Node(RTX4090, 2, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 8), 5, host_gib=192),
+    "rtx5090-x2": Node(RTX5090, 2, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(5, 8), 5, host_gib=192),
+    # One or two EPYC 7543 (32 cores, 8 channels of DDR4-3200, 128 lanes of PCIe 4).
+    "rtx3090-x4": Node(RTX3090, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4),
+    "rtx3090-x8": Node(RTX3090, 8, (2, 8, 3200e6, 8), 2 * 32, pcie_bytes_per_s(4, 16), 4),
+    "rtx4090-x4": Node(RTX4090, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4),
+    "rtx4090-x8": Node(RTX4090, 8, (2, 8, 3200e6, 8), 2 * 32, pcie_bytes_per_s(4, 16), 4),
+    # One or two EPYC 9354 (32 cores, 12 channels of DDR5-4800, 128 lanes of PCIe 5).
+    "rtx5090-x4": Node(RTX5090, 4, (1, 12, 4800e6, 8), 32, pcie_bytes_per_s(5, 16), 4),
+    "rtx5090-x8": Node(RTX5090, 8, (2, 12, 4800e6, 8), 2 * 32, pcie_bytes_per_s(5, 16), 4),
     # Threadripper PRO 5975WX and 7975WX workstations: 32 cores, 8 channels of DDR4-3200 and
     # DDR5-5200, 128 lanes of PCIe 4 and 5.
     "a6000": Node(A6000, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4),
@@ -168,6 +188,7 @@ def limits(name: str) -> dict[str, float]:
         "stock_host_adam_params_per_s": socket / 36,
         "device_adam_params_per_s": gpu.memory_bytes_per_s / 24,
         "device_flops_per_s": gpu.flops,
+        "attention_flops_per_s": gpu.flops,
         "device_memory_bytes_per_s": gpu.memory_bytes_per_s,
         "storage_write_bytes_per_s": pcie_bytes_per_s(node.drive, 4),
         "network_bytes_per_s": node.ports_bits_per_s / 8,
@@ -187,6 +208,7 @@ LEAST = {
     "d2h_bytes_per_s": 0.6,
     "dram_bytes_per_s": 0.6,
     "device_flops_per_s": 0.4,
+    "attention_flops_per_s": 0.15,
     "device_memory_bytes_per_s": 0.6,
     "device_memory_bytes": 0.95,
     "nvlink_bytes_per_s": 0.9,

@@ -18,7 +18,10 @@ def estimated(**arguments):
     [
         ({"precision": "fp8"}, "precision must be one of bf16, fp16, fp32, but got 'fp8'"),
         ({"activation_checkpointing": True}, "must be 'full' .* or 'none', but got True"),
-        ({"activation_checkpointing": "selective"}, "must be 'full' .* but got 'selective'"),
+        ({"activation_checkpointing": "some"}, "must be 'full' .* 'selective' .* but got 'some'"),
+        ({"kernels": "compiled"}, "kernels must be one of fused, eager, but got 'compiled'"),
+        ({"fused_loss": "yes"}, "fused_loss must be True or False, but got 'yes'"),
+        ({"recompute_share": 0}, r"recompute_share must lie in \(0, 1\], but got 0"),
         ({"flash_attention": "no"}, "flash_attention must be True or False, but got 'no'"),
         ({"sequence_parallel": 1}, "sequence_parallel must be True or False, but got 1"),
         ({"sequence_parallel": True}, "must be False without tensor parallelism"),

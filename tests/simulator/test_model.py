@@ -147,15 +147,19 @@ def unlimited(name, **changes):
 def test_products_and_attention_take_their_flops():
     machine = unlimited("h200")
     work = workload_from_model(LLAMA, machine, sequence=2048, micro_batch=2)
-    rate = machine.rate("device_flops_per_s")
-    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
+    rate, attention = (machine.rate(f"{what}_flops_per_s") for what in ("device", "attention"))
     tokens = 2 * 2048
-    flops = 2 * tokens * matrices + 32 * tokens * 2 * 2 * 4096 * 2048 / 2
-    assert work.forward_s == pytest.approx(flops / rate, rel=1e-3)
+    layers = 2 * tokens * 32 * (4 * 4096**2 + 3 * 4096 * 11008) / rate
     head = 2 * tokens * 32000 * 4096 / rate
-    assert work.backward_s == pytest.approx(3 * (work.forward_s - head) + 2 * head, rel=1e-3)
+    scores = 32 * tokens * 2 * 2 * 4096 * 2048 / 2 / attention
+    assert work.forward_s == pytest.approx(layers + head + scores, rel=1e-3)
+    kept_s = 2 * layers + 2.5 * scores + 2 * head  # flash attention computes scores again: 5 products for 2
+    assert work.backward_s == pytest.approx(kept_s + layers + scores, rel=1e-3)
     kept = workload_from_model(LLAMA, machine, sequence=2048, micro_batch=2, activation_checkpointing="none")
-    assert kept.backward_s == pytest.approx(2 * kept.forward_s, rel=1e-3)
+    assert kept.backward_s == pytest.approx(kept_s, rel=1e-3)
+    half = workload_from_model(LLAMA, machine, sequence=2048, micro_batch=2, activation_checkpointing="selective")
+    assert half.backward_s == pytest.approx(kept_s + 0.5 * (layers + scores), rel=1e-3)
+    assert half.layers[1].activation_bytes == (34 + 2) / 2 * tokens * 4096
     # Korthikanti et al., equation 2 without scores: 34 s b h bytes per layer.
     assert kept.layers[1].activation_bytes == 34 * tokens * 4096
     assert work.layers[1].activation_bytes == 2 * tokens * 4096
@@ -167,6 +171,38 @@ def mfu(machine, **shape):
     used = 8 * work.params * work.tokens_per_iteration
     rate = machine.rate("device_flops_per_s")
     return used / (rate * (work.forward_s + work.backward_s))
+
+
+def test_eager_kernels_and_their_loss_take_more_of_the_devices_memory():
+    """Only what lies between the products: with device memory that is far faster, all take the same."""
+    shape = {"sequence": 2048, "micro_batch": 4, "activation_checkpointing": "none", "zero_stage": 2}
+    ways = ({}, {"kernels": "eager"}, {"fused_loss": True})
+    plain, eager, fused = (workload_from_model(LLAMA, preset("a100-80gb"), **shape, **way) for way in ways)
+    assert 1.1 < eager.forward_s / plain.forward_s < 1.4
+    assert 1.1 < eager.backward_s / plain.backward_s < 1.4
+    assert 0.9 < fused.backward_s / plain.backward_s < 1
+    assert eager.layers[1].activation_bytes > plain.layers[1].activation_bytes
+    assert fused.layers[-1].activation_bytes < plain.layers[-1].activation_bytes / 2
+    far = [workload_from_model(LLAMA, unlimited("a100-80gb"), **shape, **way) for way in ways]
+    assert [work.backward_s for work in far] == pytest.approx([far[0].backward_s] * 3, rel=1e-3)
+
+
+def test_scores_that_are_stored_take_time_and_memory():
+    shape = {"sequence": 4096, "micro_batch": 1, "activation_checkpointing": "none"}
+    flash = workload_from_model(LLAMA, preset("a100-80gb"), **shape)
+    stored = workload_from_model(LLAMA, preset("a100-80gb"), flash_attention=False, **shape)
+    assert stored.forward_s > 1.2 * flash.forward_s
+    assert stored.layers[1].activation_bytes - flash.layers[1].activation_bytes == 5 * 32 * 4096**2
+
+
+def test_without_hooks_a_layer_is_issued_sooner():
+    """ZeRO-1 and 2 gather nothing in a forward; PyTorch's own kernels are more launches than fused ones."""
+    machine = preset("h100")
+    three, two, eager = (
+        workload_from_model(LLAMA, machine, sequence=1, zero_stage=stage, kernels=kernels).layers[1].forward_s
+        for stage, kernels in ((3, "fused"), (2, "fused"), (2, "eager"))
+    )
+    assert two < eager < 0.3 * three
 
 
 def test_small_and_narrow_products_are_slower_per_flop():

@@ -182,6 +182,7 @@ MACHINE = {
     "device_adam_params_per_s": q(1e9),
     "host_adam_by_threads": {3: q(5e8)},
     "device_flops_per_s": q(1e12),
+    "attention_flops_per_s": q(1e11),
     "device_memory_bytes_per_s": q(1e10),
     "device_reserved_bytes": 2**30,
     "layer_issue_s": q(0.01),

@@ -78,7 +78,7 @@ class Knob:
 
 
 KNOBS = (
-    Knob("matrix products", ("device_flops_per_s",), 0.2),
+    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.2),
     Knob("issuing a layer", ("layer_issue_s",), 0.3),
     Knob("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
     Knob("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.2),

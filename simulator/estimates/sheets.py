@@ -1,0 +1,464 @@
+"""Machines by their data sheets and publications: the facts that `ebbtide.simulator.estimates.presets` works with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ebbtide.simulator.quantity import Source
+
+DOS = "Deep Optimizer States, arXiv 2410.21316, and its published logs"
+_TRIAD = {"DDR4": 0.8, "DDR5": 0.75, "LPDDR5X": 0.8}  # of the data sheet's, what a triad reaches
+_SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Shares of a data sheet's dense bf16 rate that training sustains, both found on published runs.
+
+    Attributes:
+        products: share of large matrix products.
+        attention: share of flash attention, forward and backward, over causal sequences.
+        runs: names of those runs, or of the device whose shares are taken.
+    """
+
+    products: float
+    attention: float
+    runs: str
+
+
+# One constant for all devices was a quarter off: an A100 sustains more of its sheet than an H100, whose clock its power
+# limits, and GeForce cards, whose sheets count their lowest boost, sustain nearly all. Found on the half of
+# studies/data/published_training_runs.csv that is marked for it.
+_MOSAIC = "MosaicML's tables of MPT models"
+_LLMQ = "runs of llmq and LLaMA-Factory with Qwen2.5 models"
+_TINY = "runs of whyNLP/tinyllama"
+COMPUTE: Mapping[str, Compute] = {
+    "NVIDIA A100": Compute(0.72, 0.36, f"{_MOSAIC}, of IBM's fms-fsdp and torchtitan with Llama models"),
+    "NVIDIA A100 80GB PCIe": Compute(0.65, 0.32, "nine tenths of the SXM board's: NVIDIA A100 data sheet, top apps"),
+    "NVIDIA H100": Compute(0.60, 0.22, f"{_MOSAIC}, of IBM's fms-fsdp, torchtitan and llm.c"),
+    "NVIDIA H200": Compute(0.60, 0.22, "as the H100, the same chip"),
+    "NVIDIA GH200": Compute(0.60, 0.22, "as the H100, the same chip"),
+    "NVIDIA B200": Compute(0.60, 0.22, "as the H100: no run of its own"),
+    "NVIDIA GeForce RTX 3090": Compute(1.0, 0.5, _TINY),
+    "NVIDIA GeForce RTX 4080": Compute(0.95, 0.5, "as the RTX 4090, the same generation"),
+    "NVIDIA GeForce RTX 4090": Compute(0.95, 0.5, f"{_LLMQ}, {_TINY}"),
+    "NVIDIA GeForce RTX 5090": Compute(1.0, 0.5, "runs of llmq with Qwen2.5 models"),
+    "NVIDIA RTX A6000": Compute(0.70, 0.4, _TINY),
+    "NVIDIA RTX PRO 6000": Compute(0.84, 0.4, "runs of llmq with Qwen2.5 models"),
+    "NVIDIA L40S": Compute(0.68, 0.4, "runs of llmq with Qwen2.5 models"),
+}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What data sheets and publications say of one machine; the rest follows.
+
+    Attributes:
+        dram_bytes_per_s: of the sockets that a run uses, by the number of channels.
+        link_raw_bytes_per_s: one direction, before protocol; ``link``: what pinned copies reach.
+        core: bytes/s of DRAM that a single core draws, and which core that is.
+        ranks_per_uplink: GPUs that share one PCIe path to the host, the neighbors of a rank first.
+        stock_update: parameters/s of a rank's update as published, with the new parameters' way
+            to the device, by ranks that work at once: lowest and highest figure, and what they
+            are; empty: as DRAM allows.
+        stock_source: ``assumed`` where those figures are of another node with such a host.
+    """
+
+    device_name: str
+    flops: float
+    hbm_bytes_per_s: float
+    device_gib: float
+    gpus: int
+    cores: int
+    host_gib: int
+    dram_kind: str
+    dram_bytes_per_s: float
+    dram_detail: str
+    link_raw_bytes_per_s: float
+    link: tuple[float, Source, str]
+    storage: tuple[float, Source, str]
+    core: tuple[float, str]
+    numa_nodes: int = 1
+    ranks_per_uplink: int = 1
+    stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
+    stock_source: Source = "published"
+    network: tuple[float, Source, str] | None = None
+    nvlink: tuple[float, str] | None = None
+    nvlink_pair: tuple[float, str] | None = None
+
+    @property
+    def compute(self) -> Compute:
+        """Return the shares of the device whose name begins this one's, the longest such name first."""
+        named = [name for name in COMPUTE if self.device_name.startswith(name)]
+        return COMPUTE[max(named, key=len)]
+
+    @property
+    def triad_bytes_per_s(self) -> float:
+        """Return what a triad loop reaches of the data sheet's bandwidth."""
+        return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
+
+
+Fields = Mapping[str, Any]
+_DRIVE: Fields = {"storage": (4e9, "assumed", "one PCIe 4 NVMe drive")}
+# Desktops of 2020 and 2023, and the link of most cards.
+_AM4: Fields = {
+    "gpus": 1,
+    "cores": 16,
+    "host_gib": 128,
+    "dram_kind": "DDR4",
+    "dram_bytes_per_s": 51.2e9,
+    "dram_detail": "two channels of DDR4-3200 (51.2 GB/s)",
+    "core": (30e9, "a desktop's Zen 3 core"),
+    **_DRIVE,
+}
+_AM5: Fields = {
+    "gpus": 1,
+    "cores": 16,
+    "host_gib": 128,
+    "dram_kind": "DDR5",
+    "dram_bytes_per_s": 89.6e9,
+    "dram_detail": "two channels of DDR5-5600 (89.6 GB/s)",
+    "core": (35e9, "a desktop's core"),
+    **_DRIVE,
+}
+_ROME: Fields = {
+    "dram_kind": "DDR4",
+    "numa_nodes": 2,
+    "dram_bytes_per_s": 409.6e9,
+    "dram_detail": "two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
+}
+# Hosts of four cards on one socket and of eight on two, a full slot each (AMD, EPYC 7003 and 9004 data sheets: 128
+# lanes a socket, of which two sockets give up 48 to 64 for the link between them).
+_MILAN: Mapping[int, Fields] = {
+    4: {
+        "cores": 32,
+        "host_gib": 256,
+        "dram_kind": "DDR4",
+        "dram_bytes_per_s": 204.8e9,
+        "dram_detail": "one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        "core": (20e9, "a Zen 3 core"),
+        **_DRIVE,
+    },
+    8: {"cores": 64, "host_gib": 512, "core": (20e9, "a Zen 3 core"), **_ROME, **_DRIVE},
+}
+_GENOA: Mapping[int, Fields] = {
+    4: {
+        "cores": 32,
+        "host_gib": 384,
+        "dram_kind": "DDR5",
+        "dram_bytes_per_s": 460.8e9,
+        "dram_detail": "one socket, 12 channels of DDR5-4800 (460.8 GB/s)",
+        "core": (25e9, "a Zen 4 core"),
+        **_DRIVE,
+    },
+    8: {
+        "cores": 64,
+        "host_gib": 768,
+        "dram_kind": "DDR5",
+        "numa_nodes": 2,
+        "dram_bytes_per_s": 921.6e9,
+        "dram_detail": "two sockets of 12 channels DDR5-4800 (921.6 GB/s)",
+        "core": (25e9, "a Zen 4 core"),
+        **_DRIVE,
+    },
+}
+_PCIE4: Fields = {"link_raw_bytes_per_s": 31.5e9, "link": (25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw")}
+_PCIE5: Fields = {"link_raw_bytes_per_s": 63e9, "link": (52e9, "assumed", "PCIe 5 x16, 63 GB/s raw")}
+# Two cards in a desktop divide its 16 lanes (AMD, X570 and X670E: 24 usable lanes of the processor, 8 of them for
+# drives and the chipset).
+_PCIE4_X8: Fields = {
+    "link_raw_bytes_per_s": 15.8e9,
+    "link": (12.5e9, "assumed", "PCIe 4 x8, 15.8 GB/s raw: two cards divide a desktop's 16 lanes"),
+}
+_PCIE5_X8: Fields = {
+    "link_raw_bytes_per_s": 31.5e9,
+    "link": (26e9, "assumed", "PCIe 5 x8, 31.5 GB/s raw: two cards divide a desktop's 16 lanes"),
+}
+_RTX3090: Fields = {
+    "device_name": "NVIDIA GeForce RTX 3090",
+    "flops": 71e12,
+    "hbm_bytes_per_s": 0.936e12,
+    "device_gib": 23.7,
+}
+_RTX4090: Fields = {
+    "device_name": "NVIDIA GeForce RTX 4090",
+    "flops": 165e12,
+    "hbm_bytes_per_s": 1.008e12,
+    "device_gib": 23.6,
+}
+_RTX5090: Fields = {
+    "device_name": "NVIDIA GeForce RTX 5090",
+    "flops": 209.5e12,
+    "hbm_bytes_per_s": 1.792e12,
+    "device_gib": 31.4,
+}
+
+
+def _several(
+    name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
+) -> dict[str, Sheet]:
+    """Build the sheets of two cards in a desktop, and of four and eight in a server."""
+    two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
+    more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
+    return {f"{name}-x2": two, **{f"{name}-x{gpus}": sheet for gpus, sheet in more.items()}}
+
+
+SHEETS: Mapping[str, Sheet] = {
+    "a100-node": Sheet(
+        device_name="NVIDIA A100-SXM4-40GB",
+        flops=312e12,
+        hbm_bytes_per_s=1.555e12,
+        device_gib=39.4,
+        gpus=4,
+        cores=32,
+        host_gib=512,
+        dram_kind="DDR4",
+        dram_bytes_per_s=204.8e9,
+        dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        link_raw_bytes_per_s=31.5e9,
+        link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
+        storage=(2e9, "assumed", "one NVMe drive"),
+        core=(20e9, "a Zen 3 core"),
+        # Two figures are published for four ranks: how they were bound to cores and memory
+        # differs. Their geometric mean is taken; between both lie eight cases in ten.
+        stock_update={
+            1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
+            2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
+            4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for each of four"),
+        },
+        network=(
+            8.3e9,
+            "assumed",
+            "NCCL over TCP sockets, as on Slingshot 11 without its plug-in: a third of two 100 Gbit/s ports",
+        ),
+        nvlink=(300e9, "NVLink 3, 12 links of 25 GB/s, one direction"),
+        nvlink_pair=(100e9, "four links between each pair of the four GPUs"),
+    ),
+    "a100-80gb": Sheet(
+        device_name="NVIDIA A100-SXM4-80GB",
+        flops=312e12,
+        hbm_bytes_per_s=2.039e12,
+        device_gib=79.2,
+        gpus=8,
+        cores=128,
+        host_gib=2048,
+        dram_kind="DDR4",
+        numa_nodes=2,
+        dram_bytes_per_s=409.6e9,
+        dram_detail="two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
+        ranks_per_uplink=2,
+        link_raw_bytes_per_s=31.5e9,
+        link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 2 core"),
+        network=(200e9, "datasheet", "eight 200 Gbit/s ports"),
+        nvlink=(300e9, "NVLink 3 through NVSwitch, one direction"),
+    ),
+    "h100-node": Sheet(
+        device_name="NVIDIA H100 80GB HBM3",
+        flops=989e12,
+        hbm_bytes_per_s=3.35e12,
+        device_gib=79.1,
+        gpus=4,
+        cores=96,
+        host_gib=512,
+        dram_kind="DDR5",
+        numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "published", f"pinned, PCIe 5, 50 to 55 GB/s: {DOS}"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
+        stock_update={4: (1.7e9, 1.7e9, "1.7 G params/s for each of four ranks, 46 threads each")},
+        network=(50e9, "assumed", "one 400 Gbit/s port"),
+        nvlink=(450e9, "NVLink 4, 18 links of 25 GB/s, one direction"),
+        nvlink_pair=(150e9, "six links between each pair of the four GPUs"),
+    ),
+    "h200": Sheet(
+        device_name="NVIDIA H200",
+        flops=989e12,
+        hbm_bytes_per_s=4.8e12,
+        device_gib=139.8,
+        gpus=8,
+        cores=112,
+        host_gib=2048,
+        dram_kind="DDR5",
+        numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
+        # The host's memory is that of the H100 node; eight ranks have what four drew together.
+        stock_update={
+            4: (
+                1.7e9,
+                1.7e9,
+                "as on the H100 node, which has the same channels: 1.7 G "
+                "params/s for each of four ranks, 46 threads each",
+            )
+        },
+        stock_source="assumed",
+        network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
+        nvlink=(450e9, "NVLink 4 through NVSwitch, one direction"),
+    ),
+    "rtx4090": Sheet(**{**_RTX4090, **_AM5, **_PCIE4}),
+    "rtx4080": Sheet(
+        device_name="NVIDIA GeForce RTX 4080",
+        flops=97.5e12,
+        hbm_bytes_per_s=0.7168e12,
+        device_gib=15.7,
+        **_AM5,
+        **_PCIE4,
+    ),
+    "rtx3090": Sheet(**{**_RTX3090, **_AM4, **_PCIE4}),
+    "rtx5090": Sheet(**{**_RTX5090, **_AM5, **_PCIE5}),
+    "a6000": Sheet(
+        device_name="NVIDIA RTX A6000",
+        flops=154.8e12,
+        hbm_bytes_per_s=0.768e12,
+        device_gib=47.5,
+        gpus=4,
+        cores=32,
+        host_gib=256,
+        dram_kind="DDR4",
+        dram_bytes_per_s=204.8e9,
+        dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        **_PCIE4,
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 3 core"),
+    ),
+    "rtxpro6000": Sheet(
+        device_name="NVIDIA RTX PRO 6000 Blackwell",
+        flops=503.8e12,
+        hbm_bytes_per_s=1.792e12,
+        device_gib=95.0,
+        gpus=4,
+        cores=32,
+        host_gib=512,
+        dram_kind="DDR5",
+        dram_bytes_per_s=332.8e9,
+        dram_detail="one socket, 8 channels of DDR5-5200 (332.8 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        core=(25e9, "a Zen 4 core"),
+    ),
+    "l40s": Sheet(
+        device_name="NVIDIA L40S",
+        flops=362e12,
+        hbm_bytes_per_s=0.864e12,
+        device_gib=44.5,
+        gpus=8,
+        cores=64,
+        host_gib=1024,
+        dram_kind="DDR5",
+        numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        **_PCIE4,
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
+        network=(25e9, "assumed", "one 200 Gbit/s port"),
+    ),
+    "b200": Sheet(
+        device_name="NVIDIA B200",
+        flops=2.25e15,
+        hbm_bytes_per_s=8e12,
+        device_gib=178.4,
+        gpus=8,
+        cores=112,
+        host_gib=2048,
+        dram_kind="DDR5",
+        numa_nodes=2,
+        dram_bytes_per_s=716.8e9,
+        dram_detail="two sockets of 8 channels DDR5-5600 (716.8 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
+        network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
+        nvlink=(900e9, "NVLink 5 through NVSwitch, one direction"),
+    ),
+    "gh200": Sheet(
+        device_name="NVIDIA GH200 96GB",
+        flops=989e12,
+        hbm_bytes_per_s=4.0e12,
+        device_gib=94.5,
+        gpus=1,
+        cores=72,
+        host_gib=480,
+        dram_kind="LPDDR5X",
+        dram_bytes_per_s=384e9,
+        dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
+        # Faster than host memory, which is then what a copy reaches.
+        link_raw_bytes_per_s=450e9,
+        link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        core=(30e9, "a Neoverse V2 core"),
+        network=(50e9, "datasheet", "one 400 Gbit/s port"),
+    ),
+    "a100-40gb": Sheet(
+        device_name="NVIDIA A100-SXM4-40GB",
+        flops=312e12,
+        hbm_bytes_per_s=1.555e12,
+        device_gib=39.4,
+        gpus=8,
+        cores=128,
+        host_gib=1024,
+        **_ROME,
+        ranks_per_uplink=2,
+        link_raw_bytes_per_s=31.5e9,
+        link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 2 core"),
+        network=(200e9, "datasheet", "eight 200 Gbit/s ports"),
+        nvlink=(300e9, "NVLink 3 through NVSwitch, one direction"),
+    ),
+    "a100-pcie": Sheet(
+        device_name="NVIDIA A100 80GB PCIe",
+        flops=312e12,
+        hbm_bytes_per_s=1.935e12,
+        device_gib=79.2,
+        gpus=4,
+        cores=64,
+        host_gib=512,
+        **_ROME,
+        **_PCIE4,
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(20e9, "a Zen 3 core"),
+    ),
+    "h100": Sheet(
+        device_name="NVIDIA H100 80GB HBM3",
+        flops=989e12,
+        hbm_bytes_per_s=3.35e12,
+        device_gib=79.1,
+        gpus=8,
+        cores=112,
+        host_gib=2048,
+        dram_kind="DDR5",
+        numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        core=(12e9, _SAPPHIRE_RAPIDS),
+        stock_update={
+            4: (
+                1.7e9,
+                1.7e9,
+                "as on the H100 node, which has the same channels: 1.7 G params/s for each of four ranks, "
+                "46 threads each",
+            )
+        },
+        stock_source="assumed",
+        network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
+        nvlink=(450e9, "NVLink 4 through NVSwitch, one direction"),
+    ),
+    **_several("rtx3090", _RTX3090, _AM4, _MILAN, _PCIE4_X8, _PCIE4),
+    **_several("rtx4090", _RTX4090, _AM5, _MILAN, _PCIE4_X8, _PCIE4),
+    **_several("rtx5090", _RTX5090, _AM5, _GENOA, _PCIE5_X8, _PCIE5),
+}
