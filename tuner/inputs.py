@@ -26,6 +26,7 @@ Command = Callable[..., Any]
 _STARTED = ("launcher", "omp_threads")
 _RUN = (*_STARTED, "clip_rate")  # what a profiled workload does not settle either
 # `ebbtide.simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
+_KERNELS = ("fused", "eager")  # likewise `ebbtide.simulator.estimates.compute.KERNELS`
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
 
@@ -90,6 +91,23 @@ _WORKLOAD_OPTIONS = (
         help="With --model: parts of the layers, with ZeRO-1; default: 1.",
     ),
     click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of activations."),
+    click.option(
+        "--recompute-share",
+        type=Text("share", chance),
+        help="With --model: share of the layers whose activations are recomputed, e.g. 50%; default: all.",
+    ),
+    click.option(
+        "--kernels",
+        type=click.Choice(_KERNELS),
+        help="With --model: kernels of norms, activations and rotary embedding. fused: fused or compiled "
+        "(torch.compile, Liger, Megatron-LM); eager: PyTorch's own, as in plain transformers. Default: fused.",
+    ),
+    click.option("--fused-loss", is_flag=True, help="With --model: logits and loss in one kernel or chunk by chunk."),
+    click.option(
+        "--no-flash-attention",
+        is_flag=True,
+        help="With --model: attention scores are stored (attn_implementation eager).",
+    ),
     *LAUNCHER_OPTIONS,
     click.option(
         "--clip-rate",
@@ -136,8 +154,19 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
         **{name: about[name] or 1 for name in ranks},
         **started_by(about),
         "recompute": not about["keep_activations"],
+        **computed_by(about),
         "clip_rate": about.get("clip_rate"),
     }
+
+
+def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Job` that the flags for kernels and recomputation give."""
+    given: dict[str, Any] = {name: about[name] for name in ("recompute_share", "kernels") if about.get(name)}
+    if about.get("fused_loss"):
+        given["fused_loss"] = True
+    if about.get("no_flash_attention"):
+        given["flash_attention"] = False
+    return given
 
 
 def started_by(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.architecture import KEYS, language_model
+from ebbtide.simulator.estimates.compute import Kernels
 from ebbtide.simulator.estimates.families import FAMILIES, family_numbers
 from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.estimates.modules import DESCRIBE
@@ -139,6 +140,10 @@ class Scenario(Request):
         gpus: ranks that ZeRO divides the model over; ``tensor_parallel``: that share each layer.
         micro_batch, accumulation, zero_stage: what ``ds_config`` leaves open; else 1, 1 and 3.
         ds_config: DeepSpeed's, its contents, never a path; may hold ``"auto"``.
+        recompute_share: Share of the layers whose activations are recomputed. None: all.
+        kernels: ``fused`` or ``eager``, between the products. None: fused.
+        fused_loss: Logits and loss come from one kernel.
+        flash_attention: Attention scores are not stored.
         launcher: what starts the ranks; with `omp_threads`, their OMP_NUM_THREADS, it says on how
             many threads stock updates on the host.
         host_memory_bytes, storage_bytes: of a node; ``device_memory_bytes``: of a GPU. State that
@@ -166,6 +171,10 @@ class Scenario(Request):
     zero_stage: Annotated[int, Field(ge=1, le=3)] | None = None
     ds_config: DeepSpeedConfig | None = None
     keep_activations: bool = False
+    recompute_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    kernels: Kernels | None = None
+    fused_loss: bool = False
+    flash_attention: bool = True
     clip_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None

@@ -143,6 +143,13 @@ def started_by(scenario: Scenario) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def computed_by(scenario: Scenario) -> dict[str, Any]:
+    """Return the fields of a `Job` that say how a layer is computed."""
+    given = {"recompute_share": scenario.recompute_share, "kernels": scenario.kernels}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
+
+
 def job_of(scenario: Scenario) -> Job:
     """The job that is meant.
 
@@ -164,6 +171,7 @@ def job_of(scenario: Scenario) -> Job:
             tensor_parallel=scenario.tensor_parallel,
             recompute=not scenario.keep_activations,
             clip_rate=scenario.clip_rate,
+            **computed_by(scenario),
             **started_by(scenario),
         )
     _check_cut(_params(job), job.sub_group_size)
