@@ -11,9 +11,9 @@ from ebbtide.simulator.estimates.collectives import Layout
 from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 from ebbtide.simulator.estimates.deepspeed_keys import STATE, ZERO, at
 from ebbtide.simulator.estimates.flat_rank import FlatRank
+from ebbtide.simulator.estimates.hardware.sheets import SHEETS
 from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
 from ebbtide.simulator.estimates.rank import Rank
-from ebbtide.simulator.estimates.sheets import SHEETS
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import broken

@@ -1,0 +1,1 @@
+"""Published facts of machines, by preset."""
