@@ -18,7 +18,7 @@ from ebbtide.tuner.cli import main  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (plan.Plan, plan.PlacementRun, plan.HomeRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
+MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
 
 
 def pages() -> dict[str, str]:

@@ -10,7 +10,7 @@ from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.job import workload_from_model
 from ebbtide.simulator.estimates.presets import preset, preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
+from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Prediction, Way
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
 from ebbtide.simulator.schedules.ebbtide import build_schedule
@@ -32,7 +32,6 @@ __all__ = [
     "Op",
     "OpKind",
     "Placement",
-    "PlacementRun",
     "Plan",
     "PlanError",
     "Prediction",
@@ -41,6 +40,7 @@ __all__ = [
     "ScheduleBuilder",
     "Span",
     "Timeline",
+    "Way",
     "Workload",
     "architecture",
     "build_schedule",

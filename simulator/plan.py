@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
 from ebbtide.simulator.limits import lacks, missing
@@ -16,20 +16,23 @@ from ebbtide.simulator.schedule import Kind
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.guessing import StepTimes
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
-from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, SPECULATES, Slot, can_be_guessed, can_be_summed
+from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.way import ParameterHome as ParameterHome
+from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs
 from pydantic import (
     Field,
+    GetCoreSchemaHandler,
     NonNegativeInt,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
-ParameterHome = Literal["host", "device"]
 # Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
 # disk has as many writes to do at every moment as there are writers.
 READY_BLOCKS = 1
@@ -40,20 +43,74 @@ class PlanError(RuleError):
     """A plan that cannot be read or does not fit; the message says what to change."""
 
 
-class PlacementRun(Page):
-    """``count`` neighbouring subgroups, in forward order, that share a placement."""
+class WayRun(Page):
+    """A run of neighbouring subgroups, in forward order, that are updated in the same way.
 
-    placement: Placement
-    count: int = Field(ge=1)
-
-
-class HomeRun(Page):
-    """``count`` neighbouring subgroups, in forward order, whose 16-bit parameters live in ``home``
-    between their uses.
+    Attributes:
+        count: The number of subgroups.
+        placement: Where the state lives, and which processor updates it.
+        parameters: The memory that holds the 16-bit parameters between their uses. From the host they
+            come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
+        early: True if the update starts before the gradient norm is known, on the guess that the step
+            neither clips nor overflows. A wrong guess is dropped and redone. New state and new
+            parameters take host memory beside the old ones. For ``host`` and ``device``, with
+            parameters on the device; ZeRO-3 only.
+        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays
+            on the device until the last one is added. It takes device memory for a gradient. For
+            ``host`` and ``stored``.
     """
 
-    home: ParameterHome
     count: int = Field(ge=1)
+    placement: Placement
+    parameters: ParameterHome = "device"
+    early: bool = False
+    sum_on_device: bool = False
+
+    @property
+    def way(self) -> Way:
+        """The way of each of these subgroups."""
+        return Way(self.placement, self.parameters, self.early, self.sum_on_device)
+
+    @model_validator(mode="after")
+    def _check_bits(self) -> Self:
+        fitted = self.way.fitted()
+        for bit in ("early", "sum_on_device"):
+            if getattr(self.way, bit) != getattr(fitted, bit):
+                raise RuleError(
+                    f"plan.ways: {bit} must be false for placement {self.placement!r} with parameters on the "
+                    f"{self.parameters}, but got true. Leave it out, or plan again with `tune plan`",
+                    key=bit,
+                )
+        return self
+
+
+class _Ways:
+    """In a file ways are rows, run-length encoded; in Python there is one for each subgroup."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        rows = handler.generate_schema(Annotated[tuple[WayRun, ...], Field(min_length=1)])
+        return core_schema.no_info_before_validator_function(
+            _as_rows,
+            core_schema.no_info_after_validator_function(
+                lambda runs: tuple(run.way for run in runs for _ in range(run.count)), rows
+            ),
+            serialization=core_schema.plain_serializer_function_ser_schema(rows_of),
+        )
+
+
+def _as_rows(ways: Any) -> Any:
+    some = isinstance(ways, Sequence) and not isinstance(ways, str)
+    return rows_of(ways) if some and all(isinstance(way, Way) for way in ways) else ways
+
+
+def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    """Return the rows of a plan file: defaults are left out."""
+    rows = []
+    for way, group in groupby(ways):
+        bits = {name: value for name, value in way._asdict().items() if value != Way._field_defaults.get(name)}
+        rows.append({"count": sum(1 for _ in group), **bits})
+    return rows
 
 
 class CheckpointPlan(Page):
@@ -180,10 +237,7 @@ class Plan(Shown, Page):
 
     Attributes:
         subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` the plan was made for.
-        placement: run-length encoded, in forward order; see `Plan.placements`.
-        parameter_home: where each subgroup's partition of the 16-bit parameters lives between its
-            uses, run-length encoded, in forward order; absent: on the device. On the host they
-            come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
+        ways: How each subgroup is updated, in forward order (`Way`); run-length encoded in the file.
         order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
         prefetch: how many visiting subgroups may come in during backward, before the norm is
@@ -191,21 +245,6 @@ class Plan(Shown, Page):
             most as many as there are slots; 0 starts at the norm barrier.
         host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
             back; that many are read before the norm is known.
-        speculate: how many subgroups are updated before the norm is known, on the guess that the
-            step neither clips nor overflows: the last ones, whose gradients come first, of those
-            that live on the host and have their parameters on the device. A wrong guess is
-            dropped and redone. Each takes host memory for its state and parameters once more.
-        speculate_visits: how many subgroups that visit the device are updated before the norm is
-            known, likewise: the last ones. Their state comes in during backward as slots are free,
-            ahead of those that ``prefetch`` counts.
-        speculate_among: of how many of the last ones that are updated on the host those are, evenly
-            spread; they are the very last ones where that is no more than ``speculate``. Behind the
-            norm the next forward then meets updated subgroups between those that it has to wait
-            for.
-        device_sums: with gradient accumulation, how many subgroups' sums of micro-batches stay on
-            the device until the last one is added: the first ones, whose gradients come last, of
-            those whose gradients go to host memory. The other sums go there and come back with
-            each micro-batch. Each takes device memory for its gradient.
         storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
         storage_shares: several such folders in the place of ``storage_dir``, and how much of each
             subgroup's state lies in each, in any unit: their bandwidths.
@@ -221,16 +260,11 @@ class Plan(Shown, Page):
     workload_fingerprint: str = ""
     subgroup_size: int = Field(ge=1)
     subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
-    placement: tuple[PlacementRun, ...] = Field(min_length=1)
-    parameter_home: tuple[HomeRun, ...] = ()
+    ways: Annotated[tuple[Way, ...], _Ways]
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
-    speculate: int = Field(0, ge=0)
-    speculate_visits: int = Field(0, ge=0)
-    speculate_among: int = Field(0, ge=0)
-    device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
     storage_shares: dict[str, float] = Field(default_factory=dict)
     threads: int = Field(0, ge=0)
@@ -248,14 +282,7 @@ class Plan(Shown, Page):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.schema_version > SCHEMA_VERSION:
-            raise RuleError(
-                f"plan.schema_version must be at most {SCHEMA_VERSION}, but got "
-                f"{self.schema_version}: the plan was written by a newer ebbtide; upgrade "
-                f"ebbtide, or plan again with `tune plan`",
-                key="schema_version",
-            )
-        taken = frozenset().union(*(RECIPES[run.placement].slots for run in self.placement))
+        taken = frozenset().union(*(RECIPES[placement].slots for placement in set(self.placements)))
         if Slot.STATE in taken and self.host_slots < 1:
             raise RuleError(
                 "plan.host_slots must be >= 1 where a subgroup has placement 'stored', but got "
@@ -276,12 +303,11 @@ class Plan(Shown, Page):
             )
         if self.subgroups and len(self.subgroups) != self.subgroup_count:
             raise RuleError(
-                "plan.placement must cover every subgroup of plan.subgroups once, but got "
-                f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups",
-                key="placement",
+                "plan.ways must cover every subgroup of plan.subgroups once, but got "
+                f"{self.subgroup_count} ways for {len(self.subgroups)} subgroups",
+                key="ways",
             )
         self._check_folders()
-        self._check_homes()
         self._check_fits()
         issue_order(self.placements, self.order)
         return self
@@ -290,8 +316,10 @@ class Plan(Shown, Page):
         """Return a copy with other fields.
 
         Raises:
-            PlanError: the new prediction does not fit into its limits.
+            PlanError: the new prediction does not fit into its limits, or there is no such field.
         """
+        if unknown := set(update or ()) - set(type(self).model_fields):
+            raise PlanError(f"plan must not get fields that it does not have, but got {', '.join(sorted(unknown))}")
         copied = super().model_copy(update=update, deep=deep)
         copied._check_fits()
         return copied
@@ -316,28 +344,10 @@ class Plan(Shown, Page):
                 f"plan.storage_shares must be greater than 0, but got {self.storage_shares}", key="storage_shares"
             )
 
-    def _check_homes(self) -> None:
-        covered = sum(run.count for run in self.parameter_home)
-        if self.parameter_home and covered != self.subgroup_count:
-            raise RuleError(
-                "plan.parameter_home must be absent or cover every subgroup once, but got "
-                f"{covered} homes for {self.subgroup_count} subgroups",
-                key="parameter_home",
-            )
-
     @model_serializer(mode="wrap")
     def _leave_out_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A plan whose parameters stay on the device, or that stores no state, reads as before
-        there was a choice.
-        """
+        """Leave out what only plans that store state have."""
         fields: dict[str, Any] = handler(self)
-        if "host" not in self.parameter_homes:
-            fields.pop("parameter_home", None)
-        for name in (*SPECULATES.values(), "device_sums"):
-            if not getattr(self, name):
-                fields.pop(name, None)
-        if not self.speculate or not self.speculate_among:
-            fields.pop("speculate_among", None)
         if self.trained_as is None:
             fields.pop("trained_as", None)
         if not self.stores:
@@ -374,34 +384,22 @@ class Plan(Shown, Page):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The placement of each subgroup, in forward order."""
-        return tuple(run.placement for run in self.placement for _ in range(run.count))
+        return tuple(way.placement for way in self.ways)
 
     @property
     def parameter_homes(self) -> tuple[ParameterHome, ...]:
         """Where the parameters of each subgroup live between their uses, in forward order."""
-        if not self.parameter_home:
-            everywhere: tuple[ParameterHome, ...] = ("device",)
-            return everywhere * self.subgroup_count
-        return tuple(run.home for run in self.parameter_home for _ in range(run.count))
+        return tuple(way.parameters for way in self.ways)
 
     @property
     def guessed(self) -> tuple[bool, ...]:
-        """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
-        them ``speculate_among``; ``speculate_visits``).
-        """
-        able: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
-        for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
-            if can_be_guessed(*way):
-                able[way[0]].append(i)
-        chosen = guesses_among(able, self.speculate, self.speculate_among, self.speculate_visits)
-        return tuple(i in chosen for i in range(self.subgroup_count))
+        """True for each subgroup that is updated before the norm is known."""
+        return tuple(way.early for way in self.ways)
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:
-        """Of each subgroup: its sum of micro-batches stays on the device (``device_sums``)."""
-        able = [i for i, placement in enumerate(self.placements) if can_be_summed(placement)]
-        chosen = set(able[: self.device_sums])
-        return tuple(i in chosen for i in range(self.subgroup_count))
+        """True for each subgroup whose sum of micro-batches stays on the device."""
+        return tuple(way.sum_on_device for way in self.ways)
 
     @property
     def issue_order(self) -> tuple[int, ...]:
@@ -409,26 +407,46 @@ class Plan(Shown, Page):
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
-        """The plan with other placements; the same subgroups are updated in the same order, and
-        their parameters live where they did.
+        """Return the plan with other placements: the same subgroups are updated in the same order, and
+        the rest of their ways stays as far as the placements allow.
 
         Raises:
             ValidationError: a change breaks a rule of the plan.
         """
-        same = len(placements) == self.subgroup_count
-        fields = {
-            **self.model_dump(),
-            "placement": Plan.runs(placements),
-            "parameter_home": self.parameter_home if same else (),
-            "order": order_of(self.issue_order, placements) if same else UpdateOrder(),
-            **changes,
-        }
-        return Plan.model_validate(fields)
+        if len(placements) != self.subgroup_count:
+            return self.with_ways([Way(placement) for placement in placements], **changes)
+        pairs = zip(self.ways, placements, strict=True)
+        return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
+
+    def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
+        """Return the plan with other ways: the same subgroups are updated in the same order.
+
+        Raises:
+            ValidationError: a change breaks a rule of the plan.
+        """
+        same, placements = len(ways) == self.subgroup_count, [way.placement for way in ways]
+        order = order_of(self.issue_order, placements) if same else UpdateOrder()
+        return Plan.model_validate({**self.model_dump(), "ways": tuple(ways), "order": order, **changes})
+
+    def with_bits(self, *, early: bool | None = None, sum_on_device: bool | None = None) -> "Plan":
+        """Return the plan with these bits of `Way` for every subgroup whose placement allows them.
+
+        Args:
+            early, sum_on_device: If None, as they are.
+        """
+        ways = (
+            way._replace(
+                early=way.early if early is None else early,
+                sum_on_device=way.sum_on_device if sum_on_device is None else sum_on_device,
+            )
+            for way in self.ways
+        )
+        return self.model_copy(update={"ways": tuple(way.fitted() for way in ways)})
 
     @property
     def stores(self) -> bool:
         """Some state lives on storage."""
-        return any(RECIPES[run.placement].state == "storage" for run in self.placement)
+        return any(RECIPES[placement].state == "storage" for placement in set(self.placements))
 
     @property
     def drives(self) -> dict[str, float]:
@@ -437,23 +455,21 @@ class Plan(Shown, Page):
 
     @property
     def subgroup_count(self) -> int:
-        return sum(run.count for run in self.placement)
+        return len(self.ways)
 
     def count(self, placement: Placement) -> int:
         """How many subgroups have this placement."""
-        return sum(run.count for run in self.placement if run.placement == placement)
+        return self.placements.count(placement)
 
     @staticmethod
-    def runs(placements: Sequence[Placement]) -> tuple[PlacementRun, ...]:
-        """Run-length encodes placements given in forward order."""
-        return tuple(PlacementRun(placement=key, count=sum(1 for _ in group)) for key, group in groupby(placements))
+    def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
+        """Return placements as schema 2 wrote them, which is still read."""
+        return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
-    def home_runs(homes: Sequence[ParameterHome]) -> tuple[HomeRun, ...]:
-        """Run-length encodes parameter homes given in forward order; none where all are devices."""
-        if "host" not in homes:
-            return ()
-        return tuple(HomeRun(home=key, count=sum(1 for _ in group)) for key, group in groupby(homes))
+    def home_runs(homes: Sequence[ParameterHome]) -> list[dict[str, Any]]:
+        """Return parameter locations as schema 2 wrote them, which is still read."""
+        return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(homes)]
 
     @property
     def digest(self) -> str:
@@ -488,21 +504,6 @@ class Plan(Shown, Page):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
-
-
-def spread(able: int, count: int, among: int = 0) -> list[int]:
-    """``count`` positions of ``able``, evenly among the last ``among``, the very last one first."""
-    count = min(able, count)
-    among = min(able, max(count, among))
-    return [able - 1 - i * among // count for i in range(count)]
-
-
-def guesses_among(able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0) -> set[int]:
-    """Those that a plan with these fields updates before the norm, of those that can be, by
-    placement.
-    """
-    numbers: dict[Placement, tuple[int, int]] = {"host": (speculate, among), "device": (visits, 0)}
-    return {able[p][i] for p, some in numbers.items() for i in spread(len(able[p]), *some)}
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,44 +1,118 @@
-"""Reading of plan files that an older ebbtide wrote."""
+"""Reading of plan files that an older ebbtide wrote, for ever.
+
+Schemas 1 and 2 say by run lengths where state and parameters live, and by counts which subgroups are
+updated early or keep their sums of micro-batches on the device. Schema 3 says all of it by subgroup.
+"""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.page import Page
+from ebbtide.simulator.rules import RuleError, explain
+from ebbtide.simulator.update.recipes import Placement
+from ebbtide.simulator.update.way import ParameterHome, Way
+from pydantic import Field, ValidationError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _NEVER_RUN = ("prefetch_after_layer", "split_master")  # of schema 1
 _NO_LONGER = ("growing_slots", "speculate_stored")  # of schemas 1 and 2
 
 
-def read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan's fields in the present schema.
+class _PlacementRun(Page):
+    placement: Placement
+    count: int = Field(ge=1)
+
+
+class _HomeRun(Page):
+    home: ParameterHome
+    count: int = Field(ge=1)
+
+
+class _Counts(Page):
+    """The fields of schema 2 that are ways now.
+
+    Attributes:
+        speculate: The number of early updates on the host: the last ones, or if ``speculate_among`` is
+            more, evenly spread among that many of the last ones that can be early.
+        speculate_visits: The number of early visits: the last ones.
+        device_sums: The number of sums on the device: the first ones that can stay there.
+    """
+
+    placement: tuple[_PlacementRun, ...] = Field(min_length=1)
+    parameter_home: tuple[_HomeRun, ...] = ()
+    speculate: int = Field(0, ge=0)
+    speculate_visits: int = Field(0, ge=0)
+    speculate_among: int = Field(0, ge=0)
+    device_sums: int = Field(0, ge=0)
+
+    def ways(self) -> tuple[Way, ...]:
+        """Return the ways of all subgroups.
+
+        Raises:
+            RuleError: There are more or fewer parameter locations than placements.
+        """
+        placements = [run.placement for run in self.placement for _ in range(run.count)]
+        homes: list[ParameterHome] = [run.home for run in self.parameter_home for _ in range(run.count)]
+        if homes and len(homes) != len(placements):
+            raise RuleError(
+                "plan.parameter_home must be absent or cover every subgroup once, but got "
+                f"{len(homes)} homes for {len(placements)} subgroups",
+                key="parameter_home",
+            )
+        homes = homes or ["device"] * len(placements)
+        ways = [Way(placement, home) for placement, home in zip(placements, homes, strict=True)]
+        early = _spread([i for i, way in enumerate(ways) if way == Way("host")], self.speculate, self.speculate_among)
+        early |= _spread([i for i, way in enumerate(ways) if way == Way("device")], self.speculate_visits)
+        sums = {*[i for i, way in enumerate(ways) if way.can_sum_on_device][: self.device_sums]}
+        return tuple(way._replace(early=i in early, sum_on_device=i in sums) for i, way in enumerate(ways))
+
+
+def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plan's fields in the present schema. Without a schema version its names tell which it is.
 
     Raises:
-        RuleError: The plan asks for what no runtime ever did.
+        RuleError: The plan was written by a newer ebbtide, asks for what no runtime ever did, or breaks a
+            rule of its schema.
     """
-    version = fields.get("schema_version", SCHEMA_VERSION)
-    read = dict(fields)
-    if version == 1:
-        read = _from_schema_1(read)
-    gone = [name for name in _NO_LONGER if read.pop(name, None)]
-    if gone:
-        _tell(gone)
-        _fit_slots(read)
-    return read
-
-
-def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
+    version = fields.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise RuleError(
+            f"plan.schema_version must be at most {SCHEMA_VERSION}, but got {version}: the plan was written by a "
+            "newer ebbtide; upgrade ebbtide, or plan again with `tune plan`",
+            key="schema_version",
+        )
+    if version not in (None, 1, 2):
+        return fields
+    if version is None and ("ways" in fields or "placement" not in fields):
+        return fields
     if fields.get("split_master"):
         raise RuleError(
             "plan.split_master must be false, but got true: split masters are not lossless and "
             "no longer part of a plan; plan again with `tune plan`",
             key="split_master",
         )
-    return {key: value for key, value in fields.items() if key not in _NEVER_RUN} | {"schema_version": 2}
+    some = {key: value for key, value in fields.items() if key not in _NEVER_RUN}
+    gone = [name for name in _NO_LONGER if some.pop(name, None)]
+    counts = {name: some.pop(name) for name in _Counts.model_fields if name in some}
+    try:
+        ways = _Counts.model_validate(counts).ways()
+    except ValidationError as error:
+        raise RuleError(explain(error)) from None
+    if gone:
+        _tell(gone)
+        _fit_slots(some, ways)
+    return {**some, "ways": ways, "schema_version": SCHEMA_VERSION}
 
 
-def _tell(gone: list[str]) -> None:
+def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
+    """Return ``count`` of these, evenly among the last ``among``, the very last one first."""
+    count = min(len(able), count)
+    among = min(len(able), max(count, among))
+    return {able[len(able) - 1 - i * among // count] for i in range(count)}
+
+
+def _tell(gone: Sequence[str]) -> None:
     names = " and ".join(f"plan.{name}" for name in gone)
     warnings.warn(
         f"{names}: ignored. ebbtide no longer has this. Training has the same bits. Run `tune plan` again for a "
@@ -48,11 +122,10 @@ def _tell(gone: list[str]) -> None:
     )
 
 
-def _fit_slots(fields: dict[str, Any]) -> None:
+def _fit_slots(fields: dict[str, Any], ways: Sequence[Way]) -> None:
     """Give visits a slot, and prefetch no more of them than there are slots."""
-    visits = any(isinstance(run, dict) and run.get("placement") == "device" for run in fields.get("placement", ()))
     slots = fields.get("staging_slots", 2)
-    if visits and slots == 0:
+    if slots == 0 and any(way.placement == "device" for way in ways):
         slots = fields["staging_slots"] = 1
     if isinstance(slots, int) and isinstance(fields.get("prefetch"), int):
         fields["prefetch"] = min(fields["prefetch"], slots)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.runtime.replan.watch import measured_rates
-from ebbtide.simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator import Machine, Placement, Plan, Way, Workload, build_schedule, simulate
 from rich.progress import track
 
 from studies.bench.bits import differences
@@ -91,7 +91,7 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
     slots = min(rng.randint(1, 6), visits)
     return Plan(
         subgroup_size=work.subgroup_size,
-        placement=Plan.runs(placements),  # type: ignore[arg-type]
+        ways=Way.each(placements),  # type: ignore[arg-type]
         staging_slots=slots,
         prefetch=rng.randint(0, slots),
         # The runtime's slots are always there: it prefetches from the first gradient on.
@@ -131,7 +131,7 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
     """Return a plan with one placement for all subgroups, in steps that wait for their updates."""
     return Plan(
         subgroup_size=work.subgroup_size,
-        placement=Plan.runs([placement] * len(work.subgroups)),
+        ways=Way.each([placement] * len(work.subgroups)),
         staging_slots=slots,
         overlap_forward=False,
     )

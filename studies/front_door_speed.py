@@ -54,7 +54,7 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
     """An engine under a plan that updates everything on the host, and one checkpoint kept."""
-    from ebbtide.simulator import CheckpointPlan, Plan
+    from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
 
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config, stock_engine
@@ -65,7 +65,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     config = ds_config(1, subgroup)
     plan = Plan(
         subgroup_size=subgroup,
-        placement=Plan.runs(["host"] * len(cut(parameters, subgroup))),
+        ways=Way.each(["host"] * len(cut(parameters, subgroup))),
         overlap_forward=overlap,
         checkpoint=CheckpointPlan(keep=1),
     )

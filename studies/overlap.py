@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator import Machine, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator import Machine, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import bound
 from rich.progress import track
 
@@ -97,7 +97,7 @@ def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
 
     def in_turn(placements: list[Any], slots: int) -> Plan:
         return Plan(
-            subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots, prefetch=0, overlap_forward=False
+            subgroup_size=size, ways=Way.each(placements), staging_slots=slots, prefetch=0, overlap_forward=False
         )
 
     result = {"ebbtide": chosen}

@@ -98,7 +98,9 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
     chosen, count = ebbtide.tuner.plan(work, machine), len(work.subgroups)
     away = {"all on the host": count, "a share on the device": round(HEADROOM_SHARE * count)}
     return {
-        name: chosen.placed(chosen.placements, parameter_home=Plan.home_runs(spaced(count, n)))
+        name: chosen.with_ways(
+            [way._replace(parameters=h).fitted() for way, h in zip(chosen.ways, spaced(count, n), strict=True)]
+        )
         for name, n in away.items()
     }
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbtide.simulator.update.recipes import SPECULATES
 from rich.console import Console
 from rich.table import Table
 
@@ -35,8 +34,8 @@ PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepc
 # Of a plan that has all of it, what each row is without.
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
-    "without_speculation": dict.fromkeys(SPECULATES.values(), 0),
-    "without_device_sums": {"device_sums": 0},
+    "without_speculation": {"early": False},
+    "without_device_sums": {"sum_on_device": False},
 }
 ACCUMULATING = "stock_accumulating"
 MICRO_BATCHES = 4
@@ -119,7 +118,7 @@ def _features(suite: Suite) -> dict[str, list[str]]:
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
-        path = suite.save_plan(name, plan.model_copy(update=fields))
+        path = suite.save_plan(name, plan.with_bits(**fields))
         trials[name] = ["--variant", "ebbtide", "--plan", str(path), *own]
     return trials
 

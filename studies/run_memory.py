@@ -29,7 +29,7 @@ from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.replan.auto import WATCHED_STEPS
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
-from ebbtide.simulator import Machine, Plan, preset
+from ebbtide.simulator import Machine, Plan, Way, preset
 from ebbtide.simulator.plan import Placement
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
@@ -185,7 +185,7 @@ def _engine(size: str, config: dict[str, Any]) -> Any:
 def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Plan:
     placements = [pattern[i % len(pattern)] for i in range(len(sizes))]
     slots = 2 if "device" in placements else 0
-    return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), staging_slots=slots, prefetch=min(1, slots))
+    return Plan(subgroup_size=subgroup, ways=Way.each(placements), staging_slots=slots, prefetch=min(1, slots))
 
 
 def _machine() -> Machine:

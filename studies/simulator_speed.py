@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator import Layer, Machine, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.kernel import ITERATION_S
-from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.order import order_of
+from ebbtide.simulator.update.way import PLACEMENT_CODES
 
 from studies.bench.console import publish, study_parser
 from studies.optimality.command import random_pair
@@ -86,7 +86,7 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
     issue = rng.permutation(subgroups).tolist() if rng.random() < 0.5 else range(subgroups)
     return Plan(
         subgroup_size=10**6,
-        placement=Plan.runs(placements),
+        ways=Way.each(placements),
         order=order_of(issue, placements),
         staging_slots=slots,
         prefetch=int(rng.integers(0, slots + 1)),

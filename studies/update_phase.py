@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ebbtide.simulator import Plan
+from ebbtide.simulator import Plan, Way
 from rich.progress import track
 
 from studies.bench.bits import differences, state_of
@@ -97,7 +97,7 @@ def _attach(engine: Any, subgroup: int) -> None:
     import ebbtide.runtime
 
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    plan = Plan(subgroup_size=subgroup, placement=Plan.runs(["host"] * count), overlap_forward=False)
+    plan = Plan(subgroup_size=subgroup, ways=Way.each(["host"] * count), overlap_forward=False)
     ebbtide.runtime.attach(engine, plan)
 
 

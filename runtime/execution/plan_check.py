@@ -20,7 +20,7 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero
         )
     if plan.subgroup_count != len(subgroups):
         raise PlanError(
-            f"plan.placement must cover {len(subgroups)} subgroups, but covers "
+            f"plan.ways must cover {len(subgroups)} subgroups, but covers "
             f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )

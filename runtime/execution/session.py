@@ -29,7 +29,8 @@ from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
 from ebbtide.simulator.update.guessing import UNKNOWN, Guessing
 from ebbtide.simulator.update.order import FORWARD, order_of
-from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -207,7 +208,7 @@ class Session:
         rule = self.engine.update_rule()
         tensors = 1 + len(rule.moments)
         wire = self.engine.wire_dtype()
-        waits = plan.speculate_visits and not self.device.unified
+        waits = Way("device", early=True) in plan.ways and not self.device.unified
         slots = staging_slots(self.device, plan.staging_slots, visiting, tensors, DTYPES[wire] if waits else None)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
@@ -224,8 +225,8 @@ class Session:
         plan = as_allocated(plan, states, len(slots))
         # Parameters would be new before the norm; or what is guessed could not take its place.
         if self.device.unified or rule.own_step or self.engine.shares_state:
-            plan = plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))
-        plan = plan.model_copy(update={"device_sums": self._place_sums(plan, states)})
+            plan = plan.with_bits(early=False)
+        plan = self._place_sums(plan, states)
         arrival = self._arrival(plan)
         template = step_template(sizes, wire, plan, arrival)
         gradients = gradient_template(sizes, wire, plan)
@@ -250,14 +251,16 @@ class Session:
         times = plan.prediction.step_times if plan.prediction else None
         self.guessing = Guessing(times or UNKNOWN, self.guessing.steps, self.guessing.clipped)
 
-    def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
+    def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
         sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
         leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
         if self.device.unified or self.engine.update_rule().own_step or not leave:
-            return 0
-        stays = zip(states, plan.summed_on_device, strict=True)
-        return place_sums(self.device, [state for state, summed in stays if summed])
+            return plan.with_bits(sum_on_device=False)
+        wanted = [i for i, way in enumerate(plan.ways) if way.sum_on_device]
+        there = {*wanted[: place_sums(self.device, [states[i] for i in wanted])]}
+        ways = tuple(way._replace(sum_on_device=i in there) for i, way in enumerate(plan.ways))
+        return plan.model_copy(update={"ways": ways})
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
         """Forward order means the order of first use. Subgroups lie group by group: where norms
@@ -273,7 +276,7 @@ class Session:
 
     def _arrival(self, plan: Plan) -> list[int] | None:
         """In which order gradients come, where that counts; None: the last subgroup's first."""
-        if not plan.speculate_visits:
+        if Way("device", early=True) not in plan.ways:
             return None
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
@@ -423,7 +426,7 @@ class Session:
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
             raise PlanError(
-                "plan.placement must be host for every subgroup of an optimizer that runs its own "
+                "plan.ways must be host for every subgroup of an optimizer that runs its own "
                 f"step, but got {plan.count('host')} of {plan.subgroup_count}"
             )
         stored = stored_sizes(plan, self.engine.sizes())
@@ -495,12 +498,9 @@ class Session:
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """The plan with the placements, homes and slots that memory allowed."""
-    return plan.placed(
-        [s.placement for s in states],
-        staging_slots=slots,
-        prefetch=min(plan.prefetch, slots),
-        parameter_home=Plan.home_runs([s.parameter_home for s in states]),
-    )
+    pairs = zip(plan.ways, states, strict=True)
+    ways = [way._replace(placement=s.placement, parameters=s.parameter_home).fitted() for way, s in pairs]
+    return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))
 
 
 def threads_of(plan: Plan, device: Device) -> int:

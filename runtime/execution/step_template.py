@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.update.recipes import Slot, Wait, guessed_ways, recipe_of, ways
+from ebbtide.simulator.update.recipes import Slot, Wait
+from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Layer, Workload
 
-_STEPS = [step for way in ways() for step in recipe_of(*way).steps]
-_STEPS += [step for way in guessed_ways() for step in recipe_of(*way, guessed=True).steps]
+_STEPS = [step for way in ways() for step in way.recipe.steps]
 _EXECUTED = {step.kind for step in _STEPS}
 _AHEAD = {step.kind for step in _STEPS if step.early}
 _VISITS = {step.kind for step in _STEPS if step.takes == Slot.STAGING}
 _READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}
-_GRADIENTS = {step.kind for way in ways() for step in recipe_of(*way).gradient_steps}
+_GRADIENTS = {step.kind for way in ways() for step in way.recipe.gradient_steps}
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
         except torch.OutOfMemoryError:
             logger.warning(
                 "the device has memory for %d of the plan's %d sums of micro-batches "
-                "(plan.device_sums): the others go to host memory and back",
+                "(plan.ways: sum_on_device): the others go to host memory and back",
                 done,
                 len(states),
             )

@@ -18,7 +18,7 @@ from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
 from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, watch, with_observed
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome, Plan
+from ebbtide.simulator.plan import ParameterHome, Plan, Way
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
@@ -43,11 +43,7 @@ def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *,
         overlap_forward: for a plan that stays.
     """
     return Plan(
-        subgroup_size=subgroup_size,
-        placement=Plan.runs(["host"] * count),
-        parameter_home=Plan.home_runs([home] * count),
-        staging_slots=0,
-        overlap_forward=overlap_forward,
+        subgroup_size=subgroup_size, ways=(Way("host", home),) * count, staging_slots=0, overlap_forward=overlap_forward
     )
 
 

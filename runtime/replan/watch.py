@@ -12,7 +12,8 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.update.recipes import RECIPES, Bytes, guessed_ways, recipe_of
+from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
@@ -42,7 +43,7 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
     updates, less what ``machine`` loses out of place: where state is not in a slot of storage's.
     """
     amounts = Bytes.of(workload)
-    recipes = {False: RECIPES.values(), True: [recipe_of(*w, guessed=True) for w in guessed_ways()]}
+    recipes = {early: [way.recipe for way in ways() if way.early is early] for early in (False, True)}
     per_param = {
         (guessed, step.kind): (step.rate, step.work(amounts))
         for guessed, some in recipes.items()

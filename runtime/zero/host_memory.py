@@ -91,7 +91,7 @@ def check_host_memory(
 def on_the_host(plan: Plan) -> Plan:
     """Return the plan with every subgroup updated on the host."""
     hosted: list[Placement] = ["host"] * plan.subgroup_count
-    return plan.placed(hosted, staging_slots=0, prefetch=0)
+    return plan.placed(hosted, staging_slots=0, prefetch=0).with_bits(early=False, sum_on_device=False)
 
 
 def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:

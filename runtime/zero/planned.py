@@ -15,9 +15,9 @@ from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.windows import OneBuffer, Windows, ZeroSlice
-from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.recipes import RECIPES, Queue
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 if TYPE_CHECKING:
@@ -211,10 +211,9 @@ class PlannedZero:
         """
         plan = self._ebbtide.plan
         leave = self.zero_stage() == 3 and (include is None or "lp_params" in include)
-        homes = Plan.home_runs(["host"] * plan.subgroup_count) if leave else plan.parameter_home
-        held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
+        held = [_in_host_memory(way, parameters_too=leave) for way in plan.ways]
         self._ebbtide.set_aside = self._ebbtide.set_aside or plan
-        self._ebbtide.switch(plan.placed(held, staging_slots=0, prefetch=0, device_sums=0, parameter_home=homes))
+        self._ebbtide.switch(plan.with_ways(held, staging_slots=0, prefetch=0))
         private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:
@@ -297,3 +296,10 @@ def bring_home(inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[s
         elif loaded is not home:
             home.copy_(loaded)
         state[key] = home
+
+
+def _in_host_memory(way: Way, *, parameters_too: bool) -> Way:
+    """Return the way of a subgroup that takes no device memory beside its parameters."""
+    placement = "host" if RECIPES[way.placement].queue is Queue.DEVICE else way.placement
+    moved = Way(placement, "host" if parameters_too else way.parameters, way.early and way.placement == placement)
+    return moved.fitted()

@@ -16,7 +16,7 @@ from ebbtide.runtime.storage.pages import StepsPage
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator.limits import GIB
-from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.update.recipes import HOST_SLOTS
 
@@ -107,14 +107,12 @@ def _spaced(count: int, stored: int) -> frozenset[int]:
 
 
 def _plan(engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slots: int) -> Plan:
-    placements: list[Placement] = ["stored" if i in stored else "host" for i in range(len(sizes))]
     home = private.parameter_home(engine.optimizer)
     return Plan(
         subgroup_size=max(1, int(engine.zero_sub_group_size())),
         subgroups=sizes,
-        placement=Plan.runs(placements),
+        ways=tuple(Way("stored" if i in stored else "host", home) for i in range(len(sizes))),
         staging_slots=0,
         overlap_forward=False,
         host_slots=host_slots,
-        parameter_home=Plan.home_runs([home] * len(sizes)),
     )

@@ -14,7 +14,8 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
 from ebbtide.simulator.update.footprint import ByKind, Holding, footprint, slots_within, tallies
-from ebbtide.simulator.update.recipes import Slot, can_be_summed
+from ebbtide.simulator.update.recipes import Slot
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which guesses are tried
@@ -117,14 +118,16 @@ class _Strategy:
             return
         plan = _spread(work, **setting)
         left = self.limits.host_bytes - plain.result.host_peak_bytes
-        every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
-        sizes = [n for n, able in zip(work.subgroups, every, strict=True) if able][::-1]
-        count = guesses_worth(work, machine, Holding.of_workload(work), sizes, left)
-        for visits in {0, plan.count("device")}:
-            guesses = plan.model_copy(update={"speculate": count, "speculate_visits": visits})
-            if not any(guesses.guessed):
+        able = [i for i, way in enumerate(plan.ways) if way == Way("host")]
+        count = guesses_worth(work, machine, Holding.of_workload(work), [work.subgroups[i] for i in able[::-1]], left)
+        hosts = {*able[len(able) - count :]}
+        for visits in {False, plan.count("device") > 0}:
+            ways = [
+                way._replace(early=i in hosts or (visits and way == Way("device"))) for i, way in enumerate(plan.ways)
+            ]
+            if not any(way.early for way in ways):
                 continue
-            made = _fitted(guesses, work, self.limits)
+            made = _fitted(plan.model_copy(update={"ways": tuple(ways)}), work, self.limits)
             yield self._run(setting, {"plan": made})
 
 
@@ -139,8 +142,7 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
     for one, other in zip(moved, reversed(places), strict=False):
         placements[one], placements[other] = "host", "device"
     slots = min(SLOTS, plan.count("device"))
-    changed = {"placement": Plan.runs(placements), "staging_slots": slots, "prefetch": slots}
-    return plan.model_copy(update=changed)
+    return plan.placed(placements, staging_slots=slots, prefetch=slots)
 
 
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
@@ -155,11 +157,12 @@ def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
         plan = plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
     if not held.sums:
         return plan
-    pairs = zip(workload.subgroups, plan.placements, strict=True)
-    sizes = [size for size, placement in pairs if can_be_summed(placement)]
+    able = [i for i, way in enumerate(plan.ways) if way.can_sum_on_device]
     taken = footprint(workload, plan)["device"] + workload.activation_bytes
-    count = held.most_sums(sizes, limits.device_bytes - taken)
-    return plan.model_copy(update={"device_sums": count})
+    count = held.most_sums([workload.subgroups[i] for i in able], limits.device_bytes - taken)
+    sums = {*able[:count]}
+    ways = tuple(way._replace(sum_on_device=i in sums) for i, way in enumerate(plan.ways))
+    return plan.model_copy(update={"ways": ways})
 
 
 def simulated(

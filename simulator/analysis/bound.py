@@ -11,12 +11,12 @@ from ebbtide.simulator.analysis.bounds.sharing import Sharing
 from ebbtide.simulator.analysis.bounds.window import NAMED, Window
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines import kernel
-from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.update.footprint import Holding, fetched_elements, moved_out
-from ebbtide.simulator.update.recipes import RECIPES, Placement, recipe_of, ways
+from ebbtide.simulator.update.recipes import RECIPES, Placement
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.way import PLACEMENT_CODES, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
@@ -80,7 +80,7 @@ def bound(
         device_bytes: the limit on device memory; None: the machine's.
         homes: of the subgroups' 16-bit parameters; empty: all on the device; None: anywhere.
         host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
-        guesses: plans may update subgroups before the norm is known (``plan.speculate``), and each
+        guesses: plans may update subgroups before the norm is known (`Way`), and each
             guess is right; False: none does. Sums of micro-batches may stay on the device.
         enough_s: an iteration; no bound is higher, and the search for whole subgroups goes on far
             longer until it has proven that much. None: as long as planning can wait.
@@ -198,7 +198,8 @@ class NumberedBounds:
     def iteration_s(self, numbers: Numbers, slots: int | None) -> float:
         """``inf`` where they do not fit; ``slots`` None: any number."""
         problem = self._problem
-        exact = [numbers.get(placement, 0) for placement, _ in dict.fromkeys(problem.model.ways)]
+        plain = dict.fromkeys(way.plain for way in problem.model.ways)
+        exact = [numbers.get(way.placement, 0) for way in plain]
         window = problem.window(slots, fewest=0, numbers=exact)
         solved = window.rows.lowest(window.seconds)
         if solved is None:
@@ -223,15 +224,15 @@ class _Problem:
     ) -> None:
         everywhere: tuple[Memory, ...] = ("device",)
         where = () if homes is None else homes or everywhere * len(workload.subgroups)
-        some = [way for way in ways() if not where or way[1] in where]
+        some = [way for way in plain_ways() if not where or way.parameters in where]
         held = Holding.of_workload(workload)
-        each = max(held.per_param["host"]) + (held.guess_bytes("host") if guesses else 0)
+        each = max(held.per_param["host"]) + (held.guess_bytes if guesses else 0)
         most = each * workload.params
         if host_bytes is None or most <= host_bytes:
             # There is room: what is stored takes all the time that the host's takes, and more.
             host_bytes, storage_bytes = None, 0
         if storage_bytes == 0:
-            some = [way for way in some if recipe_of(*way).state != "storage"]
+            some = [way for way in some if way.recipe.state != "storage"]
         self.model = Model(workload, machine, some, pieces, where, guesses=guesses, sums=held.sums)
         w = self.model.workload
         gone = moved_out(w, fetched_elements(w, where)) * w.wire_bytes if where else 0
@@ -252,8 +253,8 @@ class _Problem:
         """Sums over pieces and homes."""
         sums = zip(self.model.ways, x.sum(axis=0).tolist(), strict=True)
         split: dict[Placement, float] = dict.fromkeys(RECIPES, 0.0)
-        for (placement, _), each in sums:
-            split[placement] += each
+        for way, each in sums:
+            split[way.placement] += each
         return split
 
     def tightened(self, fluid: Bound, nodes: int, enough_s: float | None = None) -> Bound:

@@ -9,7 +9,8 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import Holding
 from ebbtide.simulator.update.guessing import StepTimes
-from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Placement, recipe_of
+from ebbtide.simulator.update.recipes import Bytes, Placement, recipe_of
+from ebbtide.simulator.update.way import EARLY_PLACEMENTS
 from ebbtide.simulator.workload import Workload
 
 
@@ -37,11 +38,11 @@ def step_times(
     if not any(plan.guessed):
         return None
     right = right or simulate(plan)
-    plain = simulate(plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0)))
-    sizes: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
-    for size, placement, early in zip(workload.subgroups, plan.placements, plan.guessed, strict=True):
-        if early:
-            sizes[placement].append(size)
+    plain = simulate(plan.with_bits(early=False))
+    sizes: dict[Placement, list[int]] = {placement: [] for placement in EARLY_PLACEMENTS}
+    for size, way in zip(workload.subgroups, plan.ways, strict=True):
+        if way.early:
+            sizes[way.placement].append(size)
     late = late_s(workload, machine, sizes, plan.threads, plan.prefetch)
     return times_of((right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s), late)
 
@@ -72,7 +73,7 @@ def guesses_worth(
         held: the workload's.
         sizes: elements, of the last subgroup first.
     """
-    each = held.guess_bytes(placement)
+    each = held.guess_bytes
     left_s = workload.backward_s / workload.gradient_accumulation_steps
     taken = list(accumulate(sizes))
     longest = guess_s(workload, machine, 1, placement=placement)

@@ -10,27 +10,15 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import capacity_vector, machine_vector
 from ebbtide.simulator.engines.kernel import Floats, Ints
-from ebbtide.simulator.engines.recipe_arrays import (
-    GUESSED,
-    HOME_CODES,
-    HOST_UPDATES,
-    PARAMETERS_ON_HOST,
-    PLACEMENT_CODES,
-    RATES,
-    SLOTS,
-    SUMMED,
-    Program,
-    RecipeArrays,
-    build,
-    totals,
-)
+from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, build, totals
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record
 from ebbtide.simulator.update.footprint import Amounts, Holding, fetched_elements, moved_out
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
+from ebbtide.simulator.update.recipes import HOST_SLOTS, Slot, early_limits
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, SUMMED, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
@@ -65,7 +53,7 @@ class PlanSweep:
         self.recipes = RecipeArrays.of(workload)
         self.rates = self._rates()
         self._by_threads: dict[int, Floats] = {}
-        self.ways = len(ways())
+        self.ways = len(plain_ways())
         self.held = Holding.of_workload(workload)
         remember = lru_cache(MOST_AMOUNTS)
         self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
@@ -83,7 +71,7 @@ class PlanSweep:
     def _allocate(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        recipes = [recipe_of(*way) for way in ways()]
+        recipes = [way.recipe for way in plain_ways()]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
         parts = sum(map(len, self.workload.shares()))  # of gradients
@@ -111,9 +99,7 @@ class PlanSweep:
         """One row with `COLUMNS` for one plan.
 
         Args:
-            placement: shape (subgroups,), values of PLACEMENT_CODES, with those of HOME_CODES
-                added, GUESSED where an update begins before the norm, and SUMMED where a sum of
-                micro-batches stays on the device; the rest as in `Plan`.
+            placement: Codes of the subgroups' ways (`Way.code`): shape (subgroups,). The rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
 
         Raises:
@@ -166,16 +152,8 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """One row with `COLUMNS` for a plan."""
-        ways = zip(plan.placements, plan.parameter_homes, plan.guessed, plan.summed_on_device, strict=True)
-        codes = np.array(
-            [
-                PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED + summed * SUMMED
-                for p, home, early, summed in ways
-            ],
-            np.int8,
-        )
         return self.evaluate(
-            codes,
+            np.array([way.code for way in plan.ways], np.int8),
             plan.staging_slots,
             plan.prefetch,
             plan.threads,

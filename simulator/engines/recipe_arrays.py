@@ -20,27 +20,10 @@ from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Place, What
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from ebbtide.simulator.update.recipes import (
-    RECIPES,
-    Bytes,
-    Placement,
-    Slot,
-    Step,
-    Wait,
-    can_be_summed,
-    guessed_ways,
-    recipe_of,
-    ways,
-)
-from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.recipes import Bytes, Slot, Step, Wait
+from ebbtide.simulator.update.way import GUESSED, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
 
-# Of a subgroup whose parameters live on the device, and what is added for the host.
-PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
-PARAMETERS_ON_HOST = 64  # there are fewer placements
-HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
-GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
-SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = get_args(RateName)
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
@@ -80,7 +63,7 @@ class RecipeArrays:
     Attributes:
         rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
             gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        ways: by the sum of PLACEMENT_CODES' and HOME_CODES', which rows are the update's steps, up
+        ways: by `Way.code`, which rows are the update's steps, up
             to the norm and behind it, and the gradient's: shape (2 * PARAMETERS_ON_HOST, 5), W_*.
         threaded: rows whose CORES are the plan's threads.
     """
@@ -95,16 +78,11 @@ class RecipeArrays:
         amounts, once = Bytes.of(workload), workload.adds_on_device
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 5), np.int64)
-        both = [(*way, False) for way in ways()] + [(*way, True) for way in guessed_ways()]
-        every = [(*way, False) for way in both]
-        every += [(*way, True) for way in both if can_be_summed(way[0])]
-        for placement, home, guessed, summed in every:
-            recipe = recipe_of(placement, home, guessed=guessed, summed=summed or once)
-            code = PLACEMENT_CODES[placement] + HOME_CODES[home]
-            code += guessed * GUESSED + summed * SUMMED
+        for way in ways():
+            recipe = way._replace(sum_on_device=once or way.sum_on_device).recipe
             first, middle = len(steps), len(steps) + len(recipe.steps)
             gradient_last = middle + len(recipe.gradient_steps)
-            table[code] = first, first + recipe.before_norm, middle, middle, gradient_last
+            table[way.code] = first, first + recipe.before_norm, middle, middle, gradient_last
             steps += [*recipe.steps, *recipe.gradient_steps]
         return cls(
             rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),

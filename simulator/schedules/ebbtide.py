@@ -9,7 +9,7 @@ from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
+from ebbtide.simulator.update.recipes import Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
 from ebbtide.simulator.workload import Workload
 
 
@@ -38,25 +38,25 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
     """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
     storage where it keeps all of it in one piece, or in buffers that change places.
     """
-    for key in SPECULATES.values():
-        if zero_stage < 3 and getattr(plan, key):
-            raise PlanError(
-                f"plan.{key} must be 0 under ZeRO-{zero_stage}, whose flat partitions keep state "
-                f"where it is, but got {getattr(plan, key)}: train with zero_optimization.stage 3",
-                key=f"plan.{key}",
-            )
-    if zero_stage < 3 and "host" in plan.parameter_homes:
+    if zero_stage == 3:
+        return
+    if any(way.early for way in plan.ways):
         raise PlanError(
-            f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
-            "whole on the device, but got 'host': plan again with `tune plan`, or train with "
-            "zero_optimization.stage 3",
-            key="plan.parameter_home",
+            f"plan.ways must not be early under ZeRO-{zero_stage}, whose flat partitions keep state where it is, "
+            "but some are: plan again with `tune plan`, or train with zero_optimization.stage 3",
+            key="plan.ways",
         )
-    if zero_stage < 3 and plan.stores:
+    if "host" in plan.parameter_homes:
         raise PlanError(
-            f"plan.placement must not be 'stored' under ZeRO-{zero_stage}, whose flat partitions "
+            f"plan.ways must not have parameters on the host under ZeRO-{zero_stage}, which keeps them whole on "
+            "the device, but some have: plan again with `tune plan`, or train with zero_optimization.stage 3",
+            key="plan.ways",
+        )
+    if plan.stores:
+        raise PlanError(
+            f"plan.ways must not be 'stored' under ZeRO-{zero_stage}, whose flat partitions "
             "keep host memory for all state, but some are: train with zero_optimization.stage 3",
-            key="plan.placement",
+            key="plan.ways",
         )
 
 
@@ -68,10 +68,10 @@ class EbbtideLoop(PlannedLoop):
     ) -> None:
         if plan.subgroup_count != len(workload.subgroups):
             raise PlanError(
-                "plan.placement must cover each subgroup of the workload once, but got "
-                f"{plan.subgroup_count} placements for {len(workload.subgroups)} subgroups: plan "
+                "plan.ways must cover each subgroup of the workload once, but got "
+                f"{plan.subgroup_count} ways for {len(workload.subgroups)} subgroups: plan "
                 "again with `tune plan` for this model and sub_group_size",
-                key="plan.placement",
+                key="plan.ways",
             )
         if plan.overlap_forward and workload.zero_stage < 3:
             raise PlanError(
@@ -81,12 +81,11 @@ class EbbtideLoop(PlannedLoop):
             )
         check_homes(plan, workload.zero_stage)
         super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
-        self.plan, self.placements = plan, plan.placements
-        ways = tuple(zip(self.placements, self.homes, strict=True))
+        self.plan = plan
         once = workload.adds_on_device
         self.recipes = [
-            recipe_of(*way, fused=fused, guessed=guessed, summed=summed or once)
-            for way, guessed, summed in zip(ways, plan.guessed, plan.summed_on_device, strict=True)
+            recipe_of(w.placement, w.parameters, fused=fused, guessed=w.early, summed=w.sum_on_device or once)
+            for w in plan.ways
         ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)

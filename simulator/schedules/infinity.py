@@ -2,7 +2,7 @@
 
 DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
 ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated without a
-plan only. Under a plan parameters may live on the host too (`plan.parameter_home`), and state on
+plan only. Under a plan parameters may live on the host too (`plan.ways`), and state on
 storage (placement ``stored``); activations are left to DeepSpeed, with stock's bits
 (tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """

@@ -5,7 +5,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
-from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.plan import Placement, Plan, Way
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
@@ -251,7 +251,7 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
     if base is not None:
         return base.placed(placements)
     return Plan(
-        subgroup_size=max(workload.subgroups), placement=Plan.runs(placements), overlap_forward=workload.zero_stage == 3
+        subgroup_size=max(workload.subgroups), ways=Way.each(placements), overlap_forward=workload.zero_stage == 3
     )
 
 

@@ -14,18 +14,9 @@ from typing import Self
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import KINDS, Kind
 from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
-from ebbtide.simulator.update.recipes import (
-    HOST_SLOTS,
-    RECIPES,
-    Placement,
-    Recipe,
-    Slot,
-    Way,
-    recipe_of,
-    slot_limit,
-    ways,
-)
+from ebbtide.simulator.update.recipes import HOST_SLOTS, Placement, Recipe, Slot, slot_limit
 from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.update.way import ParameterHome, Way, plain_ways
 from ebbtide.simulator.workload import BaseKind, Layer, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
@@ -171,15 +162,15 @@ class Holding:
         """
         keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
         rows = []
-        recipes = [recipe_of(*way) for way in ways()]
-        for recipe, (_, home) in zip(recipes, ways(), strict=True):
+        recipes = [way.recipe for way in plain_ways()]
+        for recipe, way in zip(recipes, plain_ways(), strict=True):
             row: Counter[tuple[Memory, Kind]] = Counter()
             sets = EXTENT_SETS - 1 + kept if recipe.state == "storage" else 1
             row[recipe.state, "state"] += sets * optimizer.state_bytes
             row[recipe.gradient, "gradients"] += gradient_bytes
             if (stage < 3 or state_stays) and recipe.state == "device":
                 row["host", "state"] += optimizer.state_bytes
-            if home == "host":
+            if way.parameters == "host":
                 row["host", "parameters"] += wire_bytes
             if keeps:  # whatever the placement
                 row["host", "gradients"] += gradient_bytes
@@ -251,7 +242,7 @@ class Holding:
         stay = int(summed) if self.sums else 0
         taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
         taken["host"]["gradients"] -= stay * self.gradient_bytes
-        taken["host"]["staging"] += int(sum(map(mul, early, self._guesses_bytes)))
+        taken["host"]["staging"] += int(sum(early)) * self.guess_bytes
         for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
                 taken[slot.memory]["staging"] += limit * self.each_bytes(slot, both)
@@ -295,22 +286,15 @@ class Holding:
         most = left_bytes + self.sending_bytes(sent, 0)
         return sum(self.sending_bytes(sent, stay) <= most for stay in accumulate(sizes))
 
-    def guess_bytes(self, placement: Placement) -> int:
-        """Of host memory, for each element that is updated before the norm: its new parameters wait
-        there, and new state beside the old one, but for that which storage still has.
-        """
-        twice = RECIPES[placement].state == "host"
-        return self.optimizer.state_bytes * twice + self.wire_bytes
+    @property
+    def guess_bytes(self) -> int:
+        """Bytes of host memory for each element of an early update: new state and new parameters."""
+        return self.optimizer.state_bytes + self.wire_bytes
 
     @cached_property
     def _sending(self) -> list[bool]:
         """Whether gradients leave the device in each of `ways`."""
-        return [recipe_of(*way).gradient != "device" for way in ways()]
-
-    @cached_property
-    def _guesses_bytes(self) -> list[int]:
-        """`guess_bytes` of each of `ways`."""
-        return [self.guess_bytes(placement) for placement, _ in ways()]
+        return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
         """Of a slot that holds any subgroup of up to so many elements.
@@ -331,10 +315,10 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
     """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
-    every = list(zip(sizes, plan.placements, plan.parameter_homes, plan.guessed, strict=True))
+    every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (
         tally(*map(list, zip(*some, strict=True))) if some else tally((), ())
-        for some in ([e[:3] for e in every if e[3] is guessed] for guessed in (False, True))
+        for some in ([e[:3] for e in every if e[3] is early] for early in (False, True))
     )
     return first, second
 
@@ -348,22 +332,22 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
     """Of the subgroups whose sums of micro-batches stay on the device."""
-    return sum(n for n, stays in zip(sizes, plan.summed_on_device, strict=True) if stays)
+    return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
 def tally(
-    sizes: Iterable[int], placements: Sequence[Placement], homes: Sequence[Memory] = ()
+    sizes: Iterable[int], placements: Sequence[Placement], homes: Sequence[ParameterHome] = ()
 ) -> tuple[list[int], list[int], list[int]]:
     """For each of `ways`: subgroups, their elements, those of the largest.
 
     Args:
         homes: of the parameters; empty: all on the device.
     """
-    held: dict[Way, list[int]] = {way: [] for way in ways()}
-    everywhere: tuple[Memory, ...] = ("device",)
+    held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
+    everywhere: tuple[ParameterHome, ...] = ("device",)
     homes = homes or everywhere * len(placements)
     for size, placement, home in zip(sizes, placements, homes, strict=True):
-        held[placement, home].append(size)
+        held[Way(placement, home)].append(size)
     by = held.values()
     return [len(n) for n in by], [sum(n) for n in by], [max(n, default=0) for n in by]
 

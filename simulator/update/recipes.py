@@ -382,15 +382,6 @@ UNFUSED_HOST = Recipe(
 )
 
 
-Way = tuple[Placement, Memory]  # how a subgroup is updated, and where its parameters live
-
-
-def ways() -> list[Way]:
-    """All of them."""
-    homes: tuple[Memory, ...] = ("device", "host")
-    return [(placement, home) for home in homes for placement in RECIPES]
-
-
 def recipe_of(
     placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False, summed: bool = False
 ) -> Recipe:
@@ -398,34 +389,13 @@ def recipe_of(
 
     Args:
         fused: False: `UNFUSED_HOST` in the place of the host's kernel.
-        guessed: before the norm, where `can_be_guessed`.
-        summed: on the device, micro-batch by micro-batch, where `can_be_summed`.
+        guessed: before the norm, where that is possible.
+        summed: on the device, micro-batch by micro-batch, where that is possible.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
     recipe = recipe if home == "device" else recipe.parameters_on_host
     recipe = (recipe.guessed or recipe) if guessed else recipe
     return (recipe.summed_on_device or recipe) if summed else recipe
-
-
-def can_be_guessed(placement: Placement, home: Memory) -> bool:
-    """Such a subgroup may be updated before the norm is known."""
-    return recipe_of(placement, home).guessed is not None
-
-
-# The field of a plan that says how many subgroups of a placement are.
-SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits"}
-
-
-def guessed_ways() -> list[Way]:
-    """Of all `ways` those."""
-    return [way for way in ways() if can_be_guessed(*way)]
-
-
-def can_be_summed(placement: Placement, home: Memory = "device") -> bool:
-    """Such a subgroup's gradient goes to host memory, where its sum need not go before the last
-    micro-batch; wherever its parameters live.
-    """
-    return recipe_of(placement, home).summed_on_device is not None
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator import Machine, Plan, Workload
+from ebbtide.simulator import Machine, Plan, Way, Workload
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
 from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
@@ -83,7 +83,7 @@ def host_plan(work: Workload) -> Plan:
     return Plan(
         subgroup_size=work.subgroup_size or max(work.subgroups),
         subgroups=work.subgroups,
-        placement=Plan.runs(["host"] * len(work.subgroups)),
+        ways=Way.each(["host"] * len(work.subgroups)),
         staging_slots=0,
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import xxhash
-from ebbtide.simulator import CheckpointPlan, Plan
+from ebbtide.simulator import CheckpointPlan, Plan, Way
 from ebbtide.simulator.plan import ParameterHome, Placement
 from ebbtide.simulator.update.recipes import RECIPES
 
@@ -218,7 +218,7 @@ def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: d
     count = len(engine.optimizer.fp16_groups)
     plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
     if run.homes == GUESSED:
-        plan = plan.placed(["host"] * count, speculate=count)
+        plan = plan.placed(["host"] * count).with_bits(early=True)
     ebbtide.runtime.attach(engine, plan, device="emulated", checkpoint=checkpoint)
     return engine, engine.checkpoint_engine
 
@@ -230,12 +230,12 @@ def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> P
     placements = list(islice(cycle(used), count))
     return Plan(
         subgroup_size=SUBGROUP,
-        placement=Plan.runs(placements),
+        ways=tuple(
+            Way(p, home, sum_on_device=True).fitted() for p, home in zip(placements, cycle(homes), strict=False)
+        ),
         staging_slots=2,
         prefetch=1,
-        device_sums=count,
         storage_dir=None if storage is None else str(storage),
-        parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
     )
 
 

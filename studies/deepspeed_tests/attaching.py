@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.runtime.zero.checks.guard import check_engine, stored_at
 from ebbtide.runtime.zero.cuts import subgroups_of
-from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan
+from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, Way
 
 ARMS = {
     "plain": "DeepSpeed, each test's own config",
@@ -174,7 +174,7 @@ def mixed_plan(engine: Any) -> Plan:
     count = len(subgroups_of(engine.optimizer, size)) or 1
     placements = [pattern[i % len(pattern)] for i in range(count)]
     slots = min(2, placements.count("device"))
-    return Plan(subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots, prefetch=min(1, slots))
+    return Plan(subgroup_size=size, ways=Way.each(placements), staging_slots=slots, prefetch=min(1, slots))
 
 
 def note_plan(case: Case, engine: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from ebbtide.simulator import Plan
-from ebbtide.simulator.update.recipes import SPECULATES
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
@@ -140,7 +139,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
-    guesses = dict.fromkeys(SPECULATES.values(), early)
+    guesses = {"speculate": early, "speculate_visits": early}
     plan = plan_of(engine, pattern, device_sums=1, **guesses)
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
@@ -156,7 +155,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
     placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]
     slots = 2 if "device" in placements else 0
     values = {"staging_slots": slots, "prefetch": min(1, slots)} | fields
-    return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), **values)
+    return Plan.from_fields({"subgroup_size": subgroup, "placement": Plan.runs(placements), **values})
 
 
 def train(engine: Any) -> Outcome:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ebbtide.simulator import Plan, Workload, build_schedule, simulate
+from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import bound
 
 from studies.gpu.suite import Figures, Suite
@@ -99,7 +99,7 @@ def ablation(suite: Suite) -> Figures:
         "whole": {},
         "no_overlap": {"overlap_forward": False},
         "no_prefetch": {"prefetch": 0},
-        "all_host": {"placement": Plan.runs(["host"] * plan.subgroup_count), "prefetch": 0, "staging_slots": 0},
+        "all_host": {"ways": (Way("host"),) * plan.subgroup_count, "prefetch": 0, "staging_slots": 0},
     }
     plans = {name: plan.model_copy(update=change) for name, change in changes.items()}
     return {"rows": suite.plans("ablation", plans)}

@@ -222,9 +222,7 @@ class Suite:
         """
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
-        count = plan.subgroup_count
-        most = {"speculate": count, "speculate_visits": count, "device_sums": count}
-        return plan.model_copy(update=most if self.emulated else {})
+        return plan.with_bits(early=True, sum_on_device=True) if self.emulated else plan
 
     def save_plan(self, name: str, plan: Plan) -> Path:
         """Save the plan for a trial of this name."""

@@ -29,7 +29,7 @@ import ebbtide.runtime
 import torch
 from ebbtide.profiler.memory import host_peak_bytes, reset_host_peak
 from ebbtide.profiler.rates.storage import measure_drive
-from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.storage import StorageRates
 
@@ -400,7 +400,7 @@ def _plan(engine: Any, share: float, folder: Path) -> Plan:
     placements = ["host" if i in hosted else "stored" for i in range(count)]
     return Plan(
         subgroup_size=subgroup,
-        placement=Plan.runs(placements),  # type: ignore[arg-type]
+        ways=Way.each(placements),  # type: ignore[arg-type]
         staging_slots=0,
         storage_dir=str(folder),
     )

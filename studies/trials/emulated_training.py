@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload
+from ebbtide.simulator import Layer, Machine, Plan, Quantity, Way, Workload
 from ebbtide.simulator.machine import OUT_OF_PLACE
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.optimizer import ADAM
@@ -302,9 +302,7 @@ class Bench:
     def workload(self, steps: int) -> Workload:
         """Return the workload with phases measured while no update runs."""
         plan = Plan(
-            subgroup_size=self.setting.subgroup,
-            placement=Plan.runs(["host"] * self.setting.layers),
-            overlap_forward=False,
+            subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.layers), overlap_forward=False
         )
         result = self.measure(plan, steps, settle=True)
         return self.setting.workload(result.forward_s, result.backward_s)

@@ -125,5 +125,5 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
     given = setting.workload(*setting.given_s)
     floor_s = bound(given, machine, storage_bytes=0, guesses=True).iteration_s
     return Guessed(
-        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, guessed.speculate, slower, same
+        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.guessed), slower, same
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.memory import reset_peak
-from ebbtide.simulator import Plan
+from ebbtide.simulator import Plan, Way
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.plan import ParameterHome
 
@@ -214,9 +214,8 @@ def host_plan(engine: Any, keep: float = 0.0) -> Plan:
     there, kept = parameter_home(engine.optimizer), int(keep * count)
     homes: list[ParameterHome] = ["device" if i < kept else there for i in range(count)]
     return Plan(
-        parameter_home=Plan.home_runs(homes),
         subgroup_size=int(engine.optimizer.sub_group_size),
-        placement=Plan.runs(["host"] * count),
+        ways=tuple(Way("host", home) for home in homes),
         staging_slots=0,
     )
 

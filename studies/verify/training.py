@@ -190,10 +190,10 @@ def _model(shape: Shape) -> ByteGPT:
 def _attach(engine: Any, stage: int) -> None:
     import ebbtide.runtime
     from ebbtide.runtime.zero.cuts import subgroups_of
-    from ebbtide.simulator.plan import Plan
+    from ebbtide.simulator.plan import Plan, Way
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
-    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * count), overlap_forward=stage == 3)
+    plan = Plan(subgroup_size=SUBGROUP, ways=Way.each(["host"] * count), overlap_forward=stage == 3)
     ebbtide.runtime.attach(engine, plan)
 
 

@@ -18,14 +18,13 @@ from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
-from ebbtide.simulator.update.recipes import guessed_ways, recipe_of, ways
+from ebbtide.simulator.update.way import ways
 from ebbtide.tuner.placements.moves import VISITING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 STEPS = 4
-RECIPES = [recipe_of(*way) for way in ways()]
-RECIPES += [recipe_of(*way, guessed=True) for way in guessed_ways()]
+RECIPES = [way.recipe for way in ways()]
 GRADIENTS = {step.kind for recipe in RECIPES for step in recipe.gradient_steps}
 EXECUTED = {step.kind for recipe in RECIPES for step in recipe.steps} | GRADIENTS
 REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops
@@ -181,21 +180,16 @@ def random_case(rng):
     micro_batches = rng.choice([1, 2, 3, 8])
     workload = Workload(name="w", layers=layers, subgroups=tuple(sizes), gradient_accumulation_steps=micro_batches)
     chosen = rng.choices(ways(), k=len(sizes))
-    placements = [placement for placement, _ in chosen]
+    placements = [way.placement for way in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
     plan = Plan(
         subgroup_size=90,
-        placement=Plan.runs(placements),
+        ways=tuple(chosen),
         staging_slots=slots,
-        parameter_home=Plan.home_runs([home for _, home in chosen]),
         prefetch=rng.randint(0, slots),
         overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=host_slots,
-        speculate=rng.choice([0, rng.randint(0, len(sizes))]),
-        speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
-        speculate_among=rng.choice([0, rng.randint(0, len(sizes))]),
-        device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
     )
     return workload, plan
 

@@ -9,13 +9,14 @@ from ebbtide.simulator.analysis.bounds.modes import modes
 from ebbtide.simulator.analysis.bounds.sharing import Sharing
 from ebbtide.simulator.analysis.bounds.window import Window
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
+from ebbtide.simulator.engines.recipe_arrays import totals
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.schedule import Lane, Op, OpKind
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
 from ebbtide.simulator.update.order import UpdateOrder
-from ebbtide.simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
+from ebbtide.simulator.update.recipes import RECIPES, Slot
+from ebbtide.simulator.update.way import GUESSED, PLACEMENT_CODES, SUMMED, Way, plain_ways
 
 from studies.trials.emulated_training import Setting
 from studies.trials.guessed_overlap import setting_of
@@ -188,12 +189,12 @@ def test_no_plan_beats_the_bound_of_its_own_placements_and_homes(seed, most):
     for _ in range(5):
         work, on = random_workload(rng, most), random_machine(rng)
         count, away = len(work.subgroups), rng.choice([0.0, 0.0, 0.5])
-        model = Model(work, on, ways(), count)
+        model = Model(work, on, plain_ways(), count)
         for codes, slots, *rest in random_plans(rng, count, 4):
             homes = ["host" if rng.random() < away else "device" for _ in codes]
             names = list(zip((PLACEMENTS[code] for code in codes), homes, strict=True))
-            floor_s = floor_of_names(model, [ways().index(name) for name in names], slots)
-            elsewhere = [PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in names]
+            floor_s = floor_of_names(model, [plain_ways().index(name) for name in names], slots)
+            elsewhere = [way.code for way in names]
             plan = (np.array(elsewhere, dtype=np.int8), slots, *rest)
             seconds = steady_s(work, on, floor_s, *plan)
             assert floor_s <= seconds * (1 + 1e-6), plan
@@ -339,8 +340,8 @@ def test_backward_waits_until_the_gradient_before_is_home():
     # The last layer's backward, three ways home; the first layer's way home, update, copy.
     by_hand = 0.02 + 3 * 0.4 + 0.4 + update_s + 4e8 / 20e9 + 4 * 0.01
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
-    window = Window(Model(work, have, ways(), 4), {})
-    for x in window.x[:, ways().index(("host", "device"))]:
+    window = Window(Model(work, have, plain_ways(), 4), {})
+    for x in window.x[:, plain_ways().index(Way("host"))]:
         window.rows.equal(1.0, (int(x), 1.0))
     # Backward ends when three are home.
     assert window.rows.lowest(window.waited)[0] == pytest.approx(0.02 + 3 * 0.4 - 4 * 0.02)
@@ -354,8 +355,8 @@ def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
     layer = Layer(params=10**8, forward_s=0.01, backward_s=0.1)
     work = workload(8, layers=(layer,) * 8).model_copy(update={"gradient_accumulation_steps": 2})
     have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
-    window = Window(Model(work, have, ways(), 8), {})
-    for x in window.x[:, ways().index(("host", "device"))]:
+    window = Window(Model(work, have, plain_ways(), 8), {})
+    for x in window.x[:, plain_ways().index(Way("host"))]:
         window.rows.equal(1.0, (int(x), 1.0))
     first_s, second_s = 8 * 0.2 - 0.7 - 0.2, (8 * 0.4 - 0.7 - 0.4) / 2
     found_s = window.rows.lowest(window.waited)[0]
@@ -388,8 +389,8 @@ def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     work = workload().model_copy(update={"layers": layers, "subgroups": sizes})
     have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
-    window = Window(Model(work, have, ways(), 5), {})
-    for x in window.x[:, ways().index(("host", "device"))]:
+    window = Window(Model(work, have, plain_ways(), 5), {})
+    for x in window.x[:, plain_ways().index(Way("host"))]:
         window.rows.equal(1.0, (int(x), 1.0))
     # The first large gradient is complete behind two passes; backward ends when three are home.
     by_hand = 2 * 0.02 + 3 * 0.24 - 5 * 0.02
@@ -412,9 +413,9 @@ def test_a_large_gradient_between_small_ones_may_be_the_one_that_is_left():
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     work = workload().model_copy(update={"layers": layers, "subgroups": sizes})
     have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
-    model = Model(work, have, ways(), 2)
+    model = Model(work, have, plain_ways(), 2)
     window = Window(model, {})
-    sent, stays = (ways().index((name, "device")) for name in ("host", "resident"))
+    sent, stays = (plain_ways().index(Way(name)) for name in ("host", "resident"))
     count, (first, lone) = model.pieces.count, np.flatnonzero(model.pieces.first < 2)
     for p, many in enumerate(count):
         here = {first: 1.0, lone: 1.0}.get(p, 0.0)
@@ -436,9 +437,9 @@ def test_gradients_under_way_take_their_room_whatever_their_number():
     plan = Plan(subgroup_size=5 * 10**7, placement=Plan.runs(placements), staging_slots=0)
     room = footprint(work, plan)["device"] - work.device_base_bytes
     for size, fits in ((room, True), (room - 10**6, False)):
-        window = Window(Model(work, have, ways(), 20), {"device": size})
+        window = Window(Model(work, have, plain_ways(), 20), {"device": size})
         for subgroup, placement in enumerate(placements):
-            way = ways().index((placement, "device"))
+            way = plain_ways().index(Way(placement))
             window.rows.equal(1.0, (window.x[subgroup, way], 1.0))
         assert (window.rows.lowest(window.seconds, 100) is not None) == fits
 
@@ -487,7 +488,7 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
     """
 
     def hosts_s(on):
-        return floor_of_names(Model(work, on, ways(), 6), [ways().index(("host", "device"))] * 6, 0)
+        return floor_of_names(Model(work, on, plain_ways(), 6), [plain_ways().index(Way("host"))] * 6, 0)
 
     work = workload(6, gradient_accumulation_steps=4)
     have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
@@ -501,7 +502,7 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
     )
     crossing_s = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert floor_s <= crossing_s * (1 + 1e-9)
-    staying = plan.model_copy(update={"device_sums": 6})
+    staying = plan.with_bits(sum_on_device=True)
     assert floor_of(work, have, 6, 0, 0, 0) <= simulate(build_schedule(work, staying, 6), have).iteration_s
     # Updates that take longer than their copies follow one another, all but the first two.
     slow = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=2e8)
@@ -591,15 +592,13 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
     rng, near, below = np.random.default_rng(1), [], 0
     for _ in range(16):
         work, on = balanced(rng)
-        model = Model(work, on, ways(), len(work.subgroups), guesses=True)
+        model = Model(work, on, plain_ways(), len(work.subgroups), guesses=True)
         for codes, slots, prefetch, threads, *rest in random_plans(rng, len(work.subgroups), 2):
             chosen = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
             early = with_guesses(chosen, rng.random(codes.size) < rng.choice([0.5, 1.0]))
             guessed = {
-                code: len(ways()) + n
-                for n, (p, home) in enumerate(guessed_ways())
-                if home == "device"
-                for code in [PLACEMENT_CODES[p]]
+                PLACEMENT_CODES[way.placement]: len(plain_ways()) + n
+                for n, way in enumerate(way for way in plain_ways() if way.can_be_early)
             }
             named = [guessed[code - GUESSED] if code >= GUESSED else code for code in early.tolist()]
             floor_s = floor_of_names(model, named, slots)
@@ -619,7 +618,7 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_memory():
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 1):
             plan = (with_guesses(codes, rng.random(codes.size) < 0.7), slots, *rest)
             sizes = np.array(work.subgroups, float)
-            amounts, guessed = totals(plan[0], sizes, len(ways())).tolist()
+            amounts, guessed = totals(plan[0], sizes, len(plain_ways())).tolist()
             held = Holding.of_workload(work).bytes(amounts, slots, guessed=guessed)
             room = work.device_base_bytes + held["device"]
             room += sum(layer.activation_bytes for layer in work.layers)
@@ -644,7 +643,7 @@ def balanced(rng):
 
 
 def with_guesses(codes, early):
-    able = np.isin(codes, [PLACEMENT_CODES[placement] for placement, _ in guessed_ways()])
+    able = np.isin(codes, [way.code for way in plain_ways() if way.can_be_early])
     return (codes + GUESSED * (able & early)).astype(np.int8)
 
 
@@ -657,12 +656,12 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     slow = have.model_copy(update={"host_adam_out_of_place": Quantity.exact(0.5)})
     slower_s = simulate(build_schedule(work, plan), slow).iteration_s
     assert slower_s == pytest.approx(by_hand + 4 * (0.2 - update_s)), "as the profile says"
-    model = Model(work, have, [("host", "device")], 4, guesses=True)
-    assert model.guessed == (False, True)
+    model = Model(work, have, [Way("host")], 4, guesses=True)
+    assert model.ways == (Way("host"), Way("host", early=True))
     # The bound lets the last layer's update be the last one, and waits for its forward alone.
     assert 0.8 * by_hand < floor_of_names(model, [1] * 4, 0) <= (by_hand - 3 * 0.01) * (1 + 2e-5)
     quick = machine(host_adam_params_per_s=1e11, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
-    model = Model(work, quick, [("host", "device")], 4, guesses=True)
+    model = Model(work, quick, [Way("host")], 4, guesses=True)
     assert 4 * 0.03 <= floor_of_names(model, [1] * 4, 0) < 4 * 0.03 * 1.02
 
 
@@ -683,7 +682,7 @@ def accumulating(rng):
 
 
 def with_sums(codes, stay):
-    able = np.isin(codes, [PLACEMENT_CODES[p] for p in RECIPES if can_be_summed(p)])
+    able = np.isin(codes, [way.code for way in plain_ways() if way.can_sum_on_device])
     return (codes + SUMMED * (able & stay)).astype(np.int8)
 
 
@@ -718,13 +717,13 @@ def test_no_plan_beats_the_bound_where_subgroups_hold_many_layers(micro):
     for _ in range(6):
         work, on = of_many_layers(rng, micro)
         count = len(work.subgroups)
-        model = Model(work, on, ways(), count)
+        model = Model(work, on, plain_ways(), count)
         for codes, slots, prefetch, threads, overlap, order in random_plans(rng, count, 3):
             codes = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
             if work.zero_stage < 3:
                 codes = np.where(codes == PLACEMENT_CODES["stored"], 0, codes).astype(np.int8)
             plan = (codes, slots, prefetch, threads, overlap and work.zero_stage == 3, order)
-            of_names = floor_of_names(model, [ways().index((PLACEMENTS[code], "device")) for code in codes], slots)
+            of_names = floor_of_names(model, [plain_ways().index(Way(PLACEMENTS[code])) for code in codes], slots)
             room = within_its_own_memory(work, codes, slots)
             floor_s = max(of_names, bound(work, on, room).iteration_s)
             seconds = steady_s(work, on, floor_s, *plan)
@@ -737,11 +736,9 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
     rng, near, below = np.random.default_rng(2), [], 0
     for _ in range(12):
         work, on = accumulating(rng)
-        model = Model(work, on, ways(), len(work.subgroups), sums=True)
+        model = Model(work, on, plain_ways(), len(work.subgroups), sums=True)
         named = {
-            (way[0], s): n
-            for n, (way, s) in enumerate(zip(model.ways, model.summed, strict=True))
-            if way[1] == "device"
+            (way.placement, way.sum_on_device): n for n, way in enumerate(model.ways) if way.parameters == "device"
         }
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
             codes = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
@@ -766,7 +763,7 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_memory():
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 1):
             stay = with_sums(codes, rng.random(codes.size) < 0.7)
             sizes, plan = np.array(work.subgroups, float), (stay, slots, *rest)
-            amounts, _ = totals(stay, sizes, len(ways())).tolist()
+            amounts, _ = totals(stay, sizes, len(plain_ways())).tolist()
             summed = float(sizes[stay >= SUMMED].sum())
             held = Holding.of_workload(work).bytes(amounts, slots, summed=summed)
             room = work.device_base_bytes + held["device"]

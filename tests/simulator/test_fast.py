@@ -19,10 +19,10 @@ from ebbtide.simulator import (
 )
 from ebbtide.simulator.analysis.many_plans import COLUMNS, PlanSweep
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
-from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
 from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.update.order import UpdateOrder, order_of
 from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.way import PLACEMENT_CODES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

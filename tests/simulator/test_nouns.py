@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ebbtide.simulator import Layer, Machine, Plan, PlanError, Prediction, Quantity, Workload, build_schedule, simulate
-from ebbtide.simulator.plan import CheckpointPlan, HomeRun, json_schema
+from ebbtide.simulator.plan import CheckpointPlan, Way, json_schema
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -188,11 +188,11 @@ def test_the_digest_is_of_what_a_plan_does():
 def test_parameters_live_on_the_device_unless_a_plan_says_otherwise(tmp_path):
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 3), staging_slots=0)
     assert plan.parameter_homes == ("device",) * 3
-    said = plan.model_copy(update={"parameter_home": (HomeRun(home="device", count=3),)})
+    said = Plan(subgroup_size=10, ways=(Way("host", "device"),) * 3, staging_slots=0)
     assert said.digest == plan.digest
-    assert "parameter_home" not in plan.model_dump()
+    assert plan.model_dump()["ways"] == [{"count": 3, "placement": "host"}]
     homes = ("device", "host", "host")
-    moved = Plan.model_validate({**plan.model_dump(), "parameter_home": Plan.home_runs(homes)})
+    moved = plan.with_ways([Way("host", home) for home in homes])
     assert moved.parameter_homes == homes
     assert moved.digest != plan.digest
     moved.save(tmp_path / "p.json")
@@ -210,7 +210,7 @@ def test_the_exported_schema_is_the_plans_own():
 
 def test_a_plan_for_another_number_of_subgroups_is_refused():
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 3))
-    with pytest.raises(PlanError, match="got 3 placements for 4 subgroups"):
+    with pytest.raises(PlanError, match="got 3 ways for 4 subgroups"):
         build_schedule(workload(), plan)
 
 

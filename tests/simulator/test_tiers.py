@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
-from ebbtide.simulator.plan import PlacementRun
 from ebbtide.simulator.update.footprint import Holding, footprint, tally
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.recipes import RECIPES, Queue, Recipe, Wait, into, out_of
 from ebbtide.simulator.update.tiers import TIERS
+from ebbtide.simulator.update.way import PLACEMENT_CODES, Way
 
 from tests.machines import machine, random_machine, random_workload, workload
 
@@ -35,9 +34,11 @@ def further(monkeypatch):
     return FURTHER
 
 
-def runs(placements):
-    """As `Plan.runs`, of placements that a plan file does not know."""
-    return tuple(PlacementRun.model_construct(placement=p, count=1) for p in placements)
+def planned(placements, homes=(), order=None, **fields):
+    """A plan with placements that a plan file does not know."""
+    plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
+    ways = tuple(map(Way, placements, homes or ["device"] * len(placements)))
+    return plan.model_copy(update={"ways": ways, "order": order or plan.order})
 
 
 def random_plan(work, rng, **fields):
@@ -45,14 +46,13 @@ def random_plan(work, rng, **fields):
     placements = rng.choices(known, k=len(work.subgroups))
     homes = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
     slots = rng.randint(1, 4)
-    return Plan(
-        subgroup_size=10,
-        placement=runs(placements),
+    return planned(
+        placements,
+        homes if work.zero_stage == 3 else (),
+        order_of(rng.sample(range(len(placements)), len(placements)), placements),
         staging_slots=slots,
         prefetch=rng.randint(0, slots),
         overlap_forward=work.zero_stage == 3,
-        order=order_of(rng.sample(range(len(placements)), len(placements)), placements),
-        parameter_home=Plan.home_runs(homes if work.zero_stage == 3 else ()),
         **fields,
     )
 
@@ -73,7 +73,7 @@ def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placemen
 
 def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted_ones(further):
     work = workload((10, 20))
-    plan = Plan(subgroup_size=10, placement=runs([further, "device"]), staging_slots=1)
+    plan = planned([further, "device"], staging_slots=1)
     held = footprint(work, plan)
     assert held["storage"] == 2 * 10 * 12
     assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # a visitor's state; gradient, and its slot

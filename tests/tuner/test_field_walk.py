@@ -16,6 +16,7 @@ from ebbtide.simulator import (
     Plan,
     Prediction,
     Quantity,
+    Way,
     Workload,
     architecture,
     build_schedule,
@@ -90,7 +91,7 @@ def timed(work, on, plan, strategies):
         timeline = simulate(build_strategy(name, work, **options), on)
         yield timeline.iteration_s, timeline.device_peak_bytes, timeline.host_peak_bytes
     if work.zero_stage == 3:
-        yield expected_s(work, on, plan.placed(plan.placements, speculate=2))
+        yield expected_s(work, on, plan.with_bits(early=True))
         stored = plan.placed(["stored"] * len(MIX))
         yield simulate(build_schedule(work, stored), on).iteration_s
         for alone in (on, on.model_copy(update={"device_shares_host_cores": True})):
@@ -134,7 +135,7 @@ def outcomes(work, on, plan=None):
             "layers": [{**layer.model_dump(), "network_gather_bytes": 0} for layer in work.layers],
         }
     )
-    away = plan.placed(plan.placements, parameter_home=Plan.home_runs(("host",) * len(MIX)))
+    away = plan.with_ways([Way(p, "host") for p in MIX])
     return (
         list(timed(work, on, plan, strategies)),
         work.zero_stage == 3 and comes_in(work, away),
@@ -266,16 +267,11 @@ LAYER = {
 PLAN = {
     "schema_version": 99,
     "subgroup_size": 5_000_000,
-    "placement": Plan.runs(("host",) * 4),
-    "parameter_home": Plan.home_runs(("host",) * len(MIX)),
+    "ways": (Way("host"),) * 4,
     "order": UpdateOrder(host="arrival"),
     "staging_slots": 2,
     "prefetch": 1,
     "host_slots": 1,
-    "speculate": 1,
-    "speculate_among": 3,
-    "speculate_visits": 1,
-    "device_sums": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},
     "threads": 0,
@@ -310,7 +306,6 @@ IN_TRAINING = {
     "versions": "tuner/service/static/report.js",
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
-    "speculate_among": "tests/runtime/contract/test_guesses.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",
     "storage_shares": "tests/runtime/contract/test_stored.py",
 }
@@ -390,7 +385,7 @@ def test_every_field_of_a_layer(name, plain):
 
 @pytest.mark.parametrize("name", sorted(Plan.model_fields))
 def test_every_field_of_a_plan(name):
-    changed = allowed(lambda: Plan.model_validate({**base_plan().model_dump(), name: PLAN[name]}), name, "placement")
+    changed = allowed(lambda: Plan.model_validate({**base_plan().model_dump(), name: PLAN[name]}), name, "ways")
     if changed is None:
         return
     work, on = base_workload(), base_machine()

@@ -36,7 +36,7 @@ def planned(clip_rate, **limits):
 
 def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
     found = planned(None)
-    assert found.speculate > 0
+    assert any(found.guessed)
     assert found.prediction.clip_rate == 0.1
     assert found.prediction.iteration_s == planned(0.1).prediction.iteration_s
     assert any("10% of the steps clip, which is assumed" in reason for reason in found.reasons)
@@ -49,7 +49,7 @@ def test_without_clipping_no_step_is_assumed_to_clip():
 
 def test_where_no_step_clips_the_plan_guesses_and_is_faster():
     plain, found = planned(1.0), planned(0.0)
-    assert found.speculate > 0
+    assert any(found.guessed)
     assert found.prediction.iteration_s < 0.95 * plain.prediction.iteration_s
     assert found.prediction.iteration_s >= found.prediction.lower_bound_s
     assert found.prediction.lower_bound_s < plain.prediction.lower_bound_s
@@ -65,15 +65,14 @@ def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_befo
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
     found = ebbtide.tuner.plan(work, on, memory_margin=0)
-    assert found.speculate_among > found.speculate
+    early = [i for i, way in enumerate(found.ways) if way.early]
+    assert early != [*range(8)][8 - len(early) :]
 
-    def seconds(speculate, among=0):
-        fields = {"speculate": speculate, "speculate_among": among}
-        plan = found.model_copy(update=fields)
-        return simulate(build_schedule(work, plan), on).iteration_s
+    def seconds(early):
+        ways = tuple(way._replace(early=i in early) for i, way in enumerate(found.ways))
+        return simulate(build_schedule(work, found.model_copy(update={"ways": ways})), on).iteration_s
 
-    best_s = seconds(found.speculate, found.speculate_among)
-    assert best_s < 0.95 * min(map(seconds, range(9)))
+    assert seconds(early) < 0.95 * min(seconds(range(8 - count, 8)) for count in range(9))
 
 
 def test_where_every_step_clips_it_does_not():
@@ -98,7 +97,7 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
         return expected(small(rate), on, plan, lambda p: simulate_fast(build_schedule(small(), p), on)).iteration_s
 
     right_s = mean_s(0.0)
-    plain_s = simulate(build_schedule(small(), plan.model_copy(update={"speculate": 0})), on).iteration_s
+    plain_s = simulate(build_schedule(small(), plan.with_bits(early=False)), on).iteration_s
     longest_s = max(small().subgroups) / 0.8 / on.rate("host_adam_params_per_s")
     assert right_s < plain_s
     assert 0.8 * right_s + 0.2 * plain_s < mean_s(0.2) <= 0.8 * right_s + 0.2 * (plain_s + longest_s) + 1e-9

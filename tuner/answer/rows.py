@@ -8,7 +8,7 @@ from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_set
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.plan import Plan, Prediction, Way
 from ebbtide.simulator.schedules.strategies import stages, stock_offload
 from ebbtide.simulator.workload import Workload
 
@@ -160,11 +160,10 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
         "ebbtide, all on the host",
         Plan(
             subgroup_size=plan.subgroup_size,
-            placement=Plan.runs(["host"] * len(workload.subgroups)),
+            ways=tuple(Way("host", way.parameters) for way in plan.ways),
             staging_slots=0,
             threads=plan.threads,
             overlap_forward=workload.zero_stage == 3,
-            parameter_home=plan.parameter_home,
         ),
     )
     if workload.zero_stage == 3:

@@ -14,7 +14,7 @@ from ebbtide.simulator.estimates.deepspeed_config import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
@@ -212,9 +212,8 @@ class Question:
         start = Plan(
             subgroup_size=work.subgroup_size or max(work.subgroups),
             subgroups=work.subgroups,
-            placement=Plan.runs(["host"] * count),
+            ways=(Way("host", "host" if away else "device"),) * count,
             overlap_forward=work.zero_stage == 3,
-            parameter_home=Plan.home_runs(["host"] * count if away else ["device"] * count),
         )
         leanest = start if self.machine.unified_memory else _leanest(work, start, limits)
         if not limits.hold(*_peaks(work, leanest)):

@@ -11,8 +11,9 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES
 from ebbtide.simulator.update.footprint import Holding, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
-from ebbtide.simulator.update.recipes import Bytes, ways
+from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.update.tiers import TIERS
+from ebbtide.simulator.update.way import plain_ways
 from ebbtide.tuner.configurations.outcome import Question
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.moves import STORED
@@ -86,10 +87,10 @@ def _bytes(work: Workload, limits: Limits, name: str, options: Mapping[str, obje
     away = moved_out(work, [layer.params for layer in work.layers]) * work.wire_bytes
     if name == "ebbtide":  # state, gradients and perhaps parameters are here or there, whole
         held = Holding.of_workload(work)
-        kinds = zip(ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
+        kinds = zip(plain_ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
         stores = limits.storage_bytes is not None
         least = min(
-            sum(each) for (placement, home), *each in kinds if home == "device" and (stores or placement not in STORED)
+            sum(each) for way, *each in kinds if way.parameters == "device" and (stores or way.placement not in STORED)
         )
         beyond_both = device + work.params * least - limits.total_bytes
         if options.get("parameters") == "cpu":

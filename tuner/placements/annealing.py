@@ -111,7 +111,7 @@ class _Walk:
         self.state = Moved.of(
             base.placements, base.order, base.staging_slots, base.prefetch, search.choices, base.host_slots
         )
-        if search.speculates and "speculate" not in search.fixed:
+        if search.speculates and "early" not in search.fixed:
             self.state = replace(self.state, guesses=search.ordered(base).guesses)
         self.state_s = self.best_s = search.score(base).iteration_s
 

@@ -14,7 +14,8 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Placement
 from ebbtide.simulator.update.footprint import Holding
-from ebbtide.simulator.update.recipes import RECIPES, Queue, recipe_of, ways
+from ebbtide.simulator.update.recipes import Queue
+from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
 
 
@@ -54,12 +55,12 @@ def roomiest(
 
     held, params = Holding.of_workload(workload), float(workload.params)
     stores = limits.storage_bytes is not None and workload.zero_stage == 3
-    used = [way for way in ways() if _allowed(workload, machine, *way, stores) and way[1] in homes]
-    columns = [list(ways()).index(way) for way in used]
+    used = [way for way in plain_ways() if _allowed(workload, machine, way, stores) and way.parameters in homes]
+    columns = [plain_ways().index(way) for way in used]
     each = {memory: np.array(row, float)[columns] for memory, row in held.per_param.items()}
     live = 0.0 if workload.live_params is None else workload.live_params / params
-    gone = np.array([workload.wire_bytes * (1 - live) * (home == "host") for _, home in used])
-    sends = np.array([recipe_of(*way).gradient != "device" for way in used], float)
+    gone = np.array([workload.wire_bytes * (1 - live) * (way.parameters == "host") for way in used])
+    sends = np.array([way.recipe.gradient != "device" for way in used], float)
     most_sums = float(held.sums and not machine.unified_memory)
     # Per element: the ways' shares, then that of the sums on the device, then the room that is missing.
     under_way = held.sending_bytes(params, 0) / params
@@ -80,16 +81,18 @@ def roomiest(
         [(0, 1)] * len(used) + [(0, most_sums), (None, None)],
         method="highs",
     )
-    x = found.x[:-1]
+    x = np.array(found.x)[:-1]
     taken = [int(params * float(np.dot(row, x))) for row in (device, host, storage)]
-    shares = {way: float(share) for way, share in zip(used, x, strict=False) if share > 1e-9}
+    shares = {
+        (way.placement, way.parameters): float(share) for way, share in zip(used, x, strict=False) if share > 1e-9
+    }
     return Fit(taken[0] + int(base * params), taken[1], taken[2], shares)
 
 
-def _allowed(workload: Workload, machine: Machine, placement: Placement, home: ParameterHome, stores: bool) -> bool:
-    recipe = RECIPES[placement]
+def _allowed(workload: Workload, machine: Machine, way: Way, stores: bool) -> bool:
+    recipe = way.recipe
     if recipe.state == "storage" and not stores:
         return False
     if machine.unified_memory and recipe.queue != Queue.HOST:
         return False
-    return home == "device" or (workload.zero_stage == 3 and not machine.unified_memory)
+    return way.parameters == "device" or (workload.zero_stage == 3 and not machine.unified_memory)

@@ -52,7 +52,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: `Plan.speculate`, ``speculate_among`` and ``speculate_visits``; None: they stay.
+        guesses: `Candidate.guesses`; None: they stay.
     """
 
     codes: list[int]

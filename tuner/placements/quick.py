@@ -5,12 +5,13 @@ Needs neither optuna nor pandas nor matplotlib.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.recipes import SPECULATES
+from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.homes import begun
@@ -82,17 +83,15 @@ def quick_plan(
     if not best_s < current_s:
         return QuickPlan(current, current_s, current_s)
     visits = not VISITING.isdisjoint(best.placements)
-    made = current.placed(
-        best.placements,
+    made = current.with_ways(
+        of_codes(best.codes),
         order=best.order,
         staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0,
         prediction=None,
         alternatives=(),
         reasons=(),
-        parameter_home=Plan.home_runs(best.homes),
         host_slots=best.host_slots,
-        device_sums=best.device_sums or 0,
     )
     return QuickPlan(made, best_s, current_s)
 
@@ -105,17 +104,14 @@ def _running(current: Plan) -> Candidate:
         current.prefetch,
         order=current.order,
         host_slots=current.host_slots,
-        device_sums=current.device_sums,
+        device_sums=sum(current.summed_on_device),
     )
 
 
-def _fixed(current: Plan) -> dict[str, int]:
-    """What stays as it is; of guesses, for which there is memory, as many."""
-    same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
-    if any(current.guessed):
-        names = (*SPECULATES.values(), "speculate_among")
-        same |= {name: getattr(current, name) for name in names}
-    return same
+def _fixed(current: Plan) -> dict[str, Any]:
+    """Return what stays as it is: the threads, the overlap, and early updates, for which there is memory."""
+    same: dict[str, Any] = {"threads": current.threads, "overlap_forward": current.overlap_forward}
+    return same | ({"early": current.guessed} if any(current.guessed) else {})
 
 
 def _limits(

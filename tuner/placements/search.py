@@ -14,21 +14,13 @@ from ebbtide.simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bou
 from ebbtide.simulator.analysis.bounds.window import NAMED
 from ebbtide.simulator.analysis.guessed import guesses_worth, late_s, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome, Placement, Plan, guesses_among
+from ebbtide.simulator.plan import ParameterHome, Placement, Plan
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out, slots_within
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
-from ebbtide.simulator.update.recipes import (
-    HOST_SLOTS,
-    PARAMETER_SLOTS,
-    RECIPES,
-    SPECULATES,
-    Slot,
-    can_be_summed,
-    guessed_ways,
-)
+from ebbtide.simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES, Slot
+from ebbtide.simulator.update.way import GUESSED, HOME_CODES, SUMMED, of_codes, plain_ways
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from ebbtide.tuner.placements.update_orders import UpdateOrders
@@ -42,15 +34,16 @@ FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
 SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
+# The number of early updates of a placement.
+SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits"}
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 # By code: a search asks for each of its candidates, and `np.isin` takes ten times as long.
 _GUESSABLE: dict[Placement, NDArray[np.bool_]] = {
-    placement: np.isin(
-        range(2**7), [PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in guessed_ways() if p == placement]
-    )
+    placement: np.isin(range(2**7), [w.code for w in plain_ways() if w.placement == placement and w.can_be_early])
     for placement in SPECULATES
 }
-_SUMMABLE = np.isin(range(2**7), [PLACEMENT_CODES[p] for p in RECIPES if can_be_summed(p)])
+_EARLY = np.isin(range(2**7), [w.code for w in plain_ways() if w.can_be_early])
+_SUMMABLE = np.isin(range(2**7), [w.code for w in plain_ways() if w.can_sum_on_device])
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
@@ -66,6 +59,8 @@ class Candidate:
         speculate, speculate_visits: None: as many as there is memory and time
             for, where the search speculates.
         device_sums: None: as many as the device has memory left for.
+        early: True for each subgroup that is updated before the norm, if its placement allows that.
+            Empty: as ``speculate``, ``speculate_among`` and ``speculate_visits`` say.
     """
 
     placements: tuple[Placement, ...]
@@ -79,6 +74,7 @@ class Candidate:
     speculate: int | None = None
     speculate_visits: int | None = None
     speculate_among: int = 0
+    early: tuple[bool, ...] = ()
     device_sums: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
@@ -89,24 +85,20 @@ class Candidate:
             "trained_as": workload.trained_as,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
             "subgroups": workload.subgroups,
-            "placement": Plan.runs(self.placements),
+            "ways": of_codes(self.codes),
             "order": self.order or FORWARD,
             "staging_slots": self.staging_slots if visits else 0,
             "prefetch": self.prefetch if visits else 0,
             "threads": self.threads,
             "overlap_forward": self.overlap_forward,
             "host_slots": self.host_slots,
-            "parameter_home": Plan.home_runs(self.homes),
-            "speculate": self.speculate or 0,
-            "speculate_visits": self.speculate_visits or 0,
-            "speculate_among": self.speculate_among,
-            "device_sums": self.device_sums or 0,
         }
         return Plan.model_validate({**made, **fields})
 
     @cached_property
     def codes(self) -> np.ndarray:
-        early = with_guesses(_codes(self.placements, self.homes), *self.guesses)
+        codes = _codes(self.placements, self.homes)
+        early = with_bits(codes, self.early) if self.early else with_guesses(codes, *self.guesses)
         return with_sums(early, self.device_sums or 0)
 
     @property
@@ -279,18 +271,22 @@ class Search:
         if not self._may_store(codes):
             return math.inf
         codes = codes + home_codes(self.homes)
-        early = with_guesses(codes, *guesses)
+        early = self._early(codes, guesses)
         slots = self._slots(early, slots, host_slots)
         codes = with_sums(codes, self._most_sums(early, (slots, host_slots)))
         prefetch = min(prefetch, slots)
         options = (slots, prefetch, threads, overlap, issue, host_slots)
-        early = with_guesses(codes, *guesses)
+        early = self._early(codes, guesses)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
-        if not any(guesses) or math.isinf(seconds):
+        if (early == codes).all() or math.isinf(seconds):
             return seconds
         plain = self._sweep.evaluate(codes, *options)
         return self._mean_of(row, early, plain, threads, prefetch)
+
+    def _early(self, codes: NDArray[np.int8], guesses: Sequence[int]) -> NDArray[np.int8]:
+        fixed = self.fixed.get("early")
+        return with_bits(codes & ~SUMMED, fixed) + (codes & SUMMED) if fixed else with_guesses(codes, *guesses)
 
     def _most_guesses(self, c: Candidate, placement: Placement) -> int:
         """How many subgroups of a placement, from the last one on, there is memory and time for."""
@@ -328,9 +324,9 @@ class Search:
         """What a candidate takes on the average over steps that clip and steps that do not."""
         from ebbtide.simulator.engines import kernel
 
-        if not any(c.guesses):
+        if not (c.codes & GUESSED).any():
             return float(row[kernel.ITERATION_S])
-        none: dict[str, Any] = dict.fromkeys(SPECULATES.values(), 0)
+        none: dict[str, Any] = {**dict.fromkeys(SPECULATES.values(), 0), "early": ()}
         plain = evaluated(self._sweep, replace(c, **none))
         return self._mean_of(row, c.codes, plain, c.threads, c.prefetch)
 
@@ -559,14 +555,32 @@ class Search:
 
 
 def with_guesses(codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0) -> NDArray[np.int8]:
-    """Codes of subgroups that are guessed as `guesses_among` takes it: `Plan.guessed`."""
-    if not (speculate or visits):
-        return codes
-    numbers = zip(SPECULATES, (speculate, visits), strict=True)
-    able = {p: np.flatnonzero(_able(codes, p)).tolist() if n else [] for p, n in numbers}
-    early = codes.copy()
-    early[sorted(guesses_among(able, speculate, among, visits))] += GUESSED
+    """Return codes with some early updates.
+
+    Args:
+        speculate: The number of those on the host: the last ones, or evenly spread among the last ``among``.
+        visits: The number of visits: the last ones.
+    """
+    early = codes
+    numbers: dict[Placement, tuple[int, int]] = {"host": (speculate, among), "device": (visits, 0)}
+    for placement, (count, within) in numbers.items():
+        if count:
+            able = np.flatnonzero(_able(codes, placement))
+            early = early.copy()
+            early[able[spread(len(able), count, within)]] += GUESSED
     return early
+
+
+def spread(able: int, count: int, among: int = 0) -> list[int]:
+    """Return ``count`` positions of ``able``, evenly among the last ``among``, the very last one first."""
+    count = min(able, count)
+    among = min(able, max(count, among))
+    return [able - 1 - i * among // count for i in range(count)]
+
+
+def with_bits(codes: NDArray[np.int8], early: Sequence[bool]) -> NDArray[np.int8]:
+    """Return the codes with these early updates, as far as the ways allow them."""
+    return codes + GUESSED * (np.array(early) & _EARLY[codes]).astype(np.int8)
 
 
 def with_sums(codes: NDArray[np.int8], device_sums: int) -> NDArray[np.int8]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
+from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.placements.moves import VISITING
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import SPECULATES, Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 FEW = 8  # of the best plans without guesses, with which the search begins

@@ -94,14 +94,14 @@ class Request(BaseModel):
 def _few_subgroups(plan: Any) -> Any:
     """Before a plan's own checks, which write out every subgroup of its runs and of its spans."""
     if isinstance(plan, dict):
-        placed = sum(_size(run.get("count")) for run in _listed(plan, "placement", dict))
+        rows = [_listed(plan, name, dict) for name in ("ways", "placement", "parameter_home")]
+        placed = max(sum(_size(row.get("count")) for row in some) for some in rows)
         order = plan.get("order")
         queues = [_listed(order, queue, list) for queue in ("host", "device")]
         walked = [sum(_length(span) for span in spans) for spans in queues]
         if max(placed, *walked) > MOST_SUBGROUPS:
             raise RuleError(
-                f"plan.placement and plan.order must name at most {MOST_SUBGROUPS} subgroups here, but name more",
-                key="placement",
+                f"plan.ways and plan.order must name at most {MOST_SUBGROUPS} subgroups here, but name more", key="ways"
             )
     return plan
 

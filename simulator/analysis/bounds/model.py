@@ -18,8 +18,9 @@ from ebbtide.simulator.analysis.bounds.work import Work
 from ebbtide.simulator.engines.reference import alone_s
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Lane, Op, OpKind
-from ebbtide.simulator.update.recipes import Recipe, Slot, Step, Wait, Way, can_be_guessed, can_be_summed, recipe_of
+from ebbtide.simulator.update.recipes import Recipe, Slot, Step, Wait
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
@@ -100,11 +101,9 @@ class Model:
             sums: gradient sums may stay on the device, listed likewise.
         """
         self.workload = w = workload.serial
-        some = [(*way, False, False) for way in ways]
-        some += [(*way, True, False) for way in ways if guesses and can_be_guessed(*way)]
-        some += [(*way[:3], True) for way in some if sums and can_be_summed(*way[:2])]
-        self.machine, self.ways = machine, tuple(way[:2] for way in some)
-        self.guessed, self.summed = (tuple(way[i] for way in some) for i in (2, 3))
+        some = [*ways, *(way._replace(early=True) for way in ways if guesses and way.can_be_early)]
+        some += [way._replace(sum_on_device=True) for way in some if sums and way.can_sum_on_device]
+        self.machine, self.ways = machine, tuple(some)
         self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
         self.largest = max(w.subgroups)
         self.micro = w.gradient_accumulation_steps
@@ -112,7 +111,7 @@ class Model:
         self.forward_s = w.forward_s / self.micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
-        self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
+        self.recipes = tuple(way.recipe for way in some)
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
             self._part(n, step, times=self._times(step))

@@ -14,8 +14,9 @@ from ebbtide.simulator.analysis.bounds.room import wait_for_room
 from ebbtide.simulator.analysis.bounds.rows import Columns, Rows, Term
 from ebbtide.simulator.schedule import Lane
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding
-from ebbtide.simulator.update.recipes import Slot, Wait, slot_limit, ways
+from ebbtide.simulator.update.recipes import Slot, Wait, slot_limit
 from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.update.way import plain_ways
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -79,8 +80,6 @@ class Window:
         for slot in visited:
             self._visit(slot)
         self._fit(room)
-        self._crosses = np.zeros(0, dtype=np.int64)
-        self._stay()
         wait_for_room(model, self.rows, self.x, self.waited)
         self._resources()
         self._iteration()
@@ -116,7 +115,7 @@ class Window:
     @property
     def sending(self) -> list[Part]:
         """Return the steps with device memory in flight. Sums are sent from their place."""
-        return [p for p in self.home if not self.model.summed[p.way]]
+        return [p for p in self.home if not self.model.ways[p.way].sum_on_device]
 
     @property
     def waiting(self) -> dict[Lane, list[Part]]:
@@ -137,37 +136,16 @@ class Window:
         pieces = self.model.pieces
         for p, home in enumerate(pieces.homes):
             self.rows.equal(pieces.count[p], (self.x[p], 1.0))
-            for way, (_, other) in enumerate(self.model.ways):
-                if home and home != other:
+            for way, other in enumerate(self.model.ways):
+                if home and home != other.parameters:
                     self.rows.upper[self.x[p, way]] = 0.0
         for way, number in enumerate(numbers):
-            same = [n for n, other in enumerate(self.model.ways) if other == self.model.ways[way]]
+            same = [n for n, other in enumerate(self.model.ways) if other.plain == self.model.ways[way]]
             self.rows.equal(number, (self.x[:, same].ravel(), 1.0))
         for size in () if len(numbers) else np.unique(pieces.size):
             alike = np.flatnonzero(pieces.size == size)
             if pieces.whole[alike].all():
                 self._place_whole(alike)
-
-    def _stay(self) -> None:
-        """Require that the sums on the device are the first ones (`Plan.summed_on_device`).
-
-        After a gradient that crosses with each micro-batch, none stays.
-        """
-        m, pieces = self.model, self.model.pieces
-        crossing = sorted({g.way for g in m.gradients if Wait.SUM in g.step.waits})
-        staying = sorted({way for way, summed in enumerate(m.summed) if summed})
-        if not (crossing and staying):
-            return
-        order = np.argsort(pieces.last)
-        crosses = self._crosses = self.rows.new(len(pieces), 1.0)  # up to there
-        for k, p in enumerate(order):
-            here = (self.x[p, crossing], 1.0 / pieces.count[p])
-            self.rows.at_most(0.0, here, (int(crosses[k]), -1.0))
-            if k:
-                self.rows.at_most(0.0, (int(crosses[k - 1]), 1.0), (int(crosses[k]), -1.0))
-            for before in np.flatnonzero(pieces.last[order] < pieces.first[p])[-1:]:
-                behind = (self.x[p, staying], 1.0 / pieces.count[p])
-                self.rows.at_most(1.0, behind, (int(crosses[before]), 1.0))
 
     def _place_whole(self, alike: Columns) -> None:
         pieces = self.model.pieces
@@ -181,7 +159,7 @@ class Window:
     def place_each(self) -> None:
         """Require whole numbers of subgroups in each way, for pieces of equal subgroups."""
         some = self.x[self.model.pieces.whole].ravel()
-        for variable in (*some, *self._crosses):
+        for variable in some:
             self.rows.whole[variable] = True
 
     def limit(self, slot: Slot) -> int:
@@ -197,7 +175,7 @@ class Window:
         """
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
-        early = [n for n, r in enumerate(m.recipes) if m.guessed[n] and slot in r.slots]
+        early = [n for n, r in enumerate(m.recipes) if m.ways[n].early and slot in r.slots]
         visitors = [*users, *early]
         if not limit:
             self.rows.at_most(0.0, (self.x[:, visitors].ravel(), 1.0))
@@ -262,12 +240,12 @@ class Window:
         for memory, size_bytes in room.items():
             terms: list[Term] = []
             for number, way in enumerate(m.ways):
-                per_param = float(held.per_param[memory][ways().index(way)])
-                if memory == "host" and m.guessed[number]:
-                    per_param += held.guess_bytes(way[0])
-                if m.summed[number]:
+                per_param = float(held.per_param[memory][plain_ways().index(way.plain)])
+                if memory == "host" and way.early:
+                    per_param += held.guess_bytes
+                if way.sum_on_device:
                     per_param += {"device": 1, "host": -1}.get(memory, 0) * held.gradient_bytes
-                if free and memory == "device" and way[1] == "host":
+                if free and memory == "device" and way.parameters == "host":
                     per_param -= m.workload.wire_bytes  # which are in the workload's base
                 terms.append((self.x[:, number], per_param * m.pieces.size / unit))
             if memory == "device" and self.sending:
@@ -355,7 +333,7 @@ class Window:
         """Parameters that live in host memory come in for each forward and each backward."""
         m = self.model
         sizes = m.pieces.size * m.workload.wire_bytes
-        for way, (_, home) in enumerate(m.ways):
-            if home == "host":
+        for way, each_way in enumerate(m.ways):
+            if each_way.parameters == "host":
                 each = np.array([m.work.fetched(float(n)).taken_s[capacity] for n in sizes])
                 yield self.x[:, way], m.pieces.fetches * each

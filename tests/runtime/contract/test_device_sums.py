@@ -297,10 +297,10 @@ def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
         plan = plan_for(engine, ["host", "stored"], device_sums=99)
         device.left = 2
         ebbtide.runtime.attach(engine, plan, device=device)
-    said = [r.getMessage() for r in caplog.records if "plan.device_sums" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "plan.ways: sum_on_device" in r.getMessage()]
     assert len(said) == 1
     assert "memory for 0 of" not in said[0]
-    assert engine.optimizer._ebbtide.plan.device_sums == len(chosen(engine)) < plan.subgroup_count
+    assert sum(engine.optimizer._ebbtide.plan.summed_on_device) == len(chosen(engine)) < plan.subgroup_count
     assert_same(outcome(engine, 6), stock(3, **options))
 
 
@@ -317,6 +317,6 @@ def test_where_no_sum_would_leave_the_device_none_is_kept(device, options):
     if device not in DEVICES:
         pytest.skip("this device's memory is not the host's")
     engine = attached(start(**options), ["host"], device, device_sums=99)
-    assert engine.optimizer._ebbtide.plan.device_sums == 0
+    assert not any(engine.optimizer._ebbtide.plan.summed_on_device)
     assert held_bytes(engine) == 0
     engine.destroy()

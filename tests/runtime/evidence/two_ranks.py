@@ -7,7 +7,6 @@ import pytest
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.visits import Visits
-from ebbtide.simulator.update.recipes import SPECULATES
 
 from studies.bench.many_engines import freeze_heap
 from tests.runtime import fake_cuda
@@ -63,7 +62,7 @@ def races(case, mutant=None):
             patch.setattr(*mutant)
         pattern = MIX[rank:] + MIX[:rank]
         engine = start(**CASES[case])
-        early = dict.fromkeys(SPECULATES.values(), 1)
+        early = {"speculate": 1, "speculate_visits": 1}
         fields = early if "ZeRO-3" in case else {}
         order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern, **fields)
         fake.close()

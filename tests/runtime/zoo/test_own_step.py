@@ -185,7 +185,7 @@ def test_all_of_its_memory_is_told(extra, home):
 
 def test_a_running_plan_is_not_switched_to_other_placements():
     engine = attached(start(extra=TORCH_ADAM), ["host"], "unified", None)
-    with pytest.raises(PlanError, match=r"plan\.placement must be host for every subgroup"):
+    with pytest.raises(PlanError, match=r"plan\.ways must be host for every subgroup"):
         switch_plan(engine, plan_for(engine, ["host", "resident"]))
     engine.destroy()
 

@@ -12,7 +12,7 @@ import torch
 from ebbtide.runtime.replan.auto import WATCHED_STEPS
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
-from ebbtide.simulator.plan import ParameterHome, Placement, Plan
+from ebbtide.simulator.plan import ParameterHome, Placement, Way
 
 from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
@@ -112,7 +112,7 @@ def _mix(engine: Any) -> None:
     homes: list[ParameterHome] = ["host" if away and i % 2 else "device" for i in range(count)]
     placements = [MIX[(first + i) % len(MIX)] for i in range(count)]
     slots = {"staging_slots": 2, "prefetch": 1} if "device" in placements else {}
-    switch_plan(engine, session.plan.placed(placements, parameter_home=Plan.home_runs(homes), **slots))
+    switch_plan(engine, session.plan.with_ways(list(map(Way, placements, homes)), **slots))
 
 
 def _state(engine: Any) -> list[torch.Tensor]:

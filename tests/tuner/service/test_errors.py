@@ -61,7 +61,7 @@ CASES = [
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"workload": 1}}, "options.workload"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"name": 1}}, "options.name"),
     ("/simulate", {**LLAMA, "plan": {**PLAN, "prefetch": 3}}, "plan.prefetch"),
-    ("/simulate", {**LLAMA, "plan": PLAN}, "plan.placement"),
+    ("/simulate", {**LLAMA, "plan": PLAN}, "plan.ways"),
     ("/simulate", {**LLAMA, "subgroup_size": 1}, "subgroup_size"),
     ("/what-if", {**LLAMA, "changes": {"wings": [1]}}, "changes.wings"),
     ("/what-if", {**LLAMA, "changes": {"h2d_bytes_per_s": [1]}}, "changes.h2d_bytes_per_s"),
