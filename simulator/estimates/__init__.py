@@ -1,1 +1,1 @@
-"""Machines and workloads that nobody has measured: presets, and models from their configuration."""
+"""Machines and workloads without a measurement: presets, and models from their configuration."""

@@ -132,9 +132,7 @@ def _gated_ffn(hidden: int) -> int:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a model that also sees or hears, the part that reads and writes text, which is named so:
-    what is beside it is not estimated.
-    """
+    """Return the text part of a multimodal model's config. The other parts are not estimated."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or any(name in config for name in KEYS["layers"]):
         return config
@@ -177,7 +175,7 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """That of Llama, with what the flags change of it."""
+    """Return Llama's layout, changed by the flags."""
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):

@@ -1,4 +1,4 @@
-"""A model as blocks of parameters, in the order in which modules register them.
+"""A model as blocks of parameters, in the order of their registration in modules.
 
 The order counts: DeepSpeed cuts subgroups at the borders of parameters, one after the other.
 """
@@ -80,7 +80,7 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """By its modules: `ebbtide.simulator.estimates.modules`."""
+    """An architecture read from its modules: see `ebbtide.simulator.estimates.modules`."""
 
     held: tuple[Block, ...]
 
@@ -90,17 +90,17 @@ class BuiltArchitecture(Architecture):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedArchitecture(Architecture):
-    """By its numbers.
+    """An architecture described by its numbers.
 
     Attributes:
         layout: a layer's parts in the order of its parameters; the names are those of `PARTS`.
-        embedding, head: the same for what comes before and after the layers.
-        bias: which of ``qkv``, ``out``, ``mlp``, ``router``, ``head`` have a bias.
+        embedding, head: the same for the parts before and after the layers.
+        bias: the parts with a bias, of ``qkv``, ``out``, ``mlp``, ``router``, ``head``.
         norm_params: parameters of one norm, each over its whole width: 0, 1 (RMS) or 2 (layer
             norm: weight and bias).
         positions: learned position embeddings, 0 with rotary ones.
-        experts, experts_per_token: of a mixture of experts; 0: a dense MLP.
-        shared_ffn: width of the expert that every token has, beside ``ffn`` of the others.
+        experts, experts_per_token: of a mixture of experts. 0: a dense MLP.
+        shared_ffn: width of the expert that every token has, in addition to ``ffn`` of the others.
     """
 
     head_size: int
@@ -178,7 +178,7 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """All experts of a layer; ``fused``: each kind of matrix of all of them is one parameter."""
+    """Return the part with all experts of a layer. ``fused``: one parameter for each kind of matrix."""
 
     def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]

@@ -1,7 +1,7 @@
-"""How long collectives take inside a node, and what they bring in from other nodes.
+"""The duration of collectives inside a node, and the bytes that they bring in from other nodes.
 
-Rings, as NCCL runs them for all-gather and reduce-scatter: everything but a rank's own part passes
-each rank's port once; an all-reduce is both, one after the other (Patarasu and Yuan, Bandwidth
+Rings, as NCCL runs them for all-gather and reduce-scatter: everything except a rank's own part passes
+each rank's port once. An all-reduce is both, one after the other (Patarasu and Yuan, Bandwidth
 optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as slow as its slowest
 hop. NCCL's trees for all-reduces between nodes bring no less into the busiest node.
 """
@@ -29,7 +29,7 @@ class Links:
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """NVLink where the machine has it, else through host memory over PCIe."""
+        """Return the machine's links: NVLink if it has one, otherwise PCIe through host memory."""
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
             slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
@@ -51,27 +51,26 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Once around a ring through so many ranks, whose slowest hop has this rate."""
+    """Return the seconds of one round through a ring with this rate on its slowest hop."""
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
 
 def passed_on(size_bytes: float, ranks: int) -> float:
-    """What a ring brings to each rank, and into each node, while it gathers so much: all but one
-    rank's part.
+    """Return the bytes that a gather by a ring brings to each rank, and into each node: all but one rank's part.
 
-    Were each node to receive only what it lacks it would be less where ranks share it; but a ring
-    through all ranks enters each node once.
+    It would be less if each node received only what it lacks. But a ring through all ranks enters
+    each node once.
     """
     return (ranks - 1) / ranks * size_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks share a node: nodes are filled one after the other, tensor parallelism counts
-    innermost, then data, then pipeline stages (Megatron-LM's order, and that of DeepSpeed's
+    """The ranks of each node. Nodes are filled one after the other: tensor parallelism counts innermost,
+    then data, then pipeline stages (Megatron-LM's order, and that of DeepSpeed's
     ``PipeModelDataParallelTopology``).
 
-    All that crosses between nodes waits for the node that most comes into.
+    Traffic between nodes takes as long as the node with the most incoming bytes.
     """
 
     gpus_per_node: int
@@ -94,7 +93,7 @@ class Layout:
 
     @property
     def ring_in_node(self) -> int:
-        """Most ranks that one of ZeRO's rings has in a node."""
+        """Return the largest number of ranks that one of ZeRO's rings has in a node."""
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
@@ -103,7 +102,7 @@ class Layout:
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 
     def _rings_entering(self) -> int:
-        """Most of ZeRO's rings with ranks of one node and of others, where this stage has ranks."""
+        """Return the largest number of ZeRO's rings that enter one of this stage's nodes from others."""
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node
@@ -120,9 +119,7 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Most groups of tensor parallelism that have ranks of one node and of others; 0: each is
-        inside a node.
-        """
+        """Return the largest number of tensor-parallel groups that cross one node's border. 0: none does."""
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

@@ -1,10 +1,13 @@
-"""How long a device computes on one block of a transformer, from its shapes.
+"""The seconds that a device computes on one block of a transformer, from its shapes.
 
-Matrix products run at the rate that large products sustain, and never faster than their operands pass through device
-memory. Attention has a rate of its own: its products are small and its softmax lies between them. The kernels between
-the products (norms, activations, residuals, rotary embedding, the loss) are bound by device memory alone. Their traffic
-depends on who wrote them: fused or compiled kernels read and write each tensor once, PyTorch's own modules do so for
-every operation.
+Matrix products run at the rate that large products sustain, and never faster than their operands pass through
+device
+memory. Attention has its own rate: its products are small, with a softmax between them. The kernels between
+the products (norms, activations, residuals, rotary embedding, the loss) are bound by device memory alone. Their
+traffic
+depends on their implementation: fused or compiled kernels read and write each tensor once, PyTorch's own modules
+do so
+for every operation.
 """
 
 import math
@@ -64,7 +67,7 @@ BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, 
 
 @dataclass(frozen=True)
 class Device:
-    """What a block's time depends on besides its shape."""
+    """The rates on which a block's time depends, in addition to its shape."""
 
     flops_per_s: float
     attention_flops_per_s: float

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config says about a workload, with ``"auto"`` resolved as Hugging Face does."""
+"""The workload in a DeepSpeed config, with ``"auto"`` resolved as Hugging Face does."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,18 +75,18 @@ def deepspeed_fields(
     precision: WireDtype | None = None,
     zero_stage: int | None = None,
 ) -> dict[str, Any]:
-    """What a DeepSpeed config says of a job: fields of `ebbtide.simulator.estimates.job.Job`.
+    """Return the fields of `ebbtide.simulator.estimates.job.Job` from a DeepSpeed config.
 
-    ``"auto"`` becomes what Hugging Face's integration makes of it: batch sizes and precision from
+    ``"auto"`` is resolved as in Hugging Face's integration: batch sizes and precision from
     the arguments here, buckets from the hidden size, clipping at its Trainer's default (on).
 
     Args:
         hidden: of the model, for automatic bucket sizes.
         ranks: data-parallel ranks, for ``train_batch_size``.
-        zero_stage: where the config has none.
+        zero_stage: the stage if the config has none.
 
     Raises:
-        ModelError: the file cannot be read, stage or optimizer are not what a plan is for, sizes
+        ModelError: the file cannot be read, a plan does not apply to the stage or optimizer, sizes
             contradict each other, or a value that is ``"auto"`` is not given as an argument.
     """
     read = loaded(config)
@@ -120,7 +120,7 @@ def deepspeed_fields(
 
 
 def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> list[str]:
-    """Nothing silent: keys that change nothing in a simulation."""
+    """Return the keys that change nothing in a simulation, so that none is ignored silently."""
     keys = {*config}
     for name in _PARTLY_READ:
         keys |= {f"{name}.{key}" for key in section(config, name)}
@@ -128,9 +128,9 @@ def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> 
 
 
 def default_clipping(installed: str | None = None) -> float:
-    """What DeepSpeed clips at where its config is silent: 0 (not at all) before 0.19.3, 1 since.
+    """Return DeepSpeed's default for ``gradient_clipping``: 0 (no clipping) before 0.19.3, 1 since.
 
-    ``installed`` is its version; None: the one that is here, or the newest.
+    ``installed`` is its version. None: the installed one, or the newest.
     """
     return 1.0 if at_least((0, 19, 3), installed) else 0.0
 
@@ -164,7 +164,7 @@ class _Resolver:
         return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
     def count(self, key: str, given: int | None) -> int | None:
-        """A batch size: from the config, else as given; None: neither says it."""
+        """Return a batch size: from the config, otherwise the given one, otherwise None."""
         value = self.config.get(key)
         if value is None or value == AUTO:
             if given is not None and value == AUTO:
@@ -206,7 +206,7 @@ class _Resolver:
         return micro or 1, steps or 1
 
     def stage(self, given: int | None) -> ZeroStage:
-        """The config's, else as given, else 3."""
+        """Return the config's stage, otherwise the given one, otherwise 3."""
         zero = self.section("zero_optimization")
         stage = zero.get("stage")
         if stage is None:
@@ -226,7 +226,7 @@ class _Resolver:
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:
-        """By the name that `OPTIMIZERS` has; none given is Adam."""
+        """Return the optimizer's name in `OPTIMIZERS`. The default is Adam."""
         kind = str(self.section("optimizer").get("type", "AdamW"))
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:
@@ -237,7 +237,7 @@ class _Resolver:
         return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
-        """bf16, fp16 or fp32; ``"auto"`` and nothing at all: as given, else bf16."""
+        """Return bf16, fp16 or fp32. If it is ``"auto"`` or absent, return the given one, otherwise bf16."""
         names: tuple[tuple[str, WireDtype], ...] = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
         chosen = {dtype for enabled, dtype in states if enabled is True}

@@ -173,7 +173,10 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
-    """Whether DeepSpeed is this new: the one ``installed``, None: the one here, or the newest."""
+    """Return whether DeepSpeed is at least this version.
+
+    ``installed`` is its version. None: the installed one, or the newest.
+    """
     installed = installed or _installed_version()
     if installed is None:
         return True
@@ -241,8 +244,9 @@ def _of_installed(where: str) -> set[str]:
 
 
 class _Kind:
-    """What a value may be: a rule in words, and the type as pydantic checks it, which DeepSpeed's
-    own schemas are of; ``auto``: or "auto"; ``flag``: that says the same on a command line.
+    """The allowed values of a key: a rule in words, and the type for pydantic, as in DeepSpeed's own schemas.
+
+    ``auto``: "auto" is also allowed. ``flag``: the command-line option with the same meaning.
     """
 
     def __init__(self, rule: str, type_: Any, *, auto: bool = False, flag: str = "") -> None:
@@ -250,17 +254,17 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """What pydantic takes it for; as it is where that is an error."""
+        """Return the value that pydantic makes of this one, or the value itself if that fails."""
         try:
             return self._type.validate_python(value)
         except ValidationError:
             return value
 
     def check(self, key: str, value: Any) -> None:
-        """As it was taken: a switch that is still a text was none.
+        """Check the value as pydantic reads it. A switch that is still text is refused.
 
         Raises:
-            ModelError: the value is none of this kind.
+            ModelError: the value is not of this kind.
         """
         if self.auto and value == AUTO:
             return
@@ -273,7 +277,7 @@ class _Kind:
 
 
 def _no_switch(value: Any) -> Any:
-    """Which pydantic takes for 0 or 1."""
+    """Refuse booleans, which pydantic takes for 0 or 1."""
     if isinstance(value, bool):
         raise ValueError  # noqa: TRY004 - which pydantic hears
     return value

@@ -63,7 +63,9 @@ class FlatRank(Rank):
         return found
 
     def slice_elements(self, elements: int) -> int:
-        """Of each rank: all slices are equal and begin on a border of START_ALIGNMENT elements."""
+        """Return the elements of each rank's slice. All slices are equal and begin at a multiple of START_ALIGNMENT
+        elements.
+        """
         ranks = self.job.data_parallel
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
 
@@ -96,7 +98,7 @@ class FlatRank(Rank):
 
     @property
     def reduced_beside(self) -> float:
-        """Backward gathers nothing; ZeRO-1's reductions come behind it."""
+        """Return the share of reductions that overlap backward. Backward gathers nothing; ZeRO-1 reduces after it."""
         return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
@@ -110,16 +112,18 @@ class FlatRank(Rank):
 
     @property
     def _made_bytes(self) -> int:
-        """Of a gradient in the bucket: ZeRO-1 widens them before they are reduced."""
+        """Return the bytes of a gradient in the bucket. ZeRO-1 widens gradients before it reduces them."""
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Gradients that ZeRO-1 keeps whole until the step's only reduction, those of a slice that
-        ZeRO-2 adds up wider than they travel, and a buffer as large as the largest parameter, in
-        which DeepSpeed adds up micro-batches otherwise. Where ZeRO-1 adds up wider, it does so
-        behind each backward, with all gradients there in both widths.
+        """Return the peak bytes of gradients that wait in a backward.
 
-        Gradients are made while activations are freed: what they add to the peak counts.
+        ZeRO-1 keeps all gradients until the step's only reduction. ZeRO-2 keeps those of a slice if it adds
+        them up wider than they travel, otherwise a buffer as large as the largest parameter, to add up
+        micro-batches. If ZeRO-1 adds up wider, it does so after each backward, with all gradients in both
+        widths.
+
+        Gradients are made while activations are freed: only their addition to the peak counts.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

@@ -1,4 +1,4 @@
-"""What is trained and how: parsed once, read by everybody who asks what it takes."""
+"""A training job, parsed once and read by all estimates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
 class Job(Training):
-    """From flags, a DeepSpeed config, a request or Python; what it makes of each machine."""
+    """A training job from flags, a DeepSpeed config, a request or Python, and its workload on each machine."""
 
     @classmethod
     def of_deepspeed(
@@ -47,11 +47,11 @@ class Job(Training):
         zero_stage: int | None = None,
         **shape: Any,
     ) -> Self:
-        """From a model and DeepSpeed's config, which may hold ``"auto"``.
+        """Return the job of a model and DeepSpeed's config, which may hold ``"auto"``.
 
         Args:
             model: see `architecture`.
-            micro_batch, accumulation, precision, zero_stage: where the config leaves them open.
+            micro_batch, accumulation, precision, zero_stage: for values that the config leaves open.
             shape: other fields of a job.
 
         Raises:
@@ -120,10 +120,10 @@ class Job(Training):
         }
 
     def workload(self, machine: Machine) -> Workload:
-        """What one rank does in an iteration on a machine: see `workload_from_model`.
+        """Return one rank's work in an iteration on a machine: see `workload_from_model`.
 
         Raises:
-            ModelError: the machine does not tell a rate that the job needs.
+            ModelError: the machine lacks a rate that the job needs.
         """
         if machine.device_flops_per_s is None:
             raise ModelError(
@@ -155,8 +155,9 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Why no plan can be made for a DeepSpeed config: what training under one refuses, and what a
-    plan is not simulated with; empty: one can.
+    """Return the reason why no plan can be made for a DeepSpeed config, or an empty string.
+
+    Reasons are keys that training under a plan refuses, or that the simulation of a plan lacks.
     """
     own_step = own_step_key(config)
     if own_step:
@@ -196,7 +197,7 @@ def workload_from_model(
     activation_checkpointing: Checkpointing = "full",
     **job: Any,
 ) -> Workload:
-    """What one rank would do in an iteration of training ``model`` under ZeRO.
+    """Return one rank's work in an iteration of training ``model`` under ZeRO.
 
     >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
@@ -212,7 +213,7 @@ def workload_from_model(
 
     Args:
         model: see `architecture`.
-        ds_config: DeepSpeed's config, may hold ``"auto"``; what it says wins over the defaults.
+        ds_config: DeepSpeed's config, which may hold ``"auto"``. Its values win over the defaults.
         activation_checkpointing: ``full`` keeps each layer's input and computes it again, ``selective`` every
             other layer's.
         job: fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel,

@@ -1,9 +1,9 @@
-"""What starts the ranks of a job, and how many threads it leaves each of them.
+"""The launchers of a job's ranks, and the number of threads that each leaves to a rank.
 
 Stock's updates on the host run on OpenMP's threads: as many as a rank may use cores, unless
-``OMP_NUM_THREADS`` says otherwise. `torchrun` sets that to 1 where a node has more than one rank
-and nobody has set it (``torch/distributed/run.py``), and `accelerate launch`, whose ranks torchrun
-starts, does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `srun` and a plain
+``OMP_NUM_THREADS`` says otherwise. `torchrun` sets that to 1 if a node has more than one rank
+and the variable is unset (``torch/distributed/run.py``). `accelerate launch` starts its ranks by
+torchrun and does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `srun` and a plain
 interpreter leave it alone. ebbtide's own updates do not depend on it.
 """
 

@@ -133,7 +133,7 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
 
 
 def model_class(config: Any) -> Any:
-    """What builds a language model: with its encoder, where there is one."""
+    """Return the class that builds a language model, with its encoder if it has one."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
@@ -141,7 +141,7 @@ def model_class(config: Any) -> Any:
 
 
 def _as_float(given: dict[str, Any]) -> Any:
-    """As transformers writes what JSON has no number for."""
+    """Convert a value that transformers writes for numbers that JSON lacks."""
     return float(given["__float__"]) if set(given) == {"__float__"} else given
 
 
@@ -157,7 +157,7 @@ class _Reader:
         self.model, self.config = model, config
 
     def architecture(self, name: str) -> Architecture:
-        """Embedding is what comes before the first layer, head what comes behind the last one."""
+        """Return the architecture. The embedding comes before the first layer, the head after the last one."""
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -182,7 +182,7 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Those of the list that has most elements, and of an encoder beside a decoder."""
+        """Yield the layers of the longest list, and those of an encoder if there is one."""
         import torch
 
         parts = [self.model]
@@ -193,7 +193,7 @@ class _Reader:
             yield from max(lists, key=_elements)
 
     def flops(self, layer: Any) -> float:
-        """Of a token: two for each weight of a matrix, none where it looks a row up."""
+        """Return the flops of a token: two for each weight of a matrix, none for table lookups."""
         import torch
 
         tables = {id(m.weight) for m in layer.modules() if isinstance(m, torch.nn.Embedding)}

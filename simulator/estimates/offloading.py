@@ -1,4 +1,4 @@
-"""What DeepSpeed's config offloads, the strategy that simulates it, and whether a plan can."""
+"""The offloads of a DeepSpeed config, the strategy that simulates them, and whether a plan can apply."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,10 +26,10 @@ _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 @dataclass(frozen=True)
 class Offloading:
-    """By DeepSpeed's keys.
+    """The offloads of a config, by DeepSpeed's keys.
 
     Attributes:
-        optimizer: ``offload_optimizer.device``; None: the config has no such section.
+        optimizer: ``offload_optimizer.device``. None: the config has no such section.
         parameters: ``offload_param.device``.
         activations: ``activation_checkpointing.cpu_checkpointing``.
         pipelined: ``offload_optimizer.pipeline_read`` or ``pipeline_write``.
@@ -37,7 +37,7 @@ class Offloading:
         pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
         zenflow: the config has ``zenflow``.
-        storage: the folder under ``offload_optimizer.nvme_path`` in which a plan stores state.
+        storage: the folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
         given: there is a config at all.
     """
 
@@ -61,19 +61,19 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """The key of what is offloaded besides state in host memory; empty: nothing is."""
+        """Return the key of an offload other than state in host memory, or an empty string."""
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
         return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
-        """What `ebbtide.simulator.build_strategy` takes: stock DeepSpeed under this config.
+        """Return the arguments of `ebbtide.simulator.build_strategy` for stock DeepSpeed under this config.
 
-        Without any config its offload of optimizer state, which is what a plan is compared with.
+        Without any config it is the offload of optimizer state, as the baseline of a plan.
 
         Raises:
-            ModelError: what is not simulated (parameters on NVMe, ZenFlow), or DeepSpeed does not
-                have (a ``ratio`` below ZeRO-3).
+            ModelError: an offload that is not simulated (parameters on NVMe, ZenFlow), or that DeepSpeed
+                lacks (a ``ratio`` below ZeRO-3).
         """
         self._check(zero_stage)
         if self.beyond_state:
@@ -121,7 +121,7 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent beside {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Those that count at this stage; all others change nothing in a simulation."""
+        """Return the keys that count at this stage. All others change nothing in a simulation."""
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
@@ -141,7 +141,7 @@ def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
 
 
 def offloading_of(read: Mapping[str, Any]) -> Offloading:
-    """Of a config as `loaded` gives it."""
+    """Return the offloads of a config as `loaded` gives it."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
@@ -174,17 +174,15 @@ def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] 
 
 
 def default_pinning(installed: str | None = None) -> bool:
-    """Whether DeepSpeed pins its buffers where ``pin_memory`` is absent: since 0.19.5.
+    """Return whether DeepSpeed pins its buffers if ``pin_memory`` is absent: since 0.19.5.
 
-    ``installed`` is its version; None: the one that is here, or the newest.
+    ``installed`` is its version. None: the installed one, or the newest.
     """
     return at_least((0, 19, 5), installed)
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Why there is nothing for a plan to do, so that DeepSpeed trains as without one; empty: there
-    is.
-    """
+    """Return the reason why a plan has nothing to do, so that DeepSpeed trains without one, or an empty string."""
     stage = at(config, f"{ZERO}.stage") or 0
     if stage == 0:
         return f"{ZERO}.stage is 0, which divides nothing among the ranks"
@@ -194,7 +192,7 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of `STATE` whose place a plan takes, each with what is said of it."""
+    """Return the keys of `STATE` that a plan replaces, each with an explanation."""
     state = section(config, STATE)
     found = {}
     ratio = state.get("ratio")
@@ -213,9 +211,9 @@ def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plan_obstacle(config: Mapping[str, Any]) -> str:
-    """Why training under a plan refuses this config, with the key to change; empty: it does not.
+    """Return the reason why training under a plan refuses this config, with the key to change, or an empty string.
 
-    Of keys that no plan goes with; stage, device and optimizer are for who reads them to judge.
+    Only keys that no plan goes with are checked. The callers judge stage, device and optimizer.
     """
     zero = section(config, ZERO)
     if zero.get("zenflow") is not None:
@@ -244,7 +242,8 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """The key for which the optimizer runs its own step under a plan, with all of the state in host
-    memory, so that there is nothing to search; empty: none.
+    """Return the key that makes the optimizer run its own step under a plan, or an empty string.
+
+    All of the state is then in host memory, so that there is nothing to search.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

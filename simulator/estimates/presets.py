@@ -90,9 +90,9 @@ def preset(name: str) -> Machine:
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
-    """What a device's data sheet says that no rate of it exceeds, by a `Machine`'s fields.
+    """Return the limits in a device's data sheet, by a `Machine`'s fields. No rate exceeds them.
 
-    Empty for a device without a sheet here.
+    The result is empty for a device without a sheet here.
     """
     for sheet in SHEETS.values():
         if sheet.device_name == device_name:
@@ -102,7 +102,7 @@ def sheet_limits(device_name: str) -> dict[str, float]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """All names, in alphabetical order."""
+    """Return all names in alphabetical order."""
     return tuple(sorted(SHEETS))
 
 
@@ -181,11 +181,11 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """What one rank's update draws of DRAM: as published, else as one NUMA node has it.
+    """Return the DRAM bandwidth of one rank's update: as published, otherwise one NUMA node's.
 
-    Of several ranks at once each one's figure is the least that it would draw alone. On the H100
-    node that is half of what a NUMA node gives, and half of its socket's is what the only rank
-    drew that was published alone (A100): so it is taken, though not as published.
+    With several concurrent ranks, each one's figure is the least that it would draw alone. On the H100
+    node that is half of a NUMA node's bandwidth. The only single rank that was published (A100) drew half
+    of its socket's. So half is assumed there, although it was not published.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
@@ -217,7 +217,7 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Of the triad rate, for each of several ranks: as their published updates drew it."""
+    """Return the shares of the triad rate, for each of several ranks, from their published updates."""
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():
         if ranks > 1:

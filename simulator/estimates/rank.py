@@ -86,7 +86,7 @@ class Rank:
 
     @property
     def loop_s(self) -> float:
-        """What the training script does between iterations, where runs have told it."""
+        """Return the seconds of the training script between iterations, if runs have shown them."""
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
     @cached_property
@@ -96,7 +96,7 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """Return the tokens of one micro-batch."""
         return self.job.sequence * self.job.micro_batch
 
     @cached_property
@@ -117,7 +117,7 @@ class Rank:
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
+        """Return this rank's elements of each parameter: tensor parallelism first, then ZeRO."""
         return _partitions(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
@@ -133,7 +133,7 @@ class Rank:
         return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
-        """What DeepSpeed gathers in a forward and its backward, by (block, parameter)."""
+        """Return DeepSpeed's gathers in a forward and its backward, by (block, parameter)."""
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
         again = tuple(recompute and bool(block.attention) for block in blocks)
@@ -199,7 +199,7 @@ class Rank:
         return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
-        """Of one micro-batch: the device computes, the node gathers, the host issues."""
+        """Return the seconds of one micro-batch: the device computes, the node gathers, the host issues."""
         return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
@@ -211,17 +211,17 @@ class Rank:
         return computed + self.averaging_s(block) + (1 - beside) * reduced
 
     def averaging_s(self, block: Block) -> float:
-        """What reducing a block's gradients takes of the device itself."""
+        """Return the device's own seconds to reduce a block's gradients."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
     @property
     def reduced_beside(self) -> float:
-        """Share of the reductions beside which backward goes on.
+        """Return the share of the reductions that overlap backward.
 
         Gathers and reductions are of one process group, and NCCL runs them in the order of their
-        issue. A full bucket is reduced at once, and what backward needs next, but for what was
-        fetched ahead, is gathered behind it (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        issue. A full bucket is reduced immediately. Backward's next parameters, except prefetched ones, are
+        gathered after it (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
         ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
         if not self.job.overlaps_comm:
@@ -235,16 +235,16 @@ class Rank:
 
     @property
     def module_issue_s(self) -> float:
-        """What one of a layer's modules costs the host."""
+        """Return the host seconds of one of a layer's modules."""
         issue = self.machine.layer_issue_s
         return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     def parameters_s(self, block: Block) -> float:
-        """Until the block's parameters are whole, for one pass."""
+        """Return the seconds until the block's parameters are whole, for one pass."""
         return self.gather_s(block, self.wire)
 
     def reduce_s(self, block: Block) -> float:
-        """Until the block's gradients of one micro-batch are averaged."""
+        """Return the seconds until the block's gradients of one micro-batch are averaged."""
         return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
@@ -264,7 +264,7 @@ class Rank:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What one all-reduce of tensor parallelism adds up."""
+        """Return the bytes that one all-reduce of tensor parallelism adds up."""
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
@@ -332,7 +332,7 @@ class Rank:
         return held + sum(self.base_parts(blocks).values())
 
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
-        """What of `base_bytes` is no bucket."""
+        """Return the parts of `base_bytes` that are no bucket."""
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
         if self.job.recompute:  # its activations stay until the next iteration's take their place
@@ -340,7 +340,7 @@ class Rank:
         return parts
 
     def whole_elements(self, block: Block) -> int:
-        """Of all data-parallel ranks together."""
+        """Return the elements of all data-parallel ranks together."""
         return sum(self.partitions(block)) * self.job.data_parallel
 
     def held_elements(self, blocks: Sequence[Block]) -> int:
@@ -379,8 +379,9 @@ class Rank:
 
 @lru_cache(maxsize=64)
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
-    """Each parameter taken for a module of its own, as most are or are used with it; a block is one
-    too, and so is the model, whose backward comes before all others.
+    """Return the gathers, with each parameter taken for a module, as most are or are used with one.
+
+    A block is a module too, and so is the model. Its backward comes before all others.
     """
     modules: list[list[Module]] = [
         [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)

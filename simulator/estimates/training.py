@@ -67,33 +67,34 @@ Written = Annotated[Kernels, BeforeValidator(_kernels)]
 
 
 class Training(BaseModel):
-    """What is trained and how; `ebbtide.simulator.estimates.job.Job` says where it comes from.
+    """The fields of a training job. `ebbtide.simulator.estimates.job.Job` says where they come from.
 
     Attributes:
         architecture: of the model.
         sequence: tokens of a sample; ``micro_batch``: samples of a rank and pass;
             ``accumulation``: micro-batches of an optimizer step.
-        data_parallel: ZeRO's ranks; the whole job has data x tensor x pipeline GPUs.
-        stage: the pipeline stage that is looked at, 0: the first.
-        sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
-        offload: where state, parameters and activations are.
+        data_parallel: ZeRO's ranks. The whole job has data x tensor x pipeline GPUs.
+        stage: the simulated pipeline stage, 0: the first.
+        sequence_parallel: divide along the sequence what tensor parallelism leaves whole.
+        offload: location of state, parameters and activations.
         recompute: each layer keeps its input and is computed again (activation checkpointing).
-        recompute_share: the share of the layers that are (1: full, 0.5: selective, every other one).
+        recompute_share: the share of recomputed layers (1: full, 0.5: selective, every other one).
         flash_attention: attention scores are never stored.
-        kernels: ``fused`` for fused or compiled kernels between the products (Megatron-LM, torch.compile, Liger),
+        kernels: ``fused`` for fused or compiled kernels between the products (Megatron-LM, torch.compile,
+        Liger),
             ``eager`` for PyTorch's own (the transformers library as it is).
         fused_loss: logits and loss come from one kernel, or chunk by chunk.
         precision: of parameters and gradients as they travel; ``gradient_bytes``: of a gradient
-            where it is added up.
-        clip: the norm that gradients are clipped at; 0: they are not.
-        clip_rate: Fraction of steps that clip gradients or overflow. None if it is not known:
+            as it is added up.
+        clip: the norm to which gradients are clipped. 0: no clipping.
+        clip_rate: fraction of steps that clip gradients or overflow. None if it is not known:
             `Workload.expected_clip_rate`.
         max_live_parameters, max_reuse_distance, persistence_threshold: in elements, as DeepSpeed's
-            keys of like names: what stays on the device between two uses.
+            keys of like names: the parameters that stay on the device between two uses.
         overlap_comm: None: as DeepSpeed has it at this ZeRO stage.
-        launcher: what starts the ranks, which decides on how many threads stock updates on the
-            host; ``omp_threads``: ``OMP_NUM_THREADS`` as the user sets it, whatever starts them.
-        notes: what was ``"auto"`` or left out and what was taken for it: for people.
+        launcher: the launcher of the ranks. It decides on the number of threads of stock's updates on
+            the host; ``omp_threads``: ``OMP_NUM_THREADS`` as set by the user.
+        notes: values that were ``"auto"`` or left out, with the assumed value, as sentences.
         config: DeepSpeed's, as it was given.
     """
 
@@ -149,7 +150,7 @@ class Training(BaseModel):
         return self
 
     def _check_division(self) -> None:
-        """Of the model over tensor and pipeline ranks."""
+        """Check the division of the model over tensor and pipeline ranks."""
         arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
         if arch.heads % tensor:
             raise ModelError(
@@ -181,7 +182,7 @@ class Training(BaseModel):
 
     @property
     def clips(self) -> bool:
-        """Whether a step waits for the norm: to clip, or to see an overflow."""
+        """Return whether a step waits for the norm: to clip, or to detect an overflow."""
         return self.clip > 0 or self.precision == "fp16"
 
     @property
@@ -190,17 +191,17 @@ class Training(BaseModel):
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
 
     def stock_threads(self, ranks_per_node: int) -> int | None:
-        """Of one rank's host updates under stock; None: as many as there are cores."""
+        """Return the threads of one rank's host updates under stock. None: the number of cores."""
         return stock_threads(self.launcher, self.omp_threads, ranks_per_node)
 
     @property
     def round_robin(self) -> bool:
-        """Below ZeRO-3 whole parameters are dealt out to the ranks in turn."""
+        """Return whether whole parameters are dealt out to the ranks in turn, below ZeRO-3."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
-        """Below ZeRO-3 each parameter begins on a border in the flat buffer."""
+        """Return whether each parameter begins at an aligned place of the flat buffer, below ZeRO-3."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property

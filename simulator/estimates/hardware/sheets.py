@@ -51,17 +51,17 @@ COMPUTE: Mapping[str, Compute] = {
 
 @dataclass(frozen=True)
 class Sheet:
-    """What data sheets and publications say of one machine; the rest follows.
+    """The figures of data sheets and publications for one machine. Everything else follows from them.
 
     Attributes:
         dram_bytes_per_s: of the sockets that a run uses, by the number of channels.
-        link_raw_bytes_per_s: one direction, before protocol; ``link``: what pinned copies reach.
-        core: bytes/s of DRAM that a single core draws, and which core that is.
+        link_raw_bytes_per_s: one direction, before protocol; ``link``: the rate of pinned copies.
+        core: bytes/s of DRAM that a single core draws, and the core's name.
         ranks_per_uplink: GPUs that share one PCIe path to the host, the neighbors of a rank first.
-        stock_update: parameters/s of a rank's update as published, with the new parameters' way
-            to the device, by ranks that work at once: lowest and highest figure, and what they
-            are; empty: as DRAM allows.
-        stock_source: ``assumed`` where those figures are of another node with such a host.
+        stock_update: parameters/s of a rank's update as published, with the new parameters' copy
+            to the device, by number of concurrent ranks: lowest and highest figure, and their
+            source. Empty: as DRAM allows.
+        stock_source: ``assumed`` if those figures are of another node with such a host.
     """
 
     device_name: str
