@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 from ebbtide.tuner.quantities import chance
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class BadInputError(click.ClickException):
 
     exit_code = 2
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, key: str = "") -> None:
         from ebbtide.simulator.rules import cut
 
         super().__init__(cut(message, LONGEST))
+        self.key = key
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
@@ -57,8 +59,19 @@ class Text(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+def _machines(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Complete the name of a preset, or a file."""
+    from ebbtide.simulator.estimates.presets import preset_names
+
+    names = [CompletionItem(name) for name in preset_names() if name.startswith(begun.lower())]
+    return names or [CompletionItem(begun, type="file")]
+
+
 MACHINE = click.option(
-    "--machine", required=True, help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090."
+    "--machine",
+    required=True,
+    shell_complete=_machines,
+    help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090.",
 )
 LAUNCHER_OPTIONS = (
     click.option(

@@ -1,6 +1,9 @@
-"""A click group that imports a command when it is needed."""
+"""A click group that imports a command when it is needed, suggests names, and tells errors as JSON on request."""
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -28,3 +31,36 @@ class LazyGroup(click.Group):
         module, _, name = place.partition(":")
         command: click.Command = getattr(import_module(module), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is named.
+
+        Raises:
+            click.UsageError: no such command. The error suggests the nearest.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            names = self.list_commands(ctx)
+            near = get_close_matches(args[0].lower(), names, 1)
+            meant = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(names)}."
+            raise click.UsageError(f"{error.message.rstrip('.')}. {meant}", ctx) from None
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run a command. With ``--json`` an error is printed as JSON, in the service's form."""
+        given = list(sys.argv[1:] if args is None else args)
+        own = given[: given.index("--")] if "--" in given else given
+        if not standalone_mode or "--json" not in own or own[:1] == ["run"]:
+            return super().main(args, *more, standalone_mode=standalone_mode, **extra)
+        try:
+            code = super().main(args, *more, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            key = getattr(error, "key", "") or getattr(getattr(error, "param", None), "name", "") or ""
+            broken = {"key": key, "rule": error.format_message(), "value": None}
+            click.echo(json.dumps({"errors": [broken]}, indent=2))
+            code = error.exit_code
+        except click.Abort:
+            code = 1
+        sys.exit(code if isinstance(code, int) else 0)

@@ -39,6 +39,8 @@ def initialize(
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)  # type: ignore[no-any-return]
     log.show()
+    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` says so if no engine has the key
+        Path(took).touch()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):
         if request.checkpoint is None:

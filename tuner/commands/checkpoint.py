@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
         roots = [(root, column) for root, column in roots if (root / tag).is_dir()] or roots[:1]
     for root, column in roots:
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
+        _check_any(root, tags)
         for name in tags:
             found = [str(problem) for problem in check(root, name)]
             problems = "; ".join(found or stored_problems(root / name))
@@ -64,9 +66,13 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     """Deletes all but the newest committed checkpoints, in each folder that is given."""
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
-    rows = [{**column, "removed": str(item)} for root, column in _columns(folders) for item in delete(root, keep)]
+    roots = _columns(folders)
+    for root, _ in roots:
+        _check_any(root, list_checkpoints(root))
+    rows = [{**column, "removed": str(item)} for root, column in roots for item in delete(root, keep)]
     _print_rows(rows, as_json)
 
 
@@ -100,6 +106,12 @@ def _columns(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
     return [(root, {"folder": str(root)} if len(roots) > 1 else {}) for root in roots]
 
 
+def _check_any(root: Path, found: Sequence[Any]) -> None:
+    """Refuse a folder that holds no checkpoint: a wrong path must not pass for a whole one."""
+    if not found:
+        raise BadInputError(f"there is no checkpoint in {root}. Give the folder that holds the checkpoints' folders.")
+
+
 def _folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
@@ -115,5 +127,7 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    if not rows:
+        click.echo("no checkpoints", err=True)
     for row in rows:
         click.echo("  ".join(f"{name}={value}" for name, value in row.items()))

@@ -52,6 +52,6 @@ def guarded(command: Callable[..., T]) -> Callable[..., T]:
         try:
             return command(*args, **kwargs)
         except (ValueError, OSError, RuntimeError) as error:
-            raise BadInputError(str(error)) from None
+            raise BadInputError(str(error), getattr(error, "key", "")) from None
 
     return wrapper

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import click
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.inputs import BadInputError
 
+NO_ENGINE = (
+    'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. What trained here is stock '
+    "DeepSpeed, if anything did.\n"
+)
+TOOK = "EBBTIDE_TOOK"  # a file that `ebbtide.runtime.frontdoor.initialize` makes for an engine with the key
 ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
 
 
@@ -36,6 +42,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())
     if starts_alone(command, os.environ):
         os.environ |= only_rank(os.environ)
+    _watch_for_engines()
     os.execv(program, list(command))  # noqa: S606 - no shell: the words go on as they are
 
 
@@ -64,6 +71,31 @@ def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
     return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", port), ALONE: ",".join(own)}
+
+
+def _watch_for_engines() -> None:
+    """Have a process of its own say at the end that no engine had the key, if none had.
+
+    The command replaces this process, so that signals and the exit code are its own. The watcher holds
+    one end of a pipe and the command the other: when the command has ended, the pipe is closed.
+    """
+    folder = tempfile.mkdtemp(prefix="ebbtide-run-")
+    os.environ[TOOK] = str(Path(folder, "took"))
+    watched, held = os.pipe()
+    os.set_inheritable(held, True)
+    if os.fork():
+        os.close(watched)
+        os.wait()
+        return
+    if os.fork():  # the watcher is no child of the command, which may wait for its children
+        os._exit(0)
+    os.setsid()
+    os.close(held)
+    os.read(watched, 1)
+    if not Path(os.environ[TOOK]).exists():
+        os.write(2, NO_ENGINE.encode())
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _check() -> None:

@@ -1,7 +1,10 @@
 """``tune serve``: the what-if service and its page."""
 
+import errno
 import os
+import re
 import secrets
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
             f"tune serve needs the extra [serve]: pip install 'ebbtide[serve]', but got {error}"
         ) from None
     token = os.environ.get(TOKEN) or None
+    _check_token(token)
+    _check_port(host, port)
     if host not in LOOPBACK and token is None:
         token = secrets.token_urlsafe(24)
     hosts = (*LOOPBACK, *allow_host) + (("*",) if host in ("0.0.0.0", "::") else (host,))  # noqa: S104
@@ -47,6 +52,28 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
     if show is not None:
         _load(service, show)
     run(service, host, port)
+
+
+def _check_token(token: str | None) -> None:
+    """Refuse a token that no HTTP header can carry as it is: nobody could get in."""
+    if token is not None and not re.fullmatch(r"[A-Za-z0-9._~+/=-]+", token):
+        raise BadInputError(
+            f"{TOKEN} may hold letters, digits and . _ ~ + / = - only, because an HTTP header carries it. "
+            "The value that is set holds others. Set another one, e.g. of `openssl rand -hex 16`."
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port that another program listens on, before workers start."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            why = "is in use by another program" if taken else f"cannot be listened on ({error.strerror})"
+            raise BadInputError(f"port {port} of {host} {why}. Give another one with --port, or --port 0.") from None
 
 
 def _load(service: Any, show: str) -> None:

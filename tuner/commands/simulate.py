@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.inputs import (
@@ -38,11 +39,18 @@ if TYPE_CHECKING:
     from ebbtide.simulator.workload import Workload
 
 
+def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Complete the name of a strategy."""
+    from ebbtide.simulator.schedules.strategies import STRATEGIES
+
+    return [CompletionItem(name) for name in STRATEGIES if name.startswith(begun)]
+
+
 @click.command(epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow")
 @MACHINE
 @workload_options
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
-@click.option("--strategy", help="By name; without it, what the DeepSpeed config offloads.")
+@click.option("--strategy", shell_complete=_strategies, help="By name; without it, what the DeepSpeed config offloads.")
 @click.option("--trace", help="Write a trace for ui.perfetto.dev.")
 @click.option("--plot", help="Draw the timeline as PNG.")
 @JSON

@@ -1,0 +1,100 @@
+"""What a shell meets first: wrong paths, misspelt names, taken ports, silent successes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.quantities import told_seconds
+
+
+def run(*arguments):
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.mark.parametrize("command", [("verify",), ("prune", "--keep", "1")])
+def test_a_folder_without_checkpoints_is_refused(tmp_path, command):
+    done = run("checkpoint", command[0], tmp_path, *command[1:])
+    assert done.exit_code == 2
+    assert f"there is no checkpoint in {tmp_path}" in done.output
+
+
+@pytest.mark.parametrize(("given", "meant"), [("plna", "plan"), ("SIMULATE", "simulate"), ("verfiy", "verify")])
+def test_a_misspelt_command_is_suggested(given, meant):
+    done = run(given)
+    assert done.exit_code == 2
+    assert f"Did you mean '{meant}'?" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["plan", "--json"], "machine"),
+        (["plan", "--machine", "no such machine", "--model", "x", "--json"], ""),
+        (["checkpoint", "verify", "/nowhere", "--json"], ""),
+    ],
+)
+def test_an_error_under_json_is_json(arguments, key):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    (told,) = json.loads(done.output)["errors"]
+    assert told["rule"]
+    assert told["key"] == key
+
+
+def test_a_success_under_json_ends_with_0(tmp_path):
+    done = run("checkpoint", "list", tmp_path, "--json")
+    assert (done.exit_code, json.loads(done.stdout)) == (0, [])
+
+
+def test_machines_and_strategies_are_completed():
+    complete = ShellComplete(main, {}, "tune", "_TUNE_COMPLETE")
+    found = {item.value for item in complete.get_completions(["plan", "--machine"], "rtx")}
+    assert found >= {"rtx4090", "rtx3090"}
+    assert all(name.startswith("rtx") for name in found)
+    strategies = {item.value for item in complete.get_completions(["simulate", "--strategy"], "zero")}
+    assert "zero3_offload" in strategies
+
+
+def test_a_taken_port_and_a_token_that_no_header_carries_are_refused(tmp_path, monkeypatch):
+    database = tmp_path / "jobs.db"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run("serve", "--port", port, "--db", database)
+    assert done.exit_code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in done.output
+    monkeypatch.setenv("EBBTIDE_TOKEN", "p@ss/é")
+    done = run("serve", "--port", 0, "--db", database)
+    assert done.exit_code == 2
+    assert "EBBTIDE_TOKEN may hold" in done.output
+    assert "é" not in done.output
+    assert not database.exists()
+
+
+WITH_THE_KEY = "import os, pathlib; pathlib.Path(os.environ['EBBTIDE_TOOK']).touch()"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"), [("", 0, True), ("raise SystemExit(3)", 3, True), (WITH_THE_KEY, 0, False)]
+)
+def test_a_command_without_an_engine_that_has_the_key_is_told_at_its_end(script, code, told):
+    command = [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--no-check", "--", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=120)
+    assert done.returncode == code
+    assert ("no DeepSpeed engine on this node had the key" in done.stderr) is told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.45, "4.45 s"), (0.9996, "1.00 s"), (0.255, "255 ms"), (0.0023, "2.3 ms"), (170.3, "170 s")]
+)
+def test_times_have_one_form(seconds, text):
+    assert told_seconds(seconds) == text
