@@ -1,15 +1,16 @@
 """Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
+from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
+from ebbtide.simulator.update.recipes import Bytes, Step, Wait, recipe_of, slot_limits
 from ebbtide.simulator.workload import Workload
 
 
@@ -87,22 +88,13 @@ class EbbtideLoop(PlannedLoop):
             recipe_of(w.placement, w.parameters, fused=fused, guessed=w.early, summed=w.sum_on_device or once)
             for w in plan.ways
         ]
-        self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
-        self.arrival = arrival or arrival_order(self.layers_of)
-        self.norm = self.begin = -1  # begin: before it no visit comes in
-        # Subgroup, and number of a part -> the op that brought its gradient home.
-        self.at_home: dict[int, int] = {}
-        self.sums: dict[int, int] = {}
-        # Of each slot that is free, the op behind which it is: who takes one, takes the first.
-        self.free = {slot: deque([-1] * count) for slot, count in self.slots.items()}
+        slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
+        arrival = arrival or arrival_order(self.layers_of)
+        self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add)
+        self.sums: dict[int, int] = {}  # number of a part -> the op that brought its gradient home
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
-        # Subgroup -> how many of its steps began before the norm, and the latest.
-        self.early: dict[int, tuple[int, int]] = {}
-        self.complete: set[int] = set()  # subgroups whose gradient of this step is at home
-        self.coming: deque[int] = deque()  # those to take a slot before the norm, in this order
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
@@ -126,33 +118,9 @@ class EbbtideLoop(PlannedLoop):
             after = self._add(step, subgroup, [after, *sums], part.elements)
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
-        self.at_home[subgroup] = self.sums[part.number] = after
+        self.issue.home[subgroup] = self.sums[part.number] = after
         if part.last and micro_step == self.boundary:
-            self.complete.add(subgroup)
-            self._guess(subgroup)
-            self._come_in()
-
-    def _guess(self, subgroup: int) -> None:
-        """What needs no norm, where the gradient is complete and a slot has been taken."""
-        recipe = self.recipes[subgroup]
-        begun, previous = self.early.get(subgroup, (0, -1))
-        if subgroup not in self.complete or not (begun or recipe.steps[0].takes is None):
-            return
-        for step in recipe.steps[begun : recipe.before_norm]:
-            previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
-            begun += 1
-            self.early[subgroup] = begun, previous
-
-    def _come_in(self) -> None:
-        """The next ones, as far as slots are free: a guess gives its slot back."""
-        while self.coming and self._is_free(self.recipes[self.coming[0]].steps[0].takes):
-            subgroup = self.coming.popleft()
-            self._begin_early(subgroup, self.begin)
-            self._guess(subgroup)
-
-    def _is_free(self, slot: Slot | None) -> bool:
-        assert slot is not None
-        return bool(self.free[slot])
+            self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
         """Keep what is under way within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest part.
@@ -174,73 +142,25 @@ class EbbtideLoop(PlannedLoop):
         return waits
 
     def run(self, iterations: int) -> None:
-        for subgroup in self._first(ahead=True):
-            self._begin_early(subgroup, -1)
+        self.issue.ahead()
         super().run(iterations)
 
     def prefetch(self) -> None:
-        """Guesses come in as gradients do, before what waits for the norm in its slot."""
-        guessed = (s for s in self.arrival if self.recipes[s].before_norm)
-        visits = (s for s in guessed if self.recipes[s].steps[0].early)
-        self.coming = deque([*visits, *self._first(ahead=False)])
-        self.begin = self.backward_done
-        self._come_in()
-
-    def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Subgroups that take a slot early and keep it until the norm is known, or begin behind
-        it.
-        """
-        left = early_limits(self.plan.prefetch, self.slots)
-        waiting = (s for s in self.order if not self.recipes[s].before_norm)
-        for subgroup in waiting:
-            recipe = self.recipes[subgroup]
-            slot = recipe.steps[0].takes if recipe.steps[0].early else None
-            if slot is not None and slot.ahead == ahead and left[slot]:
-                left[slot] -= 1
-                yield subgroup
-
-    def _begin_early(self, subgroup: int, behind: int) -> None:
-        waits = [behind] if behind >= 0 else []
-        self.early[subgroup] = 1, self._add(self.recipes[subgroup].steps[0], subgroup, waits)
+        self.issue.backward(self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        self.norm = norm
-        self.complete.clear()
-        self.coming.clear()
-        new: dict[int, int] = {}
-        ends = []
-        for subgroup in self.order:
-            begun, previous = self.early.pop(subgroup, (0, -1))
-            for step in self.recipes[subgroup].steps[begun:]:
-                previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
-                if step.publishes:
-                    new[subgroup] = previous
-            ends.append(previous)
-        for subgroup in self._first(ahead=True):
-            self._begin_early(subgroup, norm)
-        return new, ends
-
-    def _waits(self, step: Step, subgroup: int, previous: int) -> list[int]:
-        waits = [self.norm] if Wait.NORM in step.waits else []
-        if Wait.GRADIENT in step.waits:
-            waits.append(self.at_home[subgroup])
-        if Wait.PREVIOUS in step.waits:
-            waits.append(previous)
-        if Wait.GATE in step.waits:
-            waits += self.may_overwrite(subgroup)
-        return waits
+        return self.issue.norm(norm)
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
-        """Append an op, which takes its buffer from the op that gave it back longest ago.
+        """Append an op behind some others.
 
         Args:
             elements: Number of elements that the op works on, or None for the whole subgroup.
         """
         size = self.sizes[subgroup] if elements is None else elements
-        if step.takes is not None:
-            behind = self.free[step.takes].popleft()
-            waits = [*waits, behind] if behind >= 0 else waits
-        op = self.out.add(
+        if Wait.GATE in step.waits:
+            waits = [*waits, *self.may_overwrite(subgroup)]
+        return self.out.add(
             step.kind,
             step.lane,
             size * step.work(self.bytes),
@@ -251,9 +171,6 @@ class EbbtideLoop(PlannedLoop):
             device_share=step.device_share,
             subgroup=subgroup,
         )
-        if step.gives_back is not None:
-            self.free[step.gives_back].append(op)
-        return op
 
     def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
         """The ops that must have ended before a subgroup's state changes where it lives: a
