@@ -1,4 +1,4 @@
-"""What one rank may take of each memory, and whether something fits."""
+"""The limits of one rank in each memory, and the check that something fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ _NAMES: Mapping[Memory, str] = {
 
 
 def size(size_bytes: float) -> str:
-    """For people, in the unit that does not round it to nothing."""
+    """Return the size for people, in the unit that does not round it to nothing."""
     if size_bytes >= 0.1 * GIB:
         return f"{size_bytes / GIB:.1f} GiB"
     return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= 0.1 * MIB else f"{size_bytes:.0f} bytes"
 
 
 class Peaks(Protocol):
-    """What is asked of a simulation, or of a score."""
+    """The peaks that a simulation or a score must give."""
 
     @property
     def device_peak_bytes(self) -> int: ...
@@ -41,7 +41,7 @@ class Peaks(Protocol):
 
 
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-    """Return the bytes by which peaks exceed each memory. Nothing else decides what fits.
+    """Return the bytes by which peaks exceed each memory. Only this function decides what fits.
 
     Args:
         limits: as `Limits.by_memory` has them. Without "device", host memory must hold both peaks.
@@ -124,7 +124,7 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Of both memories, which may be one, and of storage."""
+        """Return the bytes of both memories, which may be one, and of storage."""
         memory = self.host_bytes + (0 if self.unified else self.device_bytes)
         return memory + (self.storage_bytes or 0)
 
@@ -135,7 +135,7 @@ class Limits:
 
     @property
     def by_memory(self) -> dict[Memory, int]:
-        """Of each that has a limit; where device and host are one memory, the host's."""
+        """Return each memory's limit if it has one. If device and host are one memory, it is the host's."""
         asked: dict[Memory, int | None] = {
             "device": None if self.unified else self.device_bytes,
             "host": self.host_bytes,
@@ -148,23 +148,23 @@ class Limits:
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
-        """Whether peaks stay within the limits."""
+        """Return whether peaks stay within the limits."""
         return not self.missing(device_bytes, host_bytes, storage_bytes)
 
     def missing_bytes(self, peaks: Peaks) -> int:
-        """Of all memories together."""
+        """Return the missing bytes of all memories together."""
         return sum(self._lacking(peaks).values())
 
     def _lacking(self, peaks: Peaks) -> dict[str, int]:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Host memory that is left beside peaks: for what checkpoints reserve."""
+        """Return the host memory left at the peak, for the reserves of checkpoints."""
         beside = peaks.device_peak_bytes if self.unified else 0
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """What is missing, for people; empty where the peaks fit."""
+        """Return the shortage as a sentence, or an empty string if the peaks fit."""
         return lacks(self._lacking(peaks))
 
 
@@ -174,10 +174,10 @@ def lacks(missing_bytes: Mapping[str, int]) -> str:
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
-    """What is asked for, None where that is all there is.
+    """Return the requested limits, with None for all that the machine has.
 
     Raises:
-        ValueError: it is not positive, or more than the machine has.
+        ValueError: a limit is not positive, or more than the machine has.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():
@@ -196,7 +196,7 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory
 
 
 def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:
-    """What stays free of a memory, and why so much."""
+    """Return the bytes of a memory that stay free, and the reason."""
     if margin is not None:
         return margin * size_bytes, f"{margin:.1%} as asked for"
     peak = workload.memory_peaks.get(name)

@@ -1,4 +1,4 @@
-"""What one node can do: rates, capacities and how they share."""
+"""A node's figures: rates, capacities and their sharing."""
 
 import hashlib
 import json
@@ -54,13 +54,13 @@ DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What holds of a field of the machine, whatever its value.
+    """The properties of a field of the machine, whatever its value.
 
     Attributes:
-        most: far above anything built so far: beyond it a unit was mistaken.
-        instead: where it was not measured, another field and by what that is multiplied.
+        most: far above anything built so far. A higher value means a mistaken unit.
+        instead: if the field was not measured, another field and its factor.
         changeable: by `Machine.with_rates`.
-        label: in tables of a machine; empty: it is not in them.
+        label: the name in tables of a machine. Empty: not shown.
         scatters: a robust plan allows for its spread.
     """
 
@@ -218,12 +218,12 @@ class Machine(Shown, Page):
         return self
 
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """What each of so many ranks at once has of a capacity: as measured, or as is plausible.
+        """Return the share of a capacity that each of so many concurrent ranks has: measured, or plausible.
 
-        One rank has all of it. Between numbers of ranks that are known, what they draw together
-        changes evenly. Beyond the most, the node's DRAM and storage give no more than they gave
-        those, and a further rank's link as much as the last ones' brought. No share grows with the
-        ranks. Nothing known: DRAM and storage are divided, and every rank has a link of its own.
+        One rank has all of it. Between known numbers of ranks, their total changes linearly. Beyond the
+        largest known number, the node's DRAM and storage give the same total, and each further rank's link
+        adds as much as the last ones' did. No share grows with the ranks. If nothing is known, DRAM and
+        storage are divided, and every rank has its own link.
         """
         known = self._known_shares(capacity)
         if ranks <= 1 or ranks in known:
@@ -238,8 +238,10 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """By ranks, one with all of it. Shares that grow with the ranks are noise, and so are those
-        by which the ranks together would have more than the node: the lower value counts.
+        """Return the known shares by number of ranks. One rank has all.
+
+        Shares that grow with the ranks are noise, and so are those by which the ranks together would have
+        more than the node: the lower value counts.
         """
         known, least = {1: 1.0}, 1.0
         for ranks in sorted(self.rank_shares):
@@ -370,7 +372,7 @@ class Machine(Shown, Page):
         return known[-1][1]
 
     def with_rates(self, **rates: float) -> "Machine":
-        """This machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
+        """Return this machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
 
         Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and
         ``cpu_cores``.
@@ -385,7 +387,7 @@ class Machine(Shown, Page):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def storage_of(self, directory: str) -> StorageRates:
-        """What was measured there, or where nothing was, the machine's own rates of storage."""
+        """Return the rates measured in the directory, or the machine's own storage rates."""
         if directory in self.drives:
             return self.drives[directory]
         write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
@@ -396,7 +398,7 @@ class Machine(Shown, Page):
         )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
-        """This machine with the storage of these directories, by which state is shared out."""
+        """Return this machine with the storage of these directories. State is divided among them."""
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(
             update={
@@ -449,7 +451,7 @@ CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "dup
 
 
 def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:
-    """What a rank added to the total between the two largest numbers of ranks that are known."""
+    """Return how much each rank added to the total between the two largest known numbers of ranks."""
     if len(counts) < 2:
         return 1.0
     fewer, more = counts[-2:]

@@ -85,7 +85,7 @@ class WayRun(Page):
 
 
 class _Ways:
-    """In a file ways are rows, run-length encoded; in Python there is one for each subgroup."""
+    """A type with one way for each subgroup in Python and run-length encoded rows in a file."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -114,29 +114,29 @@ def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
 
 
 class CheckpointPlan(Page):
-    """How often and how to checkpoint.
+    """The interval and the mode of checkpoints.
 
     Attributes:
-        interval_steps: optimizer steps between two checkpoints; 0: only when the user saves.
-        mode: when a save returns. ``lazy``: at once; files stream from the live buffers with copy
-            on update. ``in_place``: when the files stand under their names, so that a killed
-            process loses nothing; they are made durable behind. ``sync``: when they are durable.
-            ``auto``: ``in_place`` when a trainer saves that looks for the files itself (Trainer,
-            Accelerate, Lightning), else ``lazy``. There ``lazy`` is ``in_place`` too, unless
-            `tune run` or ``ebbtide.runtime.enable()`` ends what a killed save has left.
-        busy: what a new checkpoint does while one is being written.
+        interval_steps: optimizer steps between two checkpoints. 0: only when the user saves.
+        mode: the time at which a save returns. ``lazy``: immediately; files stream from the live
+            buffers with copy on update. ``in_place``: when the files have their final names, so that a
+            killed process loses nothing; they become durable afterwards. ``sync``: when they are durable.
+            ``auto``: ``in_place`` if a trainer saves that looks for the files itself (Trainer,
+            Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means ``in_place``
+            too, unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
+        busy: the reaction to a new checkpoint while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
-        write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
-        keep: committed checkpoints left in ``dir``, newest first; 0: all. Also the number of
-            checkpoints whose stored state the drives hold. 0: as many as the Trainer's
-            ``save_total_limit``, else the newest one, or two for ``load_best_model_at_end``; the log
+        write_bytes_per_s: cap on storage traffic. None: no cap.
+        keep: committed checkpoints left in ``dir``, newest first. 0: all. Also the number of
+            checkpoints with stored state on the drives. 0 then means: as many as the Trainer's
+            ``save_total_limit``, otherwise the newest one, or two for ``load_best_model_at_end``. The log
             says so at the start, and older checkpoints cannot be loaded.
-        deadline_s: how long storage may make no progress, and ranks may wait for each other, before
-            a checkpoint is given up with an error. Of stored state's drives too, 300 at most.
+        deadline_s: the time without progress of storage, or of waiting for other ranks, after
+            a checkpoint is given up with an error. For stored state's drives 300 at most.
         restore_random: ``load_checkpoint`` also restores the random states that every checkpoint
             holds (of Python, numpy, torch and each CUDA device). Stock restores none.
-        verify_reads: every read of state on storage is compared with the hash that was taken while
-            it was written; False: the first one after a resume. For drives that are not trusted.
+        verify_reads: compare every read of stored state with the hash taken during its writing.
+            False: only the first one after a resume. For drives that are not trusted.
     """
 
     interval_steps: int = Field(0, ge=0)
@@ -153,7 +153,7 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Those that have a block in hand; ``writers`` of them write."""
+        """Return the number of threads with a block in hand; ``writers`` of them write."""
         return self.writers + READY_BLOCKS
 
     @model_validator(mode="before")
@@ -179,17 +179,17 @@ _PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
 
 
 class Prediction(Page):
-    """What the simulator expects of a plan. Times in seconds of one iteration, one rank.
+    """The simulator's prediction for a plan. Times in seconds of one iteration, one rank.
 
     Attributes:
-        memory: each memory at its peak, in bytes by what they are for; together they are the peak.
-            Empty: not told, as of other systems.
-        limits: bytes that may be taken of each memory; one that nobody limits is not there. Where
-            device and host memory are one, it is the host's.
-        clip_rate: Fraction of steps that ``iteration_s`` assumes to clip or overflow. None if the plan
+        memory: each memory at its peak, in bytes by kind; the kinds add up to the peak.
+            Empty: unknown, as for other systems.
+        limits: bytes that may be taken of each memory. A memory without a limit is absent. If
+            device and host memory are one, the limit is the host's.
+        clip_rate: fraction of steps that ``iteration_s`` assumes to clip or overflow. None if the plan
             updates nothing before the norm is known.
-        unclipped_s, waiting_s, clipped_s: An iteration whose early updates are right, one without early
-            updates, and one whose early updates are redone. 0: as ``clip_rate``.
+        unclipped_s, waiting_s, clipped_s: an iteration with right early updates, one without early
+            updates, and one with redone early updates. 0: as ``clip_rate``.
     """
 
     strategy: str = "ebbtide"
@@ -216,7 +216,7 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Bytes by which the peaks exceed each limit; empty where no limits are known."""
+        """Return the bytes by which the peaks exceed each limit. Empty if no limits are known."""
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
@@ -228,7 +228,7 @@ class Prediction(Page):
 
     @property
     def fits(self) -> bool:
-        """Whether the peaks stay within the limits. Without limits the note of an older file decides."""
+        """Return whether the peaks stay within the limits. Without limits the note of an older file decides."""
         return not self.missing if self.limits else not self.note
 
 
@@ -388,7 +388,7 @@ class Plan(Shown, Page):
 
     @property
     def parameter_homes(self) -> tuple[ParameterHome, ...]:
-        """Where the parameters of each subgroup live between their uses, in forward order."""
+        """Return the location of each subgroup's parameters between their uses, in forward order."""
         return tuple(way.parameters for way in self.ways)
 
     @property
@@ -403,7 +403,7 @@ class Plan(Shown, Page):
 
     @property
     def issue_order(self) -> tuple[int, ...]:
-        """All subgroups in the order of their updates; each queue's order is its part of it."""
+        """Return all subgroups in the order of their updates. Each queue's order is its part of it."""
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
@@ -458,7 +458,7 @@ class Plan(Shown, Page):
         return len(self.ways)
 
     def count(self, placement: Placement) -> int:
-        """How many subgroups have this placement."""
+        """Return the number of subgroups with this placement."""
         return self.placements.count(placement)
 
     @staticmethod

@@ -10,10 +10,10 @@ ANY_BYTES = 10**18  # where nobody says how much there is
 
 
 class StorageRates(Page):
-    """Of one directory, with the data on the medium, past the page cache.
+    """The rates of one directory, with the data on the medium, past the page cache.
 
     Attributes:
-        write_bytes_per_s, read_bytes_per_s: alone, with as many blocks under way as the store has.
+        write_bytes_per_s, read_bytes_per_s: alone, with as many blocks in flight as the store has.
         duplex_factor: see `Machine.storage_duplex_factor`.
     """
 
@@ -23,13 +23,13 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Of what is read and written once, both at the same time: what shares go by."""
+        """Return the seconds per byte that is read and written once, both concurrently: the basis of `shares`."""
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Of subgroups that are cut by `shares`: each op ends with the last of its parts."""
+        """Return the rates of subgroups divided by `shares`: each op ends with the last of its parts."""
         part = shares(drives)
         each = [(drives[name], part[name]) for name in drives]
         read = min((d.read_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
@@ -49,7 +49,7 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """How much of each subgroup lies in each directory, so that all end at the same time."""
+    """Return the share of each subgroup in each directory, so that all end at the same time."""
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())
     return {name: speed / total for name, speed in speeds.items()}

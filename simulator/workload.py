@@ -1,4 +1,4 @@
-"""What one rank has to do in one iteration."""
+"""The work of one rank in one iteration."""
 
 import hashlib
 import json
@@ -180,7 +180,7 @@ class Workload(Shown, Page):
     @model_validator(mode="before")
     @classmethod
     def _read_schema_1(cls, fields: Any) -> Any:
-        """Its layers had the times of all micro-batches together."""
+        """Convert layers of schema 1, which had the times of all micro-batches together."""
         if not isinstance(fields, dict) or fields.get("schema_version") != 1:
             return fields
         passes = "forward_s", "backward_s"
@@ -242,7 +242,7 @@ class Workload(Shown, Page):
 
     @property
     def activation_bytes(self) -> int:
-        """Of all layers together: device memory at the end of a micro-batch's forward."""
+        """Return the activations of all layers: device memory at the end of a micro-batch's forward."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
@@ -285,12 +285,11 @@ class Workload(Shown, Page):
 
     @property
     def serial(self) -> "Workload":
-        """A ZeRO-3 workload whose iterations under any plan last no longer than this one's: for
-        bounds, and for orders of updates.
+        """Return a ZeRO-3 workload that takes no longer than this one under any plan, for bounds and update orders.
 
-        Where steps wait for their updates nothing runs beside forward: so forward, a pipeline's
-        bubble and the exchange of parameters are moved in front of the backward. Where gradients
-        leave the device once per step, what precedes its last micro-batch's backward is too.
+        If steps wait for their updates, nothing overlaps forward: forward, a pipeline's bubble and the
+        exchange of parameters move in front of the backward. If gradients leave the device once per step,
+        everything before its last micro-batch's backward moves too.
         """
         if self.zero_stage == 3:
             return self
@@ -320,13 +319,13 @@ class Workload(Shown, Page):
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Those far larger than the others, such as an embedding's."""
+        """Return the subgroups that are far larger than the others, such as an embedding's."""
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """What the optimizer keeps per parameter."""
+        """Return the optimizer's state per parameter."""
         return OPTIMIZERS[self.optimizer]
 
     @property
@@ -335,12 +334,12 @@ class Workload(Shown, Page):
 
     @property
     def forward_s(self) -> float:
-        """Of all layers and micro-batches of a step."""
+        """Return the forward seconds of all layers and micro-batches of a step."""
         return self.gradient_accumulation_steps * sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Likewise."""
+        """Return the backward seconds of all layers and micro-batches of a step."""
         return self.gradient_accumulation_steps * sum(layer.backward_s for layer in self.layers)
 
     @property
@@ -349,7 +348,7 @@ class Workload(Shown, Page):
         return self.params * self.optimizer_state.state_bytes + self.model_checkpoint_bytes
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
-        """For each subgroup, the layers whose parameters it holds, ascending."""
+        """Return, for each subgroup, the layers of its parameters, ascending."""
         layer_ends = list(accumulate(layer.params for layer in self.layers))
         subgroup_ends = list(accumulate(self.subgroups))
         result: list[tuple[int, ...]] = []
@@ -365,7 +364,7 @@ class Workload(Shown, Page):
         return tuple(result)
 
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each layer, (subgroup, elements of it that are the layer's), ascending."""
+        """Return, for each layer, (subgroup, elements of it that are the layer's), ascending."""
         result: list[tuple[tuple[int, int], ...]] = []
         subgroup, left = 0, self.subgroups[0]
         for layer in self.layers:
@@ -444,7 +443,7 @@ def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> boo
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
-    """Subgroups of one parameter group: DeepSpeed closes one behind the parameter that fills it.
+    """Return the subgroups of one parameter group: DeepSpeed closes one after the parameter that fills it.
 
     Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """

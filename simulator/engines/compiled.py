@@ -36,7 +36,7 @@ _COPIED = {  # column -> the op's field that stands there as it is
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """What a sweep wants to know of a schedule; the fields mean what they mean in `Timeline`."""
+    """The figures of a schedule that a sweep needs. The fields mean the same as in `Timeline`."""
 
     iteration_s: float
     forward_s: float
@@ -53,7 +53,7 @@ class SimResult:
 
     @property
     def phases(self) -> dict[str, float]:
-        """As `Timeline.phases` gives them."""
+        """Return the phases as `Timeline.phases` gives them."""
         return {
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
@@ -107,7 +107,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
 
 def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> SimResult:
-    """What `simulate` predicts, as numbers.
+    """Return the prediction of `simulate` as numbers.
 
     Raises:
         ValueError: the machine lacks a rate that the schedule needs.
@@ -164,7 +164,7 @@ def capacity_vector(machine: Machine, ranks: int) -> Floats:
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """What the kernel needs to know of a machine besides rates and capacities."""
+    """Return the machine's figures that the kernel needs in addition to rates and capacities."""
     return np.array(
         [
             machine.cpu_cores,

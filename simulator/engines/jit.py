@@ -1,4 +1,4 @@
-"""numba where it is installed; else the same functions as plain Python, slower."""
+"""Compilation by numba if it is installed, otherwise the same functions as slower plain Python."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def compiled(function: Function) -> Function:
 
 
 def uncounted(function: Function) -> Function:
-    """As `compiled`, for what allocates no array: references of arrays are not counted, which in a
-    loop takes longer than its arithmetic. Its caller holds them.
+    """Compile like `compiled`, without reference counts of arrays.
+
+    For functions that allocate no array and run in loops, where counting takes longer than the
+    arithmetic. Their callers hold the arrays.
     """
     return _compiled(function, **_UNCOUNTED)
 
@@ -49,8 +51,9 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def _built_in(function: Callable[..., object]) -> str:
-    """A digest of what is compiled into a function beside its own file: constants, which other
-    modules may have given, functions of other files, and how this file has them compiled. numba
+    """Return a digest of everything compiled into a function that its own file does not show.
+
+    These are constants of other modules, functions of other files, and this file's own settings. numba
     looks at the function's file alone, and would run an old compilation on arrays of another shape.
     """
     spaces = _reached(function.__globals__, {})
@@ -66,7 +69,7 @@ def _built_in(function: Callable[..., object]) -> str:
 
 
 def _reached(known: Names, found: dict[str, Names]) -> dict[str, Names]:
-    """By file: the names of a module, and of those whose compiled functions it has or names."""
+    """Return, by file, the names of a module and of every module with compiled functions that it uses."""
     if known["__file__"] not in found:
         found[known["__file__"]] = known
         for value in [*known.values()]:
@@ -83,7 +86,7 @@ def _is_compiled(value: object) -> bool:
 
 @contextmanager
 def _cached_below(name: str) -> Iterator[None]:
-    """What is decorated meanwhile is cached in a folder of this name."""
+    """Cache, inside the block, compiled functions in a folder of this name."""
     settings: Any = config
     before, here = settings.CACHE_DIR, Path(__file__).parent
     own = here / "__pycache__" if os.access(here, os.W_OK) else Path.home() / ".cache" / "ebbtide"

@@ -55,12 +55,13 @@ R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
 class _Notes(NamedTuple):
-    """What a run writes down.
+    """The working arrays of a run.
 
     Attributes:
-        queue: ops by lane, in issue order; of an op how many waits were ``met``, and if it ended.
-        head, queue_end: a lane's next op and last one's end in the queue.
-        busy, running, bits, left: whether a lane has an op, which, its class where that stands in
+        queue: ops by lane, in issue order.
+        met, ended: for each op, the number of satisfied waits, and whether it has ended.
+        head, queue_end: a lane's next op, and the end of its last one in the queue.
+        busy, running, bits, left: whether a lane has an op, which one, its class if it is part of
             a key, and its time left at full speed.
         growing, room: of `_max_min`; ``classes`` are counted in ``known``.
     """
@@ -107,7 +108,7 @@ def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
 
 @uncounted
 def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand: Floats) -> None:
-    """What op i takes of each capacity at full speed, into its lane's row of ``demand``."""
+    """Write op i's demand of each capacity at full speed into its lane's row of ``demand``."""
     lane = int(ops[i, LANE])
     for c in range(CAPACITY_COUNT):
         demand[lane, c] = 0.0
@@ -165,7 +166,7 @@ def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growin
 
 @uncounted
 def _fill_step(growing: Ints, demand: Floats, speed: Floats, room: Floats) -> float:
-    """How far all growing ops can speed up together; leaves their sums in ``room``."""
+    """Return how far all growing ops can speed up together. Leaves their sums in ``room``."""
     step = np.inf
     for c in range(CAPACITY_COUNT):
         room[R_LOAD, c] = 0.0
@@ -385,7 +386,7 @@ def _phase(kind: int) -> int:
 
 @compiled
 def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
-    """As `Timeline.iteration_s` takes it; -1: fewer than two iterations have a backward."""
+    """Return the period as `Timeline.iteration_s` does. -1: fewer than two iterations have a backward."""
     ends = np.full(iterations, -1.0)
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _BACKWARD:
@@ -400,7 +401,7 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """As `Timeline.phases` takes them, for the iteration given."""
+    """Add the phases of one iteration as `Timeline.phases` does."""
     previous = np.inf
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:

@@ -36,10 +36,10 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """What one of ``ranks`` equal ranks of a node can count on, per second.
+    """Return the capacities per second of one of ``ranks`` equal ranks of a node.
 
-    Cores are not divided where a device computes: updates are bound by DRAM, which a rank's own
-    cores saturate to its share of it, so that dividing both would count the same ranks twice.
+    Cores are not divided if a device computes. Updates are bound by DRAM, and a rank's own
+    cores saturate its share of it, so dividing both would count the same ranks twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
@@ -68,7 +68,7 @@ def rate_of(op: Op, machine: Machine) -> float:
 
 
 def latency_of(op: Op, machine: Machine) -> float:
-    """What an op costs however small it is: its own latency, and the copy's or the kernel's."""
+    """Return the fixed seconds of an op: its own latency, and the copy's or the kernel's."""
     latency = op.latency_s
     if op.lane in _COPY_LANES:
         latency += machine.copy_latency_s
@@ -87,9 +87,9 @@ def alone_s(op: Op, machine: Machine) -> float:
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """What an op takes of each capacity at full speed, per second.
+    """Return an op's demand of each capacity at full speed, per second.
 
-    Rates were measured with one rank alone on the node, so an op alone cannot have asked for more
+    Rates were measured with one rank alone on the node. An op alone cannot have used more
     DRAM traffic than the node's triad rate, whatever bytes are counted for it.
     """
     if duration_s <= 0:
@@ -179,7 +179,7 @@ class _Simulation:
         self._note_memory(op.device_alloc_bytes, op.host_alloc_bytes)
 
     def _advance(self) -> None:
-        """To the next moment at which an op ends."""
+        """Advance to the next moment at which an op ends."""
         speeds = max_min_speeds([r.demand for r in self.running], self.capacities)
         step = min(r.left_s / speed if r.left_s > 0 else 0.0 for r, speed in zip(self.running, speeds, strict=True))
         self.now += step

@@ -1,4 +1,4 @@
-"""Checkpoints in the schedule: a save is a barrier, then persist ops beside training.
+"""Checkpoints in the schedule: a save is a barrier, then persist ops run during training.
 
 Copies come before the updates that are due too early (copy on update). All of it contends for
 DRAM, cores, the link and storage like every other op.
@@ -63,7 +63,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._emit(lambda: bool(self.pending))
 
     def schedule(self, iterations: int) -> Schedule:
-        """With the host memory that the runtime reserves for checkpoints."""
+        """Return the schedule, including the host memory that the runtime reserves for checkpoints."""
         made = super().schedule(iterations)
         host = dict(made.held["host"])
         host["staging"] += reserved_bytes(self.saving)
@@ -87,7 +87,7 @@ class CheckpointedLoop(EbbtideLoop):
             self._save()
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Its copy on update, and the persist ops that read its live bytes."""
+        """Return the ops to await before an overwrite: the copy on update, and persist ops that read live bytes."""
         if subgroup not in self.unread:
             return []
         waits = [self._snapshot(subgroup)] if subgroup in self.writing.copied else []
@@ -118,7 +118,7 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """A layer's pass: residents' next piece goes home beside it."""
+        """Begin a layer's pass: the next piece of resident state goes to the host meanwhile."""
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -130,7 +130,7 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Persist ops in the writers' order, and what they wait for; the commit behind the last."""
+        """Append persist ops in the writers' order, with their waits, and the commit after the last one."""
         while more():
             segment, hook = self.pending.popleft()
             subgroup = segment.subgroup
@@ -180,7 +180,7 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """As fast as storage, or as the cap that an update in need ignores."""
+        """Append a write at storage speed, or at the cap, which an update in need ignores."""
         size = segment.size_bytes
         full = self.machine.rate("storage_write_bytes_per_s")
         cap = self.saving.write_bytes_per_s

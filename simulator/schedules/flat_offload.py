@@ -36,8 +36,9 @@ class FlatOffloadLoop(StockLoop):
         return replace(made, held={**made.held, "host": host})
 
     def _send_home(self, layer: int, micro_step: int, after: int) -> int:
-        """The sum so far comes in and goes home, unless it stays on the device; behind the last
-        micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
+        """Append the copies of the sum so far, in and out, unless it stays on the device.
+
+        After the last micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
         """
         elements = self.workload.layers[layer].params
         if not elements:

@@ -1,6 +1,6 @@
-"""Which parameters DeepSpeed's ZeRO-3 gathers when: its coordinator, played through once.
+"""The parameter gathers of DeepSpeed's ZeRO-3: its coordinator, simulated once.
 
-Between two uses it keeps what comes up again soon, and it asks ahead for what modules to come need
+Between two uses it keeps parameters that come up again soon, and it prefetches for later modules
 (DeepSpeed, ``PartitionedParameterCoordinator``). So a parameter may be gathered once for a forward
 and its backward, or once for each use.
 """
@@ -34,13 +34,13 @@ class GatherRules:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What one micro-batch's forward and backward gather, with nothing there before.
+    """The gathers of one micro-batch's forward and backward, with nothing gathered before.
 
     Attributes:
-        times: how often each parameter is.
-        persistent: those that stay to the end of the step.
-        live: the most elements that are there at once; None: they are not what this rank holds of
-            them, but copies of what all ranks do.
+        times: number of gathers of each parameter.
+        persistent: parameters that stay to the end of the step.
+        live: the most elements gathered at once. None: they are not this rank's partitions,
+            but copies of all ranks' partitions.
     """
 
     times: Mapping[Hashable, int]
@@ -48,8 +48,9 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """`Layer.persistent_params` and `regathered_params` of a layer of these parameters, each
-        with this rank's elements. What no module reads is gathered by nobody.
+        """Return `Layer.persistent_params` and `regathered_params` of a layer of these parameters.
+
+        Each parameter comes with this rank's elements. Parameters that no module reads are never gathered.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {
@@ -101,7 +102,7 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """What the module needs itself."""
+        """Gather the module's own parameters."""
         self._gather({key: n for key, n in module if key not in self.there})
         missed = {key for key, _ in module if self.seen.get(key, -1) < step}
         popped: set[Hashable] = set()
@@ -127,7 +128,7 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """What is not used again soon, as seen from the module ``step``."""
+        """Release the parameters that are not used again soon after the module ``step``."""
         for key, _ in module:
             if key in self.there and not self._kept(key, step):
                 self.available -= self.there.pop(key)

@@ -23,12 +23,12 @@ Home = Literal["device", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class InfinityOptions:
-    """Where things live between their uses.
+    """The locations of state, parameters and activations between their uses.
 
     Attributes:
-        optimizer: state; on ``nvme`` its fp32 gradients too.
+        optimizer: location of state; on ``nvme`` also of its fp32 gradients.
         parameters, activations: ``cpu``: they come to the device for a pass. The last layer's
-            activations (logits) are used at once and stay.
+            activations (logits) are used immediately and stay.
         pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: the next subgroup is read
             and the last one written while one is updated.
     """
@@ -52,7 +52,7 @@ class InfinityOptions:
 
 
 class InfinityLoop(StockLoop):
-    """Stock ZeRO-3 offload with the other copies beside it.
+    """Stock ZeRO-3 offload with additional copies of parameters and activations.
 
     Copies for a pass begin while the pass before it runs, at best: DeepSpeed's prefetcher may be
     later. Reads from and writes to storage do not slow each other.

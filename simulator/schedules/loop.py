@@ -79,7 +79,7 @@ class TrainingLoop(ABC):
 
     @property
     def boundary(self) -> int:
-        """The micro-batch whose backward completes the gradients."""
+        """Return the micro-batch with the backward that completes the gradients."""
         return self.workload.gradient_accumulation_steps - 1
 
     @property
@@ -106,7 +106,7 @@ class TrainingLoop(ABC):
             self.after_forward(number, op)
 
     def issued_behind(self) -> list[int]:
-        """What the training thread has waited for before it issues the next pass."""
+        """Return the ops that the training thread has awaited before it issues the next pass."""
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:  # noqa: ARG002
@@ -115,7 +115,7 @@ class TrainingLoop(ABC):
         return [self._gather(size, layer, waits)] if size else waits
 
     def after_forward(self, layer: int, op: int) -> None:  # noqa: B027 - most have nothing to do
-        """Called behind each layer's forward."""
+        """Continue after each layer's forward. A hook for subclasses."""
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -163,7 +163,7 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
-        """Appends STEP_END, behind the exchange of updated parameters that ZeRO-1 and 2 need."""
+        """Append STEP_END, after the exchange of updated parameters that ZeRO-1 and 2 need."""
         w = self.workload
         gathers = []
         if w.network_step_gather_bytes:
@@ -177,7 +177,7 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        """Behind which op the next backward begins, and a layer's gradients are reduced."""
+        """Return the op after which the next backward begins, and the op that reduces a layer's gradients."""
         waited_for, beside = reduce_parts(self.workload, layer)
         after = self._reduce(layer, waited_for, after)
         return after, self._reduce(layer, beside, after)

@@ -111,7 +111,7 @@ class StockLoop(TrainingLoop):
         return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """What was appended so far, with the memory that is in use throughout."""
+        """Return the appended ops as a schedule, with the memory that is in use throughout."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
@@ -136,7 +136,7 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Of the device's parameters, those that live elsewhere."""
+        """Return the bytes of the device's parameters that live elsewhere."""
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class StockLoop(TrainingLoop):
                 self.updated[subgroup] = self._update_host(subgroup, [home])
 
     def backward(self, micro_step: int) -> None:
-        """It ends when the gradients' stream has run dry: DeepSpeed synchronises with it."""
+        """Append a backward. It ends when the gradients' stream is empty: DeepSpeed synchronises with it."""
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
         homes = list(self.gradients_home.values())
@@ -188,7 +188,7 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.visits
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Of visiting subgroups, each whole when the first of its gradients arrives."""
+        """Return the bytes allocated for staged subgroups, each whole when its first gradient arrives."""
         if micro_step > 0:
             return 0
         waits = sum(
@@ -233,7 +233,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
-        """They share the device with the backward of the layers below, once they get at it."""
+        """Append the gradient kernels. They share the device with the backward of the layers below."""
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         if self.options.gradients in ("asynchronous", "stock"):
@@ -374,7 +374,7 @@ class StockLoop(TrainingLoop):
 
 
 class DeviceLoop(TrainingLoop):
-    """No offload: all optimizer state in device memory."""
+    """Training without offload: all optimizer state in device memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Reduced gradients stay on the device until the step."""
@@ -383,7 +383,7 @@ class DeviceLoop(TrainingLoop):
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """They are home already."""
+        """Do nothing: gradients are on the device already."""
 
     def step(self) -> None:
         """Subgroup by subgroup on the device, each with a widened gradient of its own."""
@@ -407,7 +407,7 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def schedule(self, iterations: int) -> Schedule:
-        """What was appended so far, with the memory that is in use throughout."""
+        """Return the appended ops as a schedule, with the memory that is in use throughout."""
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

@@ -1,6 +1,6 @@
-"""The iteration under any plan: passes, when gradients are reduced, and who waits for updates.
+"""The iteration under any plan: passes, reductions of gradients, and waits for updates.
 
-What happens to a subgroup's gradient and state is left to who interprets the recipes: the builder
+The ops of a subgroup's gradient and state are left to the interpreters of recipes: the builder
 of schedules op by op (`ebbtide.simulator.schedules.ebbtide`), the compiled sweep from a recording
 (`ebbtide.simulator.schedules.tape`). So the passes are written once.
 """
@@ -45,10 +45,10 @@ def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
 
 
 class PlannedLoop(TrainingLoop):
-    """Forward, backward and step of a plan whose placements are not known here.
+    """Forward, backward and step of a plan with placements that are not known here.
 
     Attributes:
-        homes: where each subgroup's 16-bit parameters live.
+        homes: location of each subgroup's 16-bit parameters.
         ends: each subgroup's last op in the latest step.
     """
 
@@ -66,14 +66,15 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def prefetch(self) -> None:
-        """The first visits may come in: the last layer's backward of the last micro-batch is done,
-        with whose gradient the runtime sees that micro-batch begin.
+        """Let the first staged subgroups come in: the last layer's backward of the last micro-batch is done.
+
+        The runtime sees that micro-batch begin with this layer's gradient.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Appends them behind the barrier; returns the op behind which each subgroup's parameters
-        are new, and each one's last.
+        """Append the updates after the barrier. Return the op that publishes each subgroup's parameters, and its
+        last op.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:

@@ -1,4 +1,4 @@
-"""The settings that a strategy is tried at where nobody names one."""
+"""The default settings that a strategy is tried at."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

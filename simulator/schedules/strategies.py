@@ -50,7 +50,7 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
 
 @cache
 def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
-    """Its options with the types that each may have."""
+    """Return the strategy's options with the types that each may have."""
     hints = get_type_hints(builder)
     del hints["workload"], hints["return"]
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
@@ -65,7 +65,7 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
-    """Texts of which one must be chosen are left to who knows them."""
+    """Check an option's type. The strategy itself checks texts with a fixed choice."""
     kind = next((t for t in types if t in _KINDS), None)
     if kind is None or (value is None and type(None) in types):
         return
@@ -81,8 +81,9 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
 
 
 def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
-    """Stock ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default: gradients go to pinned buffers
-    beside backward, updates run one after the other.
+    """Build stock ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default.
+
+    Gradients go to pinned buffers during backward, and updates run one after the other.
     """
     return _stock(workload, "zero3_offload", StockOptions(), iterations)
 

@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):
-    """What stands at a place of the tape."""
+    """The entry at a place of the tape."""
 
     OP = 0
     GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for

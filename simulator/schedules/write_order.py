@@ -1,8 +1,8 @@
-"""In which order the bytes of one checkpoint reach storage, and which are copied before an update.
+"""The order in which a checkpoint's bytes reach storage, and the bytes copied before an update.
 
-Replays what `ebbtide.runtime.checkpoint.stream.persist.BlockWriter` does, on bytes and seconds: writers
-take the live bytes in the order of the plan's updates; an update that comes due first copies what
-is left of its subgroup into the reserved budget, and waits for the rest to be written.
+Replays `ebbtide.runtime.checkpoint.stream.persist.BlockWriter` on bytes and seconds. Writers
+take the live bytes in the order of the plan's updates. An update that comes due earlier copies the
+rest of its subgroup into the reserved budget, and waits until the remainder is written.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When an update is about to overwrite a subgroup; ``queue``: updates in one run in order."""
+    """The time at which an update will overwrite a subgroup. ``queue``: updates in one queue run in order."""
 
     subgroup: int
     at_s: float
@@ -74,13 +74,13 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Who is written when.
+    """Return the order and times of writing.
 
     Args:
         sizes_bytes: of each subgroup's state.
         due: one update of each subgroup that will be overwritten, in any order.
         rest_bytes: written after all subgroups.
-        turns: all subgroups in the order in which their updates come due; None: in forward order.
+        turns: all subgroups in the order of their updates. None: in forward order.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}

@@ -1,4 +1,4 @@
-"""What a plan takes of each memory: the only arithmetic that says so."""
+"""The bytes that a plan takes of each memory. No other code computes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
 
 
 def totals(held: ByKind) -> Footprint:
-    """Of all kinds together."""
+    """Return the sum of all kinds."""
     return {memory: sum(held[memory].values()) for memory in TIERS}
 
 
@@ -60,14 +60,14 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
-    """What the device holds beside a workload's base, and the base."""
+    """Return the device's bytes including a workload's base."""
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
 
 
 def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
-    """What a workload holds on the device all through an iteration, without ``gone_bytes`` of its
-    parameters, which live elsewhere.
+    """Return the device bytes that a workload holds throughout an iteration, without ``gone_bytes`` of
+    its parameters, which live elsewhere.
     """
     left = workload.device_base_bytes
     parts: dict[Kind, int] = {"parameters": 0}
@@ -100,7 +100,7 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Of ``elements`` of the layer that live on the host, how many come in for a pass."""
+    """Return how many of the layer's ``elements`` on the host come in for a pass."""
     gathered = layer.params
     if backward:
         gathered = layer.params if layer.regathered_params is None else layer.regathered_params
@@ -110,7 +110,7 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """How often an element of each layer comes in, where it lives on the host."""
+    """Return how often an element of each layer comes in, if it lives on the host."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -121,14 +121,14 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """What each element takes of each memory, by the way in which it is updated, and the slots.
+    """The bytes per element in each memory, by the way in which it is updated, and the slots.
 
     Attributes:
-        rows: by memory and kind, bytes of a parameter of each of `ways`; what the device holds of
+        rows: by memory and kind, bytes of a parameter of each of `ways`. The device's share of
             the parameters is in the workload's base.
         users: the ways that use each kind of slot, as positions in `ways`: of subgroups that wait
-            for the norm, and of those that are guessed.
-        gradient_bytes: of a parameter, where micro-batches are added up.
+            for the norm, and of those updated early.
+        gradient_bytes: bytes of a parameter's gradient as micro-batches are added up.
         sums: micro-batches are added up at home: see `keeps_window`.
     """
 
@@ -151,14 +151,14 @@ class Holding:
         kept: int = 1,
         state_stays: bool = False,
     ) -> Self:
-        """Of such training.
+        """Return the bytes per parameter for this optimizer, precision and ZeRO stage.
 
         Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
 
         Args:
-            state_stays: they do under ZeRO-3 (`Workload.state_stays`).
-            micro_batches: of a step.
-            kept: finished steps whose stored state stays.
+            state_stays: they do so under ZeRO-3 (`Workload.state_stays`).
+            micro_batches: per step.
+            kept: finished steps with retained stored state.
         """
         keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
         rows = []
@@ -198,7 +198,7 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """By memory, bytes of a parameter of each of `ways`, with its state and gradient."""
+        """Return, by memory, the bytes of a parameter of each of `ways`, with its state and gradient."""
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
             for memory in TIERS
@@ -212,7 +212,7 @@ class Holding:
         guessed: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
-        """As `by_kind`, all kinds together."""
+        """Return the sum of all kinds of `by_kind`."""
         return totals(self.by_kind(amounts, staging_slots, host_slots, guessed, summed))
 
     def by_kind(
@@ -223,13 +223,12 @@ class Holding:
         guessed: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
-        """Without the workload's base.
+        """Return the bytes by memory and kind, without the workload's base.
 
         Args:
             amounts: as `tally` gives them.
-            guessed: of the subgroups that are updated out of place before the norm; ``amounts`` are
-                then of the others.
-            summed: elements whose sums of micro-batches stay on the device. They leave from there,
+            guessed: of the subgroups updated early, out of place; ``amounts`` are then of the others.
+            summed: elements with sums of micro-batches on the device. They leave from there,
                 and the gradients of the window before stay at home meanwhile.
         """
         both = amounts, guessed or [[0] * len(amounts[0])] * 3
@@ -249,7 +248,7 @@ class Holding:
         return taken
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
-        """Of one slot of a kind, which holds the largest of its users; ``both`` as in `slots`."""
+        """Return the bytes of one slot of a kind. It holds the largest of its users; ``both`` as in `slots`."""
         waiting, guesses = ([int(n) for n in each] for each in self._of(slot, both, 2))
         return self.slot_bytes(slot, max(*waiting, *guesses, 0), guesses=any(guesses))
 
@@ -267,18 +266,19 @@ class Holding:
         )
 
     def sending_bytes(self, sent: float, summed: float) -> float:
-        """Of device memory, for ``sent`` elements whose gradients go to host memory: those under
-        way, and the sums of ``summed`` of them.
+        """Return the device bytes for ``sent`` elements with gradients on their way to host memory.
+
+        These are the gradients in flight, and the sums of ``summed`` of them.
         """
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """How many of these subgroups' sums, the first ones', the device has memory for.
+        """Return how many of these subgroups' sums, the first ones', the device has memory for.
 
         Args:
-            sizes: elements of those whose gradients go to host memory.
-            left_bytes: of device memory, beside what is taken where no sum stays.
+            sizes: elements of subgroups with gradients that go to host memory.
+            left_bytes: device memory left if no sum stays.
         """
         if not self.sums:
             return 0
@@ -293,14 +293,14 @@ class Holding:
 
     @cached_property
     def _sending(self) -> list[bool]:
-        """Whether gradients leave the device in each of `ways`."""
+        """Return whether gradients leave the device in each of `ways`."""
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
-        """Of a slot that holds any subgroup of up to so many elements.
+        """Return the bytes of a slot that holds any subgroup of up to so many elements.
 
         Args:
-            guesses: of some too, whose new parameters leave a slot of the device with the state.
+            guesses: also early ones, with new parameters that leave a device slot with the state.
         """
         if slot.holds_state:
             each = self.optimizer.tensor_count * FP32_BYTES
@@ -331,17 +331,17 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Of the subgroups whose sums of micro-batches stay on the device."""
+    """Return the elements of subgroups with sums of micro-batches on the device."""
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
 def tally(
     sizes: Iterable[int], placements: Sequence[Placement], homes: Sequence[ParameterHome] = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """For each of `ways`: subgroups, their elements, those of the largest.
+    """Return, for each of `ways`: number of subgroups, their elements, elements of the largest.
 
     Args:
-        homes: of the parameters; empty: all on the device.
+        homes: locations of the parameters. Empty: all on the device.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     everywhere: tuple[ParameterHome, ...] = ("device",)
@@ -353,8 +353,9 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Whose stored state stays, where so many checkpoints do: at least one, since a step is written
-    over no other that is committed.
+    """Return the number of steps with retained stored state for so many retained checkpoints.
+
+    It is at least one: a step never overwrites a committed one.
     """
     return max(1, keep)
 
@@ -369,5 +370,5 @@ def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage
 
 
 def slot_elements(largest: int) -> int:
-    """Of each tensor of a staging slot that holds any subgroup of up to so many elements."""
+    """Return the elements of each tensor of a staging slot for subgroups of up to so many elements."""
     return -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT

@@ -1,4 +1,4 @@
-"""What an optimizer keeps per parameter, and what an update of it moves.
+"""An optimizer's state per parameter, and the bytes that its update moves.
 
 Every byte count of the update comes from here. A new optimizer is a row of `OPTIMIZERS`.
 """
@@ -47,8 +47,9 @@ class OptimizerState:
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
-        """How many of Adam's parameters a parameter's update is worth: updates are bound by memory,
-        and machines' rates are Adam's.
+        """Return the cost of a parameter's update in Adam's parameters.
+
+        Updates are bound by memory, and machines' rates are Adam's.
         """
         traffic = self.host_traffic_bytes(gradient_bytes, wire_bytes)
         return traffic / ADAM.host_traffic_bytes(gradient_bytes, wire_bytes)

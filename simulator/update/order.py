@@ -1,7 +1,7 @@
-"""In which order the subgroups of a queue are updated.
+"""The order in a queue of updates.
 
 Backward delivers the last layers' gradients first; the next forward needs the first layers'
-parameters first. Which of the two counts depends on the machine: so the order is part of the plan.
+parameters first. The better one depends on the machine, so the order is part of the plan.
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
 
 
 def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """All subgroups in the order in which backward completes their gradients.
+    """Return all subgroups in the order in which backward completes their gradients.
 
     Args:
-        layers_of_subgroups: of each, in forward order, the layers that it has parameters of.
+        layers_of_subgroups: for each subgroup, in forward order, the layers of its parameters.
     """
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
 
 
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
-    """All subgroups, each queue in its order, the queues' turns as in forward order.
+    """Return all subgroups, each queue in its order, the queues' turns as in forward order.
 
-    The queues do not wait for each other, so only the order within one counts; one sequence serves
-    those who need one, such as the writers of a checkpoint.
+    The queues do not wait for each other, so only the order within one counts. Some users, such as
+    the writers of a checkpoint, need one sequence.
 
     Raises:
         ValueError: the order does not fit the placements.

@@ -1,7 +1,7 @@
-"""What happens to a subgroup's gradient and state, by placement: ops, lanes, amounts, waits.
+"""The ops of a subgroup's gradient and state, by placement: lanes, amounts, waits.
 
-`RECIPES` is what the schedule builder, the compiled sweep and the footprint interpret, and through
-the schedule the executor. The bounds read its names and `Bytes`.
+The schedule builder, the compiled sweep and the footprint interpret `RECIPES`, and the executor
+does so through the schedule. The bounds read the same steps and `Bytes`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Slot(StrEnum):
 
     @property
     def memory(self) -> Memory:
-        """Where it is."""
+        """Return the memory that holds the slot."""
         return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
 
     @property
@@ -53,12 +53,12 @@ class Slot(StrEnum):
 
     @property
     def holds_state(self) -> bool:
-        """All of a subgroup's state, in fp32; else its parameters."""
+        """Return whether the slot holds all of a subgroup's state, in fp32, and not its parameters."""
         return self in (Slot.STAGING, Slot.STATE)
 
 
 class Wait(IntFlag):
-    """What a step waits for besides its lane's previous op, and why."""
+    """The waits of a step, in addition to its lane's previous op, with their reasons."""
 
     NORM = 1  # only then the factor that unscales and clips is known
     GRADIENT = 2  # complete, at home, where the update reads it
@@ -147,13 +147,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What happens to subgroups of one placement.
+    """The ops of subgroups of one placement.
 
     Attributes:
         steps: of the update, in order; each belongs to one subgroup.
         state, gradient: the memory that holds them between the iterations' updates.
-        gradient_steps: of the gradient, once it is reduced, micro-batch by micro-batch. The last
-            one behind the last micro-batch, or where there is none the reduction, completes it.
+        gradient_steps: of the gradient after its reduction, micro-batch by micro-batch. The last
+            one of the last micro-batch completes the gradient, or the reduction if there is none.
     """
 
     queue: Queue
@@ -164,13 +164,15 @@ class Recipe:
 
     @cached_property
     def slots(self) -> frozenset[Slot]:
-        """What its subgroups take in turn."""
+        """Return the kinds of slots that its subgroups take in turn."""
         return frozenset(step.takes for step in self.steps if step.takes is not None)
 
     @cached_property
     def parameters_on_host(self) -> Recipe:
-        """The same where parameters live in host memory: the host kernel writes them in place, the
-        device's go out, ahead of the state: somebody waits for them.
+        """Return the recipe for parameters in host memory.
+
+        The host kernel writes them in place. The device's go out ahead of the state, because forward waits for
+        them.
         """
         steps: list[Step] = []
         for step in self.steps:
@@ -206,8 +208,9 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """The same with a gradient whose sum of micro-batches stays on the device until the last
-        one is added, and then goes home. None: no sum ever leaves the device.
+        """Return the recipe with a gradient sum that stays on the device until the last micro-batch is added.
+
+        None: no sum ever leaves the device.
         """
         home = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(home) == len(self.gradient_steps):
@@ -217,7 +220,7 @@ class Recipe:
 
     @cached_property
     def before_norm(self) -> int:
-        """So many of its first steps never wait for the norm, but for the gradient and slots."""
+        """Return the number of first steps that wait for the gradient and slots only, never for the norm."""
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
@@ -385,12 +388,12 @@ UNFUSED_HOST = Recipe(
 def recipe_of(
     placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False, summed: bool = False
 ) -> Recipe:
-    """Of a subgroup's update; ``home`` is where its parameters live.
+    """Return the recipe of a subgroup's update; ``home`` is the location of its parameters.
 
     Args:
-        fused: False: `UNFUSED_HOST` in the place of the host's kernel.
-        guessed: before the norm, where that is possible.
-        summed: on the device, micro-batch by micro-batch, where that is possible.
+        fused: False: `UNFUSED_HOST` replaces the host's kernel.
+        guessed: update before the norm, if that is possible.
+        summed: add up micro-batches on the device, if that is possible.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
     recipe = recipe if home == "device" else recipe.parameters_on_host
@@ -399,7 +402,7 @@ def recipe_of(
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """How many buffers there are of each kind: never more than subgroups that use them.
+    """Return the number of buffers of each kind: never more than subgroups that use them.
 
     Args:
         recipes: of all subgroups.
@@ -415,9 +418,9 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """How many subgroups that wait for the norm may take each kind of slot before it is known.
+    """Return how many waiting subgroups may take each kind of slot before the norm is known.
 
-    Staging memory is the activations' too, so that the plan says how much; host slots are there.
+    Staging memory is shared with activations, so the plan gives the number. Host slots always exist.
 
     Args:
         slots: as `slot_limits` gives them.

@@ -39,7 +39,7 @@ class Tier:
     out_of: Way | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
-        """Of one of so many ranks on the node; None: the machine does not say."""
+        """Return the capacity of one of so many ranks on the node. None: the machine does not say."""
         if not self.capacity:
             return None
         return int(getattr(machine, self.capacity)) // (ranks if self.shared else 1)

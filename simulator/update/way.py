@@ -1,4 +1,4 @@
-"""The ways in which a subgroup can be updated."""
+"""The ways of updating a subgroup."""
 
 from __future__ import annotations
 
