@@ -1,1 +1,1 @@
-"""What a user is told: the rows beside a plan, the reasons, the reports."""
+"""Answers for users: a plan's table, its reasons, reports."""

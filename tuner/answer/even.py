@@ -1,4 +1,4 @@
-"""A plan while somebody waits: the best guess, evenly spread, without the local search."""
+"""A quick plan: the best first guess, evenly spread, without the local search."""
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -12,7 +12,7 @@ from ebbtide.tuner.placements.search import Search
 
 
 def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
-    """With its prediction and the lower bound; says whether a search could find a better one.
+    """Return the plan with its prediction and the lower bound. It says whether a search could find a better one.
 
     Raises:
         ImpossibleError: nothing fits.
@@ -24,7 +24,7 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
 
 
 def best_of(search: Search) -> Plan:
-    """The best plan of a search that has begun, and in which something fits."""
+    """Return the best plan of a started search that found one that fits."""
     workload, machine, limits = search.workload, search.machine, search.limits
     made = search.best().plan(workload)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.

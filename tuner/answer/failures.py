@@ -1,4 +1,4 @@
-"""What failures make of an answer: how much of the time is useful, and how often to checkpoint."""
+"""The effect of failures: the useful share of the time, and the best checkpoint interval."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Of the plan with ``choice``, and of what waits for its checkpoints, each at its best."""
+    """Return the goodput of the plan with ``choice``, and of systems that wait for checkpoints, each at its best."""
     result = dict(_waiting(predicted, workload, machine, mtbf_s))
     if choice is not None:
         plan_s = predicted["plan"].iteration_s
@@ -54,7 +54,7 @@ def goodput_of(
 def _waiting(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, mtbf_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Without ebbtide training waits until the storage has the whole checkpoint."""
+    """Yield the goodput of training without ebbtide: it waits until the storage has the whole checkpoint."""
     storage = capacities(machine, workload.ranks_per_node)["storage"]
     stall_s = SAVE_S + workload.checkpoint_bytes / storage
     cost, failures = CheckpointCost(stall_s, persist_s=stall_s), Failures(mtbf_s, RESTART_S)

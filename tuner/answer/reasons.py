@@ -1,4 +1,4 @@
-"""Why a plan looks as it does: what binds, and what each feature brought."""
+"""The reasons for a plan: what binds, and the gain of each feature."""
 
 from collections.abc import Mapping
 
@@ -47,7 +47,7 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Of stock's iteration, where its launcher leaves it fewer threads than cores."""
+    """Return the cost for stock's iteration if its launcher leaves it fewer threads than cores."""
     if workload.stock_threads is None:
         return []
 

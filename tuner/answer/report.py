@@ -1,4 +1,4 @@
-"""What the ``tune`` command prints."""
+"""The output of the ``tune`` command."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def memory(plan: Plan) -> Table:
-    """What each memory is for at its peak, under the plan and without it, against the limits."""
+    """Return a table of each memory at its peak by kind, with the plan and without it, and the limits."""
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
     told = {"plan": plan.prediction, **others}

@@ -47,8 +47,9 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """As a plan keeps it; an interval is known of the plan alone, memory by kind is told of it,
-        of stock and of not offloading.
+        """Return the row as a plan keeps it.
+
+        Only the plan has an interval. Memory by kind is given for the plan, stock and no offloading.
         """
         seconds = self.result.iteration_s
         return Prediction(
@@ -171,12 +172,12 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """What was not chosen, as a plan keeps it."""
+    """Return the rows that were not chosen, as a plan keeps them."""
     return tuple(row.prediction for row in rows if row.role != "plan")
 
 
 def role_of(label: str) -> Role:
-    """Of a row that a plan's file holds; older services wrote strategies' names."""
+    """Return the role of a row in a plan's file. Older services wrote strategies' names."""
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"
     if label in ("no offload", "no_offload", "not offloading"):

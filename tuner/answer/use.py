@@ -1,4 +1,4 @@
-"""From an answer to training: DeepSpeed's config, the command, the Trainer's line."""
+"""The steps from an answer to training: DeepSpeed's config, the command, the Trainer's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What to write where, and what to type; both files lie where training starts.
+    """Return the files to write and the command to type. Both files belong where training starts.
 
     Args:
-        config: DeepSpeed's, where one was given.
+        config: DeepSpeed's, if one was given.
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
     return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}
@@ -42,7 +42,7 @@ def _python(value: Any) -> str:
 
 
 def command(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """That trains an unchanged script; several nodes: on each of them."""
+    """Return the command that trains an unchanged script. With several nodes, it runs on each of them."""
     ranks = workload.ranks_per_node
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks * workload.nodes > 1 else "python"
     if workload.nodes > 1:

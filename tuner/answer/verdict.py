@@ -1,4 +1,4 @@
-"""Whether to offload, in one sentence: the same rule for a plan's file, a service and a search."""
+"""The verdict about offloading, in one sentence: the same rule for plan files, the service and searches."""
 
 import math
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """The advice.
 
     Attributes:
         choice: `impossible`: nothing fits.
-        gains: what the plan brings; empty without one.
+        gains: the gain of the plan. Empty without a plan.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
@@ -29,16 +29,16 @@ class Verdict:
 
 
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
-    """Return what to do, by the rows of a table: who fits, what is short, then times.
+    """Return the advice from the rows of a table: what fits, what is short, then times.
 
-    "x stock" is said only where stock fits.
+    "x stock" is said only if stock fits.
 
-    Two iterations differ where the other one lies outside the plan's interval; a plan without one
+    Two iterations differ if the other one lies outside the plan's interval. A plan without one
     (of an older ebbtide) counts as exact.
 
     Args:
-        predicted: role and prediction; the plan's has its interval and its lower bound.
-        problem: why no plan fits, where there is none.
+        predicted: role and prediction. The plan's has its interval and its lower bound.
+        problem: the reason why no plan fits, if none does.
     """
     by_role = dict(reversed(list(predicted)))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
@@ -74,7 +74,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Whether another iteration is longer or shorter by more than the prediction can tell."""
+    """Return whether another iteration is longer or shorter by more than the prediction can tell."""
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
     return not low_s <= other_s <= high_s
@@ -99,7 +99,7 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """How far from what no plan can beat; empty where that is not known."""
+    """Return the distance from the lower bound as text, or an empty string if it is unknown."""
     if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
         return ""
     gap = plan.iteration_s / plan.lower_bound_s - 1

@@ -96,7 +96,7 @@ class _Tried:
     known: dict[tuple[tuple[str, int | bool], ...], Search | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
-        """With the best plan that is known; None: nothing fits."""
+        """Return the change with the best known plan. None: nothing fits."""
         search = self.fits(changes)
         if search is None:
             return None
@@ -105,7 +105,7 @@ class _Tried:
         return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
 
     def fits(self, changes: Changes) -> Search | None:
-        """The search in which something does."""
+        """Return the search in which something fits, or None."""
         key = tuple(changes.items())
         if key not in self.known:
             self.known[key] = self._begun(changes)
@@ -179,7 +179,7 @@ def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
 
 
 def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
-    """What was changed beside it, taken back as far as it still fits."""
+    """Undo the other changes as far as the job still fits."""
     for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
         if steps and set(steps[0]) <= set(base):
             way = tried.nearest([{**way.changes, **step} for step in steps]) or way
@@ -187,7 +187,7 @@ def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
 
 
 def _bases(job: Job) -> Iterator[Changes]:
-    """What is changed beside one more thing: nothing; then more and more."""
+    """Yield the changes that go with one more: none first, then more and more."""
     together: dict[str, int | bool] = {}
     yield dict(together)
     for step in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
@@ -197,7 +197,7 @@ def _bases(job: Job) -> Iterator[Changes]:
 
 
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
-    """The steps of each thing that can be changed beside ``base``, nearest first."""
+    """Yield the steps of each possible change in addition to ``base``, nearest first."""
     all_steps = [
         _partitioned(job),
         _recompute(job),
@@ -223,7 +223,7 @@ def _recompute(job: Job) -> list[Changes]:
 
 
 def _smaller_batches(job: Job) -> list[Changes]:
-    """Of as many samples in a step, where they divide so."""
+    """Return smaller micro-batches with as many samples in a step, if they divide."""
     samples, steps, size = job.micro_batch * job.accumulation, list[Changes](), job.micro_batch
     while size > 1:
         size //= 2
@@ -265,7 +265,7 @@ def _stored(job: Job, limits: Mapping[str, Any], base: Changes) -> list[Changes]
 
 
 def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
-    """More of the card's memory, where less than all of it is asked for."""
+    """Return more of the card's memory, if less than all of it is requested."""
     own, asked = machine.device_memory_bytes, limits.get("device_memory_bytes")
     if asked is None:
         return []
@@ -282,7 +282,7 @@ def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> 
 
 
 def flags(way: WayOut, job: Job) -> str:
-    """What `tune` takes for it; what no flag says, in words."""
+    """Return the options of `tune` for the change, or words if there is no option."""
     return ", ".join(_flag(name, value, job.config) for name, value in way.changes.items())
 
 

@@ -94,7 +94,7 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
 
 
 def _loop_change(before: Machine, after: Machine) -> list[Change]:
-    """What lies between the phases: no rate that is fitted, but a change as well."""
+    """Return the change of the time between the phases. It is no fitted rate."""
     from ebbtide.tuner.calibrate.calibration import Change
 
     loop, old = after.loop_s, before.loop_s

@@ -1,4 +1,4 @@
-"""What several commands have in common: kinds of values, ``--json``, how errors end."""
+"""Common parts of several commands: kinds of values, ``--json``, error handling."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -174,7 +174,7 @@ def _searched(
 
 
 def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]) -> str:
-    """What is missing, and the changes that fit: a profiled workload cannot tell any."""
+    """Return what is missing, and the changes that fit. A profiled workload allows no changes."""
     if trained.job is None:
         return f"{error.fact}. {error.advice}"
     from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
@@ -192,7 +192,7 @@ def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, o
 
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
-    """Nothing where no file is asked for."""
+    """Write the DeepSpeed config, if a file is requested."""
     from ebbtide.tuner.emitted_config import emitted_config, write_config
 
     if path is None:

@@ -1,4 +1,4 @@
-"""How far a command is, where it takes longer than one waits without asking."""
+"""The progress of commands that take longer than a moment."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,8 +7,9 @@ from threading import Timer
 
 @contextmanager
 def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
-    """Gives what is to be called with the share that is done, and with what is: a bar on stderr
-    that appears after so many seconds, if somebody looks: whether it is called then or not.
+    """Yield a function to call with the finished share and the current phase.
+
+    It shows a bar on stderr after so many seconds if stderr is a terminal.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""Which checks are made, in which order."""
+"""The checks of the doctor, and their order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """What takes milliseconds and loads nothing: `tune run` begins with it."""
+    """Run the checks that take milliseconds and load nothing. `tune run` begins with them."""
     return [*software.versions(), *software.compiler()]
 
 

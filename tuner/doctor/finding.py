@@ -1,4 +1,4 @@
-"""What the doctor says about one thing."""
+"""One finding of the doctor."""
 
 from dataclasses import dataclass
 from typing import Literal

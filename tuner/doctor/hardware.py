@@ -22,7 +22,7 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 
 
 def numa() -> Finding:
-    """Whether this process may run away from its GPU."""
+    """Report whether this process may run far from its GPU."""
     import torch
     from ebbtide.profiler.hardware import numa_layout
     from ebbtide.runtime.hardware.pci import pci_address
@@ -36,7 +36,7 @@ def numa() -> Finding:
 
 
 def threads(ranks: int) -> Finding:
-    """On how many threads stock would update on the host, and what fewer than its cores cost."""
+    """Report the number of threads of stock's host updates, and the cost of fewer threads than cores."""
     from ebbtide.runtime.hardware.cores import near_cores
 
     share = max(1, len(near_cores(None)) // ranks)

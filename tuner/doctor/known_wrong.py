@@ -149,7 +149,7 @@ TABLE = (
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:
-    """What this version of DeepSpeed is known to do wrongly under a config."""
+    """Return the known wrong results of this version of DeepSpeed under a config."""
     from packaging.version import Version
 
     installed = Version(version)

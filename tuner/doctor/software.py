@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> list[Finding]:
-    """Every package that ebbtide's base needs, against the range in its metadata."""
+    """Compare every package that ebbtide needs with the range in its metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -43,7 +43,7 @@ def _version(name: str, specifier: str) -> Finding:
 
 
 def known_results(config: Mapping[str, Any]) -> list[Finding]:
-    """What the installed DeepSpeed is known to train wrongly under this config."""
+    """Report what the installed DeepSpeed is known to train wrongly under this config."""
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:
@@ -55,7 +55,7 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _known(row: KnownWrong) -> Finding:
-    """What a config does not show stops nobody."""
+    """Return the finding of a known wrong result. If the config does not show the cause, it is no error."""
     said = slow if row.only_if else bad
     return said(
         "known results",
@@ -67,7 +67,7 @@ def _known(row: KnownWrong) -> Finding:
 
 
 def compiler() -> list[Finding]:
-    """What compiles the update kernel and DeepSpeed's ops, found but not yet run."""
+    """Check that the compiler of the update kernel and of DeepSpeed's ops exists, without running it."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -89,7 +89,7 @@ def compiler() -> list[Finding]:
 
 
 def build_locks() -> list[Finding]:
-    """Locks of torch's extensions whose builder was killed: who comes after it waits for ever."""
+    """Find locks of torch's extensions with a killed builder: the next build would wait forever."""
     from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
 

@@ -1,4 +1,4 @@
-"""Whether and how a DeepSpeed config would train under a plan, without training."""
+"""A check of how a DeepSpeed config would train under a plan, without training."""
 
 from collections.abc import Mapping
 from typing import Any

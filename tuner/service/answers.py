@@ -1,4 +1,4 @@
-"""What a worker computes: one function per question, from a checked request to plain JSON."""
+"""The computations of a worker: one function per question, from a checked request to plain JSON."""
 
 import csv
 import io
@@ -124,8 +124,9 @@ def _limits(limits: Limits) -> dict[str, Any]:
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
-    """Where nothing fits: the nearest changes of the scenario that do; none of a profiled workload,
-    which cannot tell.
+    """Return the nearest changes of the scenario that fit, if nothing fits.
+
+    A profiled workload allows no changes.
     """
     if request.workload is not None:
         return {"ways": [], "another_way": ANOTHER_WAY}
@@ -146,7 +147,7 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: 
 
 
 def _of_scenario(changes: Changes) -> dict[str, Any]:
-    """In a scenario's words."""
+    """Return the changes in a scenario's words."""
     words: dict[str, Any] = {**changes}
     if "data_parallel" in words:
         words["gpus"] = words.pop("data_parallel")
@@ -187,7 +188,7 @@ def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
 
 
 def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
-    """What fits first, then by speed."""
+    """Return the rows that fit first, then by speed."""
     stock = next(row for row in rows if row.role == "stock")
     stock_s = stock.result.iteration_s if stock.simulated.fits else None
     fields = [row.fields(stock_s, workload.tokens_per_iteration) for row in rows]
@@ -216,7 +217,10 @@ def _about_machine(machine: Machine) -> dict[str, Any]:
 
 
 def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
-    """With layers and parameters as the model's makers count them; a profile knows its rank's."""
+    """Return the workload's facts, with layers and parameters as the model's makers count them.
+
+    A profile knows only its own rank's.
+    """
     arch = job_of(request).architecture if request.workload is None else None
     return {
         **{name: getattr(workload, name) for name in WORKLOAD_FACTS},
@@ -261,7 +265,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
-    """What `tune plan` writes, with stock's time beside it."""
+    """Return the plan of `tune plan`, with stock's time."""
     from ebbtide.tuner.placements.planning import plan as search
 
     check_plannable(request)
@@ -290,7 +294,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
-    """Expected goodput at the interval given, or at the best one; rules of thumb beside it."""
+    """Return the expected goodput at the given interval or the best one, and the rules of thumb."""
     cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
     failures = Failures(request.mtbf_s, request.restart_s)
     asked = (request.iteration_s, cost, failures)

@@ -1,4 +1,4 @@
-"""The application: who may ask, how much, and how a refusal reads."""
+"""The application: access, limits, and the form of refusals."""
 
 import asyncio
 import hmac
@@ -156,7 +156,7 @@ class Guard:
         await self._answer(scope, receive, _with_headers(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What nobody has foreseen is told in the common form too, and whole in the log."""
+        """Report an unexpected error in the common form too, and in full in the log."""
         began = False
 
         async def noted(message: MutableMapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Client:
         return dict(self.call("/simulate", scenario))
 
     def answer(self, **scenario: Any) -> dict[str, Any]:
-        """Whether and how to offload."""
+        """Ask whether and how to offload."""
         return dict(self.call("/answer", scenario))
 
     def plan(self, **scenario: Any) -> Plan:
@@ -95,7 +95,7 @@ class Client:
 
 
 def run_body(name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> dict[str, Any]:
-    """A run in the form in which it is posted."""
+    """Return a run in the form of a request."""
     return {
         "name": name,
         "source": timeline.source,

@@ -112,7 +112,7 @@ class Jobs:
         return stopped
 
     def state(self, job: str) -> dict[str, Any] | None:
-        """As stored, with the progress of the attempt that runs."""
+        """Return the stored state, with the progress of the running attempt."""
         stored = self._store.job(job)
         live = self._progress.get(job)
         return {**stored, **live} if stored and live and stored["state"] == "running" else stored
@@ -170,9 +170,7 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """What the store makes of it; while its disk takes nothing (it may be full) it is tried again,
-    so that no job is lost to that.
-    """
+    """Return the store's result. If its disk takes nothing (it may be full), try again, so that no job is lost."""
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)

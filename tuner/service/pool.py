@@ -1,4 +1,4 @@
-"""Worker processes by lane: light answers never wait behind heavy ones."""
+"""Worker processes by lane: light answers never wait for heavy ones."""
 
 import asyncio
 import contextlib
@@ -31,13 +31,13 @@ class InvalidError(RuleError):
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
-        """What a worker says."""
+        """Parse the error that a worker sent."""
         rows = [Broken(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
 
 class BusyError(RuntimeError):
-    """More requests wait than there is room for."""
+    """An error for more waiting requests than there is room for."""
 
 
 class WorkerError(RuntimeError):
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Not killed, though a killed process may not be reaped yet."""
+        """Return whether the worker is alive. A killed process may not be reaped yet."""
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
@@ -138,7 +138,7 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """At once; what it computed is lost."""
+        """Kill the process. Its unfinished result is lost."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -200,8 +200,9 @@ class Lane:
             raise
 
     async def _serve(self, worker: Worker | None, frame: bytes, on_progress: OnProgress) -> Result:
-        """With a free worker; gives it back whatever happens. What is lost with its process is
-        computed once more: it depends on the request alone.
+        """Compute with a free worker, and free it whatever happens.
+
+        A result lost with its process is computed again: it depends on the request alone.
         """
         try:
             worker = await self._living(worker)
@@ -243,7 +244,7 @@ class Lane:
 
 
 def _unheard(task: asyncio.Task[Result]) -> None:
-    """Nobody waits for this result any more; its error is nobody's either."""
+    """Ignore the error of a result that no client waits for any more."""
     if not task.cancelled():
         task.exception()
 
@@ -295,7 +296,7 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """From the cache, or from a worker of the right lane.
+        """Return the answer from the cache, or from a worker of the right lane.
 
         Raises:
             BusyError, InvalidError, WorkerError: see `Lane.call`.

@@ -31,7 +31,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class ReportCall(BaseModel):
-    """What a worker needs: the plan, and a run as it was posted."""
+    """The input of a worker: the plan, and a run as it was posted."""
 
     plan: Plan
     scenario: Scenario | None = None
@@ -127,12 +127,12 @@ def read_run(text: str) -> dict[str, Any]:
 
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
-    """A timeline in the form in which it is posted."""
+    """Return a timeline in the form of a request."""
     return Run.model_validate(run_body(name, timeline, plan, measured_on))
 
 
 def read_timelines(text: str) -> list[Timeline]:
-    """From a trace that `Timeline.to_perfetto` wrote, or a run as the service takes it.
+    """Read a trace that `Timeline.to_perfetto` wrote, or a run as the service takes it.
 
     Raises:
         ValueError: it is neither.

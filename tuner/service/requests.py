@@ -1,4 +1,4 @@
-"""What may be asked, and how much: every field bounded, nothing unknown accepted, no path."""
+"""The possible requests and their limits: every field bounded, nothing unknown accepted, no path."""
 
 import math
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class Request(BaseModel):
 
 
 def _few_subgroups(plan: Any) -> Any:
-    """Before a plan's own checks, which write out every subgroup of its runs and of its spans."""
+    """Check the number of subgroups before a plan's own checks, which expand its runs and spans."""
     if isinstance(plan, dict):
         rows = [_listed(plan, name, dict) for name in ("ways", "placement", "parameter_home")]
         placed = max(sum(_size(row.get("count")) for row in some) for some in rows)
@@ -107,7 +107,7 @@ def _few_subgroups(plan: Any) -> Any:
 
 
 def _listed(fields: Any, key: str, kind: type) -> list[Any]:
-    """The items of a list of ``kind``; what is something else is refused later."""
+    """Return the items of ``kind`` in a list. Other items are refused later."""
     value = fields.get(key) if isinstance(fields, dict) else None
     return [item for item in value if isinstance(item, kind)] if isinstance(value, list) else []
 
@@ -117,7 +117,7 @@ def _length(span: list[Any]) -> float:
 
 
 def _size(number: Any) -> float:
-    """Of whatever a lenient check takes for a number; 0: it will be refused later."""
+    """Return the number that a lenient check reads. 0: it will be refused later."""
     try:
         return float(number)
     except (TypeError, ValueError):
@@ -263,7 +263,7 @@ class WhatIf(Scenario):
 
 
 class PlanJob(Scenario):
-    """What `tune plan` takes."""
+    """The input of `tune plan`."""
 
     kind: Literal["plan"] = "plan"
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
@@ -279,15 +279,15 @@ class WhatIfJob(WhatIf):
 
 
 class SearchJob(Scenario):
-    """What `tune search` takes: which configuration would train fastest.
+    """The input of `tune search`: which configuration would train fastest.
 
     Attributes:
-        free: the knobs that may change; the others are the scenario's, and ``recompute`` is off
+        free: the knobs that may change. The others are the scenario's, and ``recompute`` is off
             with ``keep_activations``.
-        gpus: at most so many are used where ``gpus`` is free.
-        global_batch: samples per optimizer step; without it the batch may change.
-        offload: whether optimizer state lives in host memory, where ``offload`` is not free.
-        ds_config: for what no knob decides.
+        gpus: the most to use if ``gpus`` is free.
+        global_batch: samples per optimizer step. Without it the batch may change.
+        offload: whether optimizer state lives in host memory, if ``offload`` is not free.
+        ds_config: for everything that no knob decides.
     """
 
     kind: Literal["search"] = "search"
@@ -310,7 +310,7 @@ class SearchJob(Scenario):
 
 
 class Goodput(Request):
-    """How much of the time is useful when the job fails; see `ebbtide.simulator.analysis.goodput`."""
+    """A question about the useful share of the time when the job fails; see `ebbtide.simulator.analysis.goodput`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
@@ -342,7 +342,7 @@ class PostedSample(Request):
 
 
 class Run(Request):
-    """What a training run measured: its timeline, and the plan that it ran under."""
+    """A measured training run: its timeline, and the plan that it ran under."""
 
     name: Name
     spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]

@@ -1,4 +1,4 @@
-"""What all requests share: the store, the worker processes, the jobs and the limits."""
+"""The resources that all requests share: the store, the worker processes, the jobs and the limits."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -90,7 +90,7 @@ class _Names:
         return cast("Machine", example) if example and name == example.name else None
 
     def fill(self, scenario: S) -> S:
-        """With uploaded machines and the loaded workload in the place of their names."""
+        """Replace the names of uploaded machines and of the loaded workload by their contents."""
         changes: dict[str, Any] = {}
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
@@ -334,7 +334,7 @@ async def _submit(service: Service, names: _Names, posted: ask.Scenario, kind: s
 
 
 def _title(posted: ask.Scenario) -> str:
-    """What a list calls it: what is trained, on what."""
+    """Return the title in lists: the trained model and its machine."""
     trained = posted.workload if posted.model is None else posted.model
     if isinstance(trained, dict):
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
@@ -453,7 +453,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
 
 def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[str, Any]:
-    """Without names, not too large, as a worker takes it."""
+    """Return the scenario for a worker: without names, and not too large."""
     filled = names.fill(scenario)
     check_ops(estimated_ops(filled), 1, quota)
     return filled.model_dump(mode="json", exclude_defaults=True)

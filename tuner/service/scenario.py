@@ -1,4 +1,4 @@
-"""From a scenario to a Machine and a Workload; the names that stand for them."""
+"""The way from a scenario to a Machine and a Workload, and the names that stand for them."""
 
 import math
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ _ASKED_AS = {
 
 @contextmanager
 def _as_asked() -> Iterator[None]:
-    """What is wrong with a job or a machine is told in a scenario's words."""
+    """Report errors about a job or a machine in a scenario's words."""
     try:
         yield
     except (RuleError, ValidationError) as error:
@@ -125,7 +125,7 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def offloads_parameters(scenario: Scenario) -> bool:
-    """Whether its DeepSpeed config lets parameters live in host memory."""
+    """Return whether the DeepSpeed config lets parameters live in host memory."""
     return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
 
 
@@ -179,7 +179,7 @@ def job_of(scenario: Scenario) -> Job:
 
 
 def _params(job: Job) -> int:
-    """Of one rank."""
+    """Return the parameters of one rank."""
     params = sum(sum(block.params) for block in job.architecture.blocks())
     return params // (job.data_parallel * job.tensor_parallel)
 
@@ -207,7 +207,7 @@ def check_plannable(scenario: Scenario) -> None:
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Both.
+    """Return the machine and the workload.
 
     Raises:
         ValueError: see `machine_of` and `workload_of`.
@@ -238,7 +238,7 @@ def estimated_ops(scenario: Scenario) -> int:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Whether so much work is light.
+    """Return whether so much work is light.
 
     Raises:
         ValueError: it is more than this service does at all.

@@ -87,7 +87,7 @@ def run(service: Service, host: str, port: int) -> None:
 
 
 def load_example(service: Service, folder: Path) -> None:
-    """What the page opens with: a measured machine, its workload, and the run under its plan.
+    """Load the page's first example: a measured machine, its workload, and the run under its plan.
 
     Raises:
         OSError, ValueError: a file that is missing or cannot be used.

@@ -1,11 +1,11 @@
-"""What outlives the server: jobs, runs and uploaded machines, in one SQLite file.
+"""The data that outlives the server: jobs, runs and uploaded machines, in one SQLite file.
 
-WAL with full synchronisation: what a client was told is on disk, and a kill at any moment leaves
-the state of the last committed transaction. Every method here is one transaction; those that
-write wait for the disk and are called in threads, one after the other under a lock, on a connection
-of their own, so that readers see nothing that is not yet committed. Readers come one after the
-other too: a connection keeps what it saw at first as long as any of its statements goes on, so a
-thread that read beside another's list did not find the job that it had just added.
+WAL with full synchronisation: everything that a client was told is on disk, and a kill at any moment
+leaves the state of the last committed transaction. Every method here is one transaction. Writing
+methods wait for the disk and run in threads, one after the other under a lock, on their own connection,
+so that readers see nothing uncommitted. Readers take turns too: a connection keeps its first snapshot
+as long as any of its statements is open, so a thread that read during another's list would not find
+the job that it had just added.
 """
 
 import fcntl
@@ -118,7 +118,7 @@ class Store:
                 raise
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """All of them, so that the statement has ended for whoever reads next."""
+        """Return all rows, so that the statement has ended before the next reader begins."""
         with self._reading:
             return self._db.execute(query, values).fetchall()
 
@@ -171,7 +171,7 @@ class Store:
         return done.rowcount == 1
 
     def recover(self, most_attempts: int) -> int:
-        """What ran when the server ended goes back to its place in line, or fails if too often."""
+        """Return interrupted jobs to their place in line, or fail them after too many attempts."""
         with self._transaction() as db:
             rows = db.execute("SELECT id, attempts FROM jobs WHERE state = 'running'").fetchall()
             for row in rows:
@@ -190,7 +190,7 @@ class Store:
         return len(rows)
 
     def job(self, job: str) -> dict[str, Any] | None:
-        """Its state, with every attempt; without request and result."""
+        """Return the job's state, with every attempt, without request and result."""
         row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)  # noqa: S608
         if row is None:
             return None

@@ -43,13 +43,13 @@ GROUPS: dict[OpKind, str] = {
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
-    """From the end of one backward to the end of the next: exactly ``iteration_s`` long.
+    """Return the timeline from the end of one backward to the end of the next: exactly ``iteration_s`` long.
 
     Args:
-        schedule: what was simulated; without it no critical path is known.
+        schedule: the simulated one. Without it no critical path is known.
 
     Returns:
-        ``duration_s``; ``lanes``: name, ``idle`` (the share of the time in which no op runs) and
+        ``duration_s``; ``lanes``: name, ``idle`` (the share of the time without a running op) and
         spans ``[start_s, end_s, group, label]`` from 0; ``critical``: the critical path as
         ``[start_s, end_s, group, lane]``, without gaps; ``memory``: ``t_s``, ``device_bytes``,
         ``host_bytes`` as equally long lists.
@@ -78,9 +78,9 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """A whole iteration, from backward's end to backward's end: the most typical, else all.
+    """Return the span of a whole iteration, from one backward's end to the next, or of everything.
 
-    A run's iterations differ; the one that lasts about as long as all do on average is shown.
+    A run's iterations differ. The one with about the average length is shown.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:
@@ -110,7 +110,7 @@ def _critical(schedule: Schedule, timeline: Timeline, start_s: float, end_s: flo
 
 
 def _idle(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """The share of the time in which none of a lane's ops runs."""
+    """Return the share of the time without any running op of the lane."""
     busy_s, reached_s = 0.0, start_s
     for span in sorted(spans, key=lambda s: s.start_s):
         first, last = max(span.start_s, reached_s), min(span.end_s, end_s)

@@ -104,7 +104,7 @@ def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """So much address space beyond what is taken now; then Python raises MemoryError."""
+    """Limit the address space to so much beyond the present use. Python raises MemoryError then."""
     import resource
 
     with open("/proc/self/statm") as file:  # noqa: PTH123
@@ -114,7 +114,7 @@ def limit_memory(extra_bytes: int) -> None:
 
 
 def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
-    """In a thread of its own, so that the server's end is seen while the main thread computes."""
+    """Read requests in a separate thread, to notice the server's end while the main thread computes."""
     while (frame := read_frame(stream)) is not None:
         inbox.put(frame[1])
     os._exit(0)
