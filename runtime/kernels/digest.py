@@ -1,24 +1,24 @@
 """Digests of tensor pieces: a few numbers that add up over pieces, whichever rank holds them.
 
-`digest.cpp` defines the numbers. Host tensors go through it, at the speed of memory. Other tensors
-go through torch on their device: the hashes are the same.
+`digest.cpp` defines the numbers. Host tensors go through it, at the speed of memory. Tensors on a
+device come down in pieces, at the speed of the link, and go through it too.
 """
 
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from ebbtide.runtime.kernels import host
 
 LANES, TABLE = 16, 1024
 LAYOUT = f"<QQQq{2 + LANES}d"
 SMALL = 1 << 17  # elements: below, a second thread costs more than it brings
-_CHUNK = 1 << 20  # elements that torch widens at once: 8 MiB
+PIECE_BYTES = 1 << 24  # brought to the host at once
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK = (1 << 64) - 1
 
@@ -91,7 +91,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     """Return the digest of a flat piece that begins at element ``start`` of its tensor.
 
     Args:
-        piece: fp32, bf16 or fp16, contiguous; not copied (on a device: 8 MiB at once, widened).
+        piece: fp32, bf16 or fp16, contiguous; on a device, two times `PIECE_BYTES` are copied at a time.
         narrow: the elements of an fp32 piece are also hashed as rounded to it (bf16, fp16, fp32).
         threads: of the host kernel.
 
@@ -109,7 +109,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
         whole = digest(piece, start, None, threads)
         return replace(whole, narrow=whole.hash)
     if piece.device.type != "cpu":
-        return by_torch(piece.detach().view(-1), start, narrow)
+        return by_pieces(piece.detach().view(-1), start, narrow, threads)
     out = _Digest()
     error = _library().ebbtide_digest(
         piece.data_ptr(),
@@ -124,15 +124,29 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     return Digest(out.hash, out.narrow, out.bits, out.not_finite, out.squares, out.largest, tuple(out.sketch))
 
 
-def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None) -> Digest:
-    """Return the same by torch's operations, on whatever device; flat pieces."""
+def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
+    """Return the digest of a flat piece on a device, hashing one part while the next one comes down."""
+    on_cuda = piece.is_cuda
+    size = max(1, min(piece.numel(), PIECE_BYTES // piece.element_size()))
+    parts = piece.split(size)
+    buffers = [torch.empty(size, dtype=piece.dtype, pin_memory=on_cuda) for _ in parts[:2]]
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
-    at = 0
-    while at < piece.numel():
-        # Chunks end where a row of the table does.
-        size = min(piece.numel() - at, _CHUNK - (start + at) % TABLE)
-        total = added(total, _chunk(piece[at : at + size], start + at, narrow))
-        at += size
+
+    def bring(number: int) -> Callable[[], object]:
+        """Begin the copy of a part; return the function that waits for its end."""
+        buffers[number % 2][: parts[number].numel()].copy_(parts[number], non_blocking=on_cuda)
+        if not on_cuda:
+            return lambda: None
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(piece.device))
+        return arrived.synchronize  # type: ignore[no-any-return]
+
+    arrives = bring(0)
+    for number, part in enumerate(parts):
+        arrives()
+        if number + 1 < len(parts):  # into the other buffer, whose part has been hashed
+            arrives = bring(number + 1)
+        total = added(total, digest(buffers[number % 2][: part.numel()], start + number * size, narrow, threads))
     return total
 
 
@@ -147,47 +161,3 @@ def added(one: Digest, other: Digest) -> Digest:
         max(one.largest, other.largest),
         tuple(a + b for a, b in zip(one.sketch, other.sketch, strict=True)),
     )
-
-
-def _chunk(piece: torch.Tensor, start: int, narrow: torch.dtype | None) -> Digest:
-    keys, signs = _keys(start, piece.numel(), piece.device)
-    words = _words(piece)
-    rounded = 0 if narrow is None else int((_words(piece.to(narrow)) * keys).sum()) & _MASK
-    finite = torch.isfinite(piece)
-    wide = torch.where(finite, piece, torch.zeros_like(piece)).double()
-    lanes = (torch.arange(piece.numel(), device=piece.device) + start) % LANES
-    sketch = torch.zeros(LANES, dtype=torch.float64, device=piece.device)
-    sketch.index_add_(0, lanes, wide * signs)
-    return Digest(
-        int((words * keys).sum()) & _MASK,
-        rounded,
-        int(np.bitwise_or.reduce(words.cpu().numpy())),
-        int((~finite).sum()),
-        float((wide * wide).sum()),
-        float(wide.abs().max()),
-        tuple(sketch.tolist()),
-    )
-
-
-def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Return the elements' bits as int64, none of them negative."""
-    if piece.dtype == torch.float32:
-        return piece.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return piece.view(torch.int16).to(torch.int64) & 0xFFFF
-
-
-def _keys(start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and sign of each place, as digest.cpp has them; int64 wraps as uint64 does."""
-    places = np.arange(start, start + count, dtype=np.uint64)
-    inner = _mixed(places % np.uint64(TABLE)) | np.uint64(1)
-    outer = _mixed(~(places // np.uint64(TABLE))) | np.uint64(1)
-    signs = 1.0 - 2.0 * ((inner >> np.uint64(63)) ^ (outer >> np.uint64(63))).astype(np.float64)
-    keys = (inner * outer).view(np.int64)
-    return torch.from_numpy(keys).to(device), torch.from_numpy(signs).to(device)
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

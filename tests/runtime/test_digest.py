@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
-from ebbtide.runtime.kernels.digest import added, by_torch, digest, unpacked
+from ebbtide.runtime.kernels import digest as module
+from ebbtide.runtime.kernels.digest import added, by_pieces, digest, unpacked
+
+from tests.runtime.torch_digest import by_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,6 +28,27 @@ def test_pieces_add_up_however_they_are_cut_and_wherever_they_are(dtype):
     assert (other.hash, other.bits, other.largest) == (expected.hash, expected.bits, expected.largest)
     assert math.dist(other.sketch, expected.sketch) < 1e-6
     assert unpacked(expected.packed()) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 200_003])
+def test_what_comes_down_in_pieces_has_the_same_digest(dtype, count, monkeypatch):
+    """As from a device; one piece is hashed while the next one comes."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 1000 * torch.empty(0, dtype=dtype).element_size())
+    whole = values(dtype, count)
+    narrow = torch.bfloat16 if dtype == torch.float32 else None
+    ours, expected = by_pieces(whole, 777, narrow, 2), digest(whole, 777, narrow)
+    assert (ours.hash, ours.narrow, ours.bits) == (expected.hash, expected.narrow, expected.bits)
+    assert (ours.not_finite, ours.largest) == (expected.not_finite, expected.largest)
+    assert math.isclose(ours.squares, expected.squares, rel_tol=1e-12)
+    assert math.dist(ours.sketch, expected.sketch) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_on_a_gpu_has_the_same_digest(dtype):
+    whole = values(dtype, 20_000_003)
+    assert digest(whole.cuda(), 5, threads=2).hash == digest(whole, 5, threads=2).hash
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
