@@ -24,8 +24,10 @@ def enable(hook: Any) -> None:
 
 def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
     torch.manual_seed(job["seed"])
-    if job["deterministic"]:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if job["deterministic"] or job.get("strict"):
+        # With warn_only attention's backward sums in any order: it asks for this flag, too.
+        torch.use_deterministic_algorithms(True, warn_only=not job.get("strict"))
+        torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, changes no result
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ or _trains_alone():
         hook.own("ebbtide.runtime.verify.optimizers").watch(end)
 

@@ -35,6 +35,7 @@ class Job:
     seed: int = 0
     perturb: bool = False
     deterministic: bool = False
+    strict: bool = False
 
 
 def current_job() -> Job:

@@ -194,6 +194,7 @@ TABLE = {
         "steps": changes("--steps", "3"),
         "against": changes("--against", "stock"),
         "seed": changes("--seed", "5"),
+        "deterministic": changes("--deterministic"),
         "json_file": changes("--json", "out.json"),
         "command": changes("--verbose"),
     },
@@ -338,7 +339,7 @@ def recorder(monkeypatch):
     return seen
 
 
-def untrained(command, side, steps, seed):
+def untrained(command, side, steps, seed, deterministic):
     from ebbtide.tuner.verify.launch import Launched
     from ebbtide.tuner.verify.run import Run, Step
 

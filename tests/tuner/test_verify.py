@@ -14,7 +14,7 @@ from ebbtide.runtime.verify.lines import Lines, Piece
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.verify import sides as verification
 from ebbtide.tuner.verify.judge import Noise, judge
-from ebbtide.tuner.verify.launch import Launched, Side
+from ebbtide.tuner.verify.launch import Launched, Side, operations_in
 from ebbtide.tuner.verify.run import read_run
 from ebbtide.tuner.verify.sides import compared, verify
 from ebbtide.tuner.verify.words import as_json, screen
@@ -426,7 +426,7 @@ def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, mon
     """Neither success nor a defect, with and without another side; noise of kernels is told."""
     made = []
 
-    def start(command, side, steps, seed):
+    def start(command, side, steps, seed, *, deterministic):
         number = len(made)
         run = Trained(tmp_path, f"r{number}", noise=number * noise, stage=stage, offload=bool(stage))
         for step, change in at.items():
@@ -484,6 +484,71 @@ def test_fewer_steps_than_asked_for_are_said(tmp_path):
     result = CliRunner().invoke(main, ["verify", *words])
     assert result.exit_code == 0
     assert "2 steps (of 4 asked for: the command ended)" in result.output
+
+
+NAMES = {
+    "UserWarning: scatter_add_cuda_kernel does not have a deterministic implementation, but you set": (
+        "scatter_add_cuda_kernel",
+    ),
+    "x.py:3: UserWarning: Flash Attention defaults to a non-deterministic algorithm. To explicitly enable": (
+        "Flash Attention",
+    ),
+    "UserWarning: Memory Efficient attention defaults to a non-deterministic algorithm.": (
+        "Memory Efficient attention",
+    ),
+    "a deterministic run": (),
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_both_of_torchs_sentences_name_an_operation(text):
+    assert operations_in(f"before\n{text}\n{text}\n") == NAMES[text]
+
+
+PUTS = """
+import os, sys
+import torch
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(2):
+    layer(torch.ones(2, 4)).sum().backward()
+    if len(sys.argv) > 2:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))  # has no deterministic kernel
+    optimizer.step()
+with open(sys.argv[1], "a") as file:
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    print(*flags, filled, workspace, file=file)
+"""
+STRICT, OWN = "True False False :4096:8", "False False True None"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "flags"),
+    [(True, [], STRICT), (False, [], OWN), (True, ["--no-deterministic"], OWN), (False, ["--deterministic"], STRICT)],
+)
+def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, gpu, words, flags):
+    """Else stock differs from stock, and a wrong bit passes for noise."""
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: gpu)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    (tmp_path / "train.py").write_text(PUTS)
+    command = ["--", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "flags")]
+    result = CliRunner().invoke(main, ["verify", *words, *command])
+    assert result.exit_code == 0, result.output
+    assert set((tmp_path / "flags").read_text().splitlines()) == {flags}
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named_and_run_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: True)
+    (tmp_path / "train.py").write_text(PUTS)
+    command = ["--", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "flags"), "put"]
+    result = CliRunner().invoke(main, ["verify", *command])
+    assert result.exit_code == 0, result.output
+    assert "put_ has no deterministic kernel: running again" in result.output
+    assert {line[:5] for line in (tmp_path / "flags").read_text().splitlines()} == {"False"}
+    result = CliRunner().invoke(main, ["verify", "--deterministic", *command])
+    assert result.exit_code == 2
+    assert "put_ has no deterministic kernel in torch. Use --no-deterministic" in result.output
 
 
 SCRIPT = """

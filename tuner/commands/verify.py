@@ -3,11 +3,15 @@
 import json
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.inputs import BadInputError, check_folder, written
+
+if TYPE_CHECKING:
+    from ebbtide.tuner.verify.sides import Verification
 
 CODES = {True: 0, False: 1, None: 3}
 SIDES = ("stock", "no-offload")
@@ -28,10 +32,17 @@ SIDES = ("stock", "no-offload")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of generators that the script does not seed itself."
 )
+@click.option(
+    "--deterministic/--no-deterministic",
+    default=None,
+    help="Train all sides with torch's deterministic kernels (default: on a GPU).",
+)
 @click.option("--json", "json_file", help="Writes the result here, for other programs.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
-def verify(steps: int, against: str, seed: int, json_file: str | None, command: tuple[str, ...]) -> None:
+def verify(
+    steps: int, against: str, seed: int, deterministic: bool | None, json_file: str | None, command: tuple[str, ...]
+) -> None:
     """Trains a few steps on each side and compares losses, gradient norms, parameters and masters.
 
      Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
@@ -39,7 +50,7 @@ def verify(steps: int, against: str, seed: int, json_file: str | None, command: 
     equal but for rounding; 1: a side is wrong; 2: the command could not be run to an end; 3:
     nothing can be said, since two runs of one side train differently (an unseeded generator).
     """
-    from ebbtide.tuner.verify.launch import launch
+    from ebbtide.tuner.verify.launch import NotDeterministicError, has_gpu, launch
     from ebbtide.tuner.verify.sides import verify as compare
     from ebbtide.tuner.verify.words import as_json, screen
 
@@ -47,9 +58,23 @@ def verify(steps: int, against: str, seed: int, json_file: str | None, command: 
     if shutil.which(command[0]) is None:
         raise BadInputError(f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}")
     check_folder("--json", json_file)
-    result = compare(
-        sides, lambda side: launch(command, side, steps, seed), lambda title: click.echo(f"running: {title}", err=True)
-    )
+    strict = has_gpu() if deterministic is None else deterministic
+
+    def compared(strict: bool) -> "Verification":
+        return compare(
+            sides,
+            lambda side: launch(command, side, steps, seed, deterministic=strict),
+            lambda title: click.echo(f"running: {title}", err=True),
+        )
+
+    try:
+        result = compared(strict)
+    except NotDeterministicError as error:
+        if deterministic:
+            raise
+        names = ", ".join(error.operations)
+        click.echo(f"{names} has no deterministic kernel: running again with the script's own kernels", err=True)
+        result = compared(False)
     click.echo("\n".join(screen(result)))
     if json_file is not None:
         with written("--json", json_file):

@@ -14,11 +14,29 @@ from ebbtide.tuner.verify.run import Run, read_run
 
 STARTUP = Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup"
 SHOWN_LINES = 25
-_NAMED = re.compile(r"(\S+) does not have a deterministic implementation")
+# The sentences of torch about an operation: of most, and of attention's backward.
+_NAMED = re.compile(
+    r"(\S+) does not have a deterministic implementation|(\w[\w ]*) defaults to a non-deterministic algorithm"
+)
 
 
 class VerifyError(RuntimeError):
     """A side did not train; the message says which, and ends with what it printed last."""
+
+
+class NotDeterministicError(VerifyError):
+    """A run that must be deterministic met operations for which torch has no such kernel.
+
+    Attributes:
+        operations: their names in torch's words.
+    """
+
+    def __init__(self, operations: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{', '.join(operations)} has no deterministic kernel in torch. Use --no-deterministic to run with "
+            "the script's own kernels."
+        )
+        self.operations = operations
 
 
 @dataclass(frozen=True)
@@ -49,10 +67,15 @@ class Launched:
     operations: tuple[str, ...] = ()
 
 
-def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Launched:
-    """Trains for some steps; returns when the command has ended.
+def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Launched:
+    """Train for some steps and return when the command has ended.
+
+    Args:
+        deterministic: torch uses deterministic kernels alone, and raises where it has none. `Side`'s
+            own field asks torch for warnings only.
 
     Raises:
+        NotDeterministicError: with ``deterministic``, an operation has no such kernel.
         VerifyError: no rank took a step, or the command failed before its last one.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
@@ -64,6 +87,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
             "seed": seed,
             "perturb": side.perturb,
             "deterministic": side.deterministic,
+            "strict": deterministic and not side.deterministic,
         }
         output = folder / "output.txt"
         with output.open("w") as to:
@@ -79,12 +103,27 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
         run = read_run(folder, side.title)
     if run is not None:
         _clean_up(run)
+    operations = operations_in(text)
+    if code and job["strict"] and operations:
+        raise NotDeterministicError(operations)
     if run is None or len(run.steps) < 2:
         raise VerifyError(_failure(side, code, text))
     if run.silent or (code and len(run.steps) - 1 < steps):
         raise VerifyError(_broken_off(side, code, run, steps, text))
     run = replace(run, name=side.title, asked=steps)
-    return Launched(run, tuple(dict.fromkeys(_NAMED.findall(text))))
+    return Launched(run, operations)
+
+
+def operations_in(text: str) -> tuple[str, ...]:
+    """Return the operations that torch names as not deterministic in a program's output."""
+    return tuple(dict.fromkeys(op or attention for op, attention in _NAMED.findall(text)))
+
+
+def has_gpu() -> bool:
+    """Return whether scripts train on a CUDA GPU here."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _clean_up(run: Run) -> None:
@@ -96,7 +135,10 @@ def _clean_up(run: Run) -> None:
 
 def _environment(job: Mapping[str, object]) -> dict[str, str]:
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    # cuBLAS reads this when its library is loaded; without it torch raises at the first product.
+    products = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("strict") else {}
     return {
+        **products,
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *(p for p in given if p != str(STARTUP))]),
         "EBBTIDE_VERIFY": json.dumps(job),
