@@ -51,7 +51,7 @@ def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
 
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
-    """The figures that have targets."""
+    """Return the figures that have targets."""
     ran = {name: results for name, results in writers.items() if "failed" not in results}
     if "ebbtide" not in ran:
         return {}

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
-    """Executes and predicts ``plans`` random plans on a new random machine every five."""
+    """Execute and predict ``plans`` random plans on a new random machine every five."""
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     same = True
@@ -100,7 +100,7 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 
 
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
-    """The machine as three schedules show it; none of them is judged.
+    """Return the machine as three schedules show it; none of them is judged.
 
     One slot lets a visit begin when the one before is back home: each copy and each update is
     alone. With four, both directions work at once; what they reach together is what makes the

@@ -53,7 +53,7 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """An engine under a plan that updates everything on the host, and one checkpoint kept."""
+    """Return an engine under a plan that updates everything on the host, and one checkpoint kept."""
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
 
@@ -150,7 +150,7 @@ class Door:
 
 @contextlib.contextmanager
 def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
-    """The two processes, started in this order."""
+    """Return the two processes, started in this order."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-doors-") as folder:
         doors = {door: Door(door, size, overlap, Path(folder)) for door in order}
         try:

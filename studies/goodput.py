@@ -81,7 +81,7 @@ class Cluster:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Return the command."""
     parser = study_parser("goodput", __doc__, drawn=True)
     parser.add_argument("--quick", action="store_true", help="a shorter Monte Carlo")
     args = parser.parse_args(arguments)
@@ -116,7 +116,7 @@ def cost(of: Cluster, gpus: int) -> CheckpointCost:
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
-    """The best interval of a job of this size, and what it brings."""
+    """Return the best interval of a job of this size, and what it brings."""
     of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
     paid = cost(of, gpus)
     steps = best_interval_steps(iteration_s, paid, of.failures)
@@ -134,7 +134,7 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 
 def llama3(samples: int) -> dict[str, Any]:
-    """The published failure rate: goodput with the assumed restart, and what "over 90% effective"
+    """Return the published failure rate: goodput with the assumed restart, and what "over 90% effective"
     tells: the slowest restart that it allows.
     """
     of, best = cluster(GPUS), at_scale(GPUS)
@@ -176,7 +176,7 @@ def intervals(of: Cluster) -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """The availability-optimal period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
+    """Return the availability-optimal period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
     return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
 
 

@@ -208,7 +208,7 @@ def equal_kernels(machine: Machine) -> Machine:
 
 
 def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
-    """The tuner's plan, within the memory that the run's stride takes."""
+    """Return the tuner's plan, within the memory that the run's stride takes."""
     limit = simulate_fast(schedule_of(run, machine), machine).device_peak_bytes
     limit += machine.device_reserved_bytes
     work = workload_of(run, machine)

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
-    """Executes each plan in turn on one engine, then compares its bits with stock's."""
+    """Execute each plan in turn on one engine, then compare its bits with stock's."""
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
     given = setting.workload(*setting.given_s)

@@ -89,7 +89,7 @@ def config(setting: Setting) -> dict[str, Any]:
 
 
 def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """The tuner's plan of the state; of the parameters all on the host, or what the headroom does
+    """Return the tuner's plan of the state; of the parameters all on the host, or what the headroom does
     not hold.
     """
     import ebbtide.tuner

@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
-    """Runs everybody; ebbtide under the tuner's plan within the cap.
+    """Run everybody; ebbtide under the tuner's plan within the cap.
 
     Args:
         only: some of PEERS; stock and ebbtide always run.
@@ -107,14 +107,14 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """The row of stock that did the same."""
+    """Return the row of stock that did the same."""
     if name in WITHOUT or name == ACCUMULATING:
         return ACCUMULATING
     return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Names and arguments of the rows of `WITHOUT` and their stock."""
+    """Name and arguments of the rows of `WITHOUT` and their stock."""
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
@@ -124,7 +124,7 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Names and arguments; what is wanted most comes first, since time may end."""
+    """Name and arguments; what is wanted most comes first, since time may end."""
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],
         "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
@@ -168,7 +168,7 @@ def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
 
 
 def show(figures: Figures, emulated: bool) -> None:
-    """Prints a row each."""
+    """Print a row each."""
     table = Table(title="no GPU: every device is host memory" if emulated else "peers")
     columns = (
         "peer",

@@ -197,7 +197,7 @@ def _value(document: dict[str, Any], name: str) -> Any:
 
 
 def _where(document: dict[str, Any]) -> str:
-    """The GPU, or in so many words that there was none."""
+    """Return the GPU, or in so many words that there was none."""
     machine = document.get("machine", {})
     if document.get("device_kind") == "cuda" and machine.get("gpu"):
         return str(machine["gpu"])
@@ -226,7 +226,7 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def replaced(page: str, rows: str, name: str = "results") -> str:
-    """The page with ``rows`` between the two markers of that name.
+    """Return the page with ``rows`` between the two markers of that name.
 
     Raises:
         ValueError: a marker is missing.
@@ -240,7 +240,7 @@ def replaced(page: str, rows: str, name: str = "results") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the tables, or says whether they are up to date."""
+    """Rewrite the tables, or says whether they are up to date."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.readme_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -104,7 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """The peaks in bytes per parameter: the four of ZeRO-3, and ZeRO-2's without `auto`."""
+    """Return the peaks in bytes per parameter: the four of ZeRO-3, and ZeRO-2's without `auto`."""
     params, peaks = _by_hand(size, subgroup, 3)
     peaks["auto"] = _automatic(size, subgroup)
     _, below = _by_hand(size, subgroup, 2)
@@ -145,7 +145,7 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
 
 
 def _automatic(size: str, subgroup: int) -> Peak:
-    """The peak of ``plan="auto"``: when it attaches, or when it has planned."""
+    """Return the peak of ``plan="auto"``: when it attaches, or when it has planned."""
     peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup))
@@ -195,7 +195,7 @@ def _machine() -> Machine:
 
 @contextmanager
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
-    """Notes the highest resident set of the block: what it has above the session's own memory."""
+    """Note the highest resident set of the block: what it has above the session's own memory."""
     gc.collect()
     reset_host_peak()
     yield

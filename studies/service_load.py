@@ -55,7 +55,7 @@ JOBS_LIMIT_S = 300.0
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """A question like no other."""
+    """Return a question like no other."""
     return {
         "machine": MACHINE,
         "model": MODEL,
@@ -109,7 +109,7 @@ class Client:
         self.errors: list[str] = []
 
     async def run(self, from_s: float, until_s: float) -> None:
-        """Asks until the time is over; what was asked before ``from_s`` does not count."""
+        """Ask until the time is over; what was asked before ``from_s`` does not count."""
         reader, writer = await asyncio.open_connection(self._server.host, self._server.port)
         while (started_s := time.perf_counter()) < until_s:
             body = json.dumps(self._question()).encode()
@@ -162,7 +162,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """The same questions, answered by a function call."""
+    """Return the same questions, answered by a function call."""
     from ebbtide.tuner.service.answers import simulate
     from ebbtide.tuner.service.requests import Simulate
 
@@ -177,7 +177,7 @@ def in_process(rng: random.Random) -> dict[str, float]:
 
 
 def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
-    """Submits jobs, kills the server while some run, waits for all, counts."""
+    """Submit jobs, kill the server while some run, waits for all, counts."""
     acknowledged, kills = [], 0
     for number in range(1, JOBS + 1):
         changes = {"h2d_bytes_per_s": [rng.uniform(1e10, 6e10) for _ in range(CELLS)]}
@@ -202,7 +202,7 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
 
 
 def _kill_while_running(server: Server) -> int:
-    """Waits until a job runs, so that the kill hits one, then kills and starts anew."""
+    """Wait until a job runs, so that the kill hits one, then kill and starts anew."""
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:

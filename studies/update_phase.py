@@ -111,7 +111,7 @@ def _stock_host_bytes(engine: Any) -> int:
 
 
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
-    """The fused host kernel's DRAM traffic against a plain triad loop's, in this process."""
+    """Return the fused host kernel's DRAM traffic against a plain triad loop's, in this process."""
     from ebbtide.runtime.kernels.adam import AdamStep
     from ebbtide.runtime.kernels.host import host_update, triad
 

@@ -97,7 +97,7 @@ class Layout:
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
-        """A rank's part of what its node receives while each of ZeRO's rings gathers so much."""
+        """Return a rank's part of what its node receives while each of ZeRO's rings gathers so much."""
         rings = self._rings_entering()
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 

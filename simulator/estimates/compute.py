@@ -105,7 +105,7 @@ class Device:
         return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
-        """Queries with keys, and scores with values. Flash attention skips the future half."""
+        """Query with keys, and scores with values. Flash attention skips the future half."""
         seen = shape.sequence / 2 if self.flash else shape.sequence
         return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
 

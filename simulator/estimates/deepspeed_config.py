@@ -157,7 +157,7 @@ class _Resolver:
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """A size in ZeRO's section, by its name or DeepSpeed's alias for it."""
+        """Return a size in ZeRO's section, by its name or DeepSpeed's alias for it."""
         zero = self.section(ZERO)
         short = key.removeprefix("stage3_")
         name = short if key not in zero and short in zero else key

@@ -85,7 +85,7 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """A config from its file, or as it is, with what DeepSpeed itself takes for its values: numbers
+    """Return a config from its file, or as it is, with what DeepSpeed itself takes for its values: numbers
     and switches as strings, ``"auto"`` for a default; empty where there is none.
 
     Raises:
@@ -107,7 +107,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """A config's file as DeepSpeed reads it: Hjson, so that comments and trailing commas may stand.
+    """Return a config's file as DeepSpeed reads it: Hjson, so that comments and trailing commas may stand.
 
     Raises:
         ModelError: it cannot be read, or holds something else; names the file.
@@ -128,7 +128,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A copy with the values that DeepSpeed's own schemas make of those given.
+    """Return a copy with the values that DeepSpeed's own schemas make of those given.
 
     They take ``"auto"`` for no value at all, but for sizes that transformers fills in, "1" for a
     number and "true" for a switch, and ``zero_optimization: true``, of old, for ZeRO-1.
@@ -159,7 +159,7 @@ def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None: it is absent, or null."""
+    """Return the value of a dotted key; None: it is absent, or null."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -167,7 +167,7 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object at a dotted key; empty where there is none."""
+    """Return the object at a dotted key; empty where there is none."""
     result: Mapping[str, Any] = at(config, key) or {}
     return result
 

@@ -107,7 +107,7 @@ class FlatRank(Rank):
         return 0, int(2 * self.layout.entering_bytes(size))
 
     def bucket_bytes(self, held: int) -> int:
-        """The bucket, and its copy that the all-reduce flattens."""
+        """Return the bucket, and its copy that the all-reduce flattens."""
         return 2 * self._made_bytes * min(self.job.reduce_bucket_elements, held)
 
     @property

@@ -73,7 +73,7 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """The same with other values; ``offload`` may be one of `OFFLOADS`.
+        """Return the same with other values; ``offload`` may be one of `OFFLOADS`.
 
         Raises:
             ModelError: a value that cannot be used.

@@ -28,6 +28,6 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 
 
 def started(workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None) -> Workload:
-    """A workload as another launcher would start its ranks."""
+    """Return a workload as another launcher would start its ranks."""
     threads = stock_threads(launcher, omp_threads, workload.ranks_per_node)
     return workload.model_copy(update={"stock_threads": threads})

@@ -29,7 +29,7 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and woul
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
-    """A language model by its modules on the ``meta`` device: each parameter in its order, and what
+    """Return a language model by its modules on the ``meta`` device: each parameter in its order, and what
     a token makes of it: a matrix is multiplied with once, of experts those that a token visits.
 
     Raises:
@@ -205,7 +205,7 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """The share of a parameter that a token makes use of: of experts some."""
+        """Return the share of a parameter that a token makes use of: of experts some."""
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:

@@ -132,7 +132,7 @@ class Offloading:
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
-    """Reads a DeepSpeed config's.
+    """Read a DeepSpeed config's.
 
     Raises:
         ModelError: the file cannot be read, or a key or value that DeepSpeed does not have.
@@ -168,7 +168,7 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
-    """A section, or what its key of old stands for."""
+    """Return a section, or what its key of old stands for."""
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
 

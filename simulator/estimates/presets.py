@@ -52,7 +52,7 @@ PRESETS = SHEETS
 
 
 def preset(name: str) -> Machine:
-    """A machine by name.
+    """Return a machine by name.
 
     >>> round(preset("h200").device_memory_bytes / 2**30, 1)
     139.8

@@ -276,7 +276,7 @@ class Rank:
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """A rank's part of what tensor parallelism brings into a node in a pass: the network that
+        """Return a rank's part of what tensor parallelism brings into a node in a pass: the network that
         ZeRO's gathers do not have meanwhile. Forward and backward count alike, by their mean.
         """
         if not block.attention:

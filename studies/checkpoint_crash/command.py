@@ -102,14 +102,14 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Which save is hit; retention deletes from the third on, copies come per block."""
+    """Choose the save that is hit. Retention deletes from the third on, copies come per block."""
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
     return rng.randint(1, 12 if point == "copied_on_update" else 6)
 
 
 def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
-    """The uninterrupted run, twice: it must agree with itself, and where parameters live may change
+    """Return the uninterrupted run, twice: it must agree with itself, and where parameters live may change
     no bit. And its length in seconds.
     """
     runs: list[Reference] = []
@@ -163,7 +163,7 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
-    """Whether the victim died of our SIGKILL, where it was meant to."""
+    """Return whether the victim died of this study's SIGKILL at the chosen point."""
     ranks = start(run)
     victim = ranks[run.kill.rank]
     if not run.kill.point:
@@ -189,7 +189,7 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """What has the name of a checkpoint is whole; nothing that was reported committed is gone."""
+    """Check that everything with a checkpoint's name is whole, and that no reported commit is gone."""
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")
@@ -228,7 +228,7 @@ def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequen
 
 
 def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
-    """What the record shows."""
+    """Return the figures of the record."""
     return {
         **counted(trials),
         "lost_committed": sum(bool(t.lost) for t in trials),

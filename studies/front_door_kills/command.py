@@ -33,10 +33,10 @@ RUN_LIMIT_S = 300.0
 
 @dataclass
 class Trial:
-    """What one kill did.
+    """The outcome of one kill.
 
     Attributes:
-        stock_step: of the newest checkpoint that stock would have at this point of the script.
+        stock_step: step of the newest checkpoint that stock would have at this point of the script.
         resumed_step: 0: from the start; -1: the script could not go on.
     """
 
@@ -114,7 +114,7 @@ def _run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) ->
 
 
 def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
-    """The uninterrupted run and its length in seconds.
+    """Return the uninterrupted run and its length in seconds.
 
     Raises:
         RuntimeError: a run that nobody killed failed.
@@ -127,7 +127,7 @@ def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
 
 
 def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
-    """What the record shows."""
+    """Return the figures of the record."""
     return {
         "kills": len(done),
         "fired": sum(t.fired for t in done),
@@ -143,7 +143,7 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """What every fork would otherwise do again; nothing that starts threads or a process group."""
+    """Do once, before forking, work that starts neither threads nor a process group."""
     warm_up()
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2

@@ -18,12 +18,12 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 
 @dataclass(frozen=True)
 class Kill:
-    """When SIGKILL comes.
+    """The moment of SIGKILL.
 
     Attributes:
         where: ``on_save``: right after the save; ``rotation``: while an older checkpoint is being
             deleted; ``random``: the parent kills after ``delay_s``; empty: never.
-        occurrence: which save, or which file of the deletions, counted from 1.
+        occurrence: number of the save, or of the deleted file, counted from 1.
     """
 
     where: str = ""
@@ -40,14 +40,14 @@ class Script:
     checkpoint: dict[str, Any]
 
     def saved(self, folder: Path) -> list[int]:
-        """Steps whose save had run to its end, as stock would have them; of the raw folder."""
+        """Return the steps with a complete save in the raw folder, as stock would have them."""
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))
         return [s for s in steps if (folder / pattern.format(s) / last).exists()]
 
 
 def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
-    """Trains to the end, from the newest checkpoint if there is one; writes what came out."""
+    """Train to the end, from the newest checkpoint if there is one; write what came out."""
     import ebbtide.runtime
 
     from studies.bench.bits import digest, optimizer_state
@@ -181,7 +181,7 @@ def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
 
 
 def _newest(script: Script, folder: Path) -> int:
-    """As such loops look for it: the highest number in a folder's name."""
+    """Return the highest number in a folder's name, as such loops look for it."""
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
     pattern = FOLDER[script.name]
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
@@ -195,7 +195,7 @@ def _trained(
     load: Callable[[str], object],
     save: Callable[[str], object],
 ) -> tuple[int, list[float], Any]:
-    """A folder per checkpoint, the oldest removed right after each save."""
+    """Return a folder per checkpoint, the oldest removed right after each save."""
     examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
     if first:

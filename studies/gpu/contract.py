@@ -134,7 +134,7 @@ def start(stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 2
 
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") -> Any:
-    """Under a plan that repeats the placements, each op put off by a random while."""
+    """Return the engine under a plan that repeats the placements, with random delays before each op."""
     import ebbtide.runtime
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.

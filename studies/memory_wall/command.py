@@ -236,7 +236,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def claims(rows: dict[str, dict[str, float | int | None]], capacity: float | None) -> list[dict[str, Any]]:
-    """What the paper's abstract says, beside what was measured; None: needs a GPU.
+    """Return the claims of the paper's abstract with the measured figures. None: needs a GPU.
 
     Only the abstract is quoted, in other words than its own: it gives no figures to compare with.
     """

@@ -42,7 +42,7 @@ class LinkCounters:
             raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
-        """Of each direction, as the link is trained now; None for an unknown generation."""
+        """Return the capacity of each direction, as the link is trained now. None for an unknown generation."""
         generation = self._nvml.nvmlDeviceGetCurrPcieLinkGeneration(self._gpu)
         width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._gpu)
         lane = LANE_BYTES_PER_S.get(generation)

@@ -31,7 +31,7 @@ Machines = Mapping[str, Machine]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 2 on input that cannot be used."""
+    """Return the command; 2 on input that cannot be used."""
     args = _parser().parse_args(arguments)
     try:
         asked = read_runs(args.predict, "--predict", blanks=True)
@@ -84,7 +84,7 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per way of leaving out, testbed and quantity: medians and 90th percentiles."""
+    """Return a row per way of leaving out, testbed and quantity: medians and 90th percentiles."""
     return [
         {
             "left_out": left_out,
@@ -205,7 +205,7 @@ def print_tables(figures: dict[str, Any]) -> None:
 
 
 def _print_unfit(console: Any, figures: dict[str, Any]) -> None:
-    """Of runs that cannot be, as they do not fit: they are predicted all the same."""
+    """Print the runs that do not fit by the prediction, which are predicted all the same."""
     for row in figures["rows"]:
         if not row["fits"]:
             missing = row["predicted"]

@@ -143,7 +143,7 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """How many measured iterations lie within their 80% interval, and how wide those are."""
+    """Return how many measured iterations lie within their interval, and the intervals' width."""
     result = {}
     for name in testbeds(runs):
         own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
@@ -159,10 +159,10 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Intervals whose width the other campaigns' residuals give: how many of a campaign's hold.
+    """Return how many of a campaign's runs an interval holds that other campaigns' residuals give.
 
-    ``scale`` is what all campaigns together would multiply the shipped width by, in log units: 1
-    where the shipped one holds eight in ten.
+    ``scale`` is the factor by which all campaigns together would change the shipped width, in log units: 1
+    if the shipped one holds as many as it should.
     """
     result = {}
     for name in testbeds(runs):
@@ -186,7 +186,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """How far off a prediction is, in halves of its interval (log units)."""
+    """Return the error of a prediction, in halves of its interval (log units)."""
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
 

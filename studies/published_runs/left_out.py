@@ -21,7 +21,7 @@ RUNS = 3  # what a user has
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """By what is left out: errors of the runs left out, and of each value's."""
+    """Return, by left-out group, the errors of the runs left out, and of each value's."""
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
 
@@ -49,8 +49,9 @@ JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty
 
 
 def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """What ``count`` random triples predict of the iterations they leave out, by where they are
-    from: of the campaign that they predict, of others, or from anywhere.
+    """Return the errors of predictions from ``count`` random triples, by their origin.
+
+    The triples are of the predicted campaign, of others, or from anywhere.
     """
     return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 

@@ -1,7 +1,7 @@
-"""How much nodes with the same GPUs differ from maker to maker, on benchmarks of others.
+"""The differences between nodes with the same GPUs from maker to maker, on other benchmarks.
 
-It is what a preset leaves out, from a source that has none of the runs that its intervals are
-judged by (`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
+A preset leaves them out. The source has none of the runs that judge the intervals
+(`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
 """
 
 import csv

@@ -1,6 +1,6 @@
-"""What ebbtide as shipped predicts for a published run: preset, config, strategy, simulator.
+"""The prediction of ebbtide as shipped for a published run: preset, config, strategy, simulator.
 
-Nothing here is fitted. `predict` goes the way of a user who plans before training: a preset (or
+Nothing here is fitted. `predict` takes the steps of a user who plans before training: a preset (or
 the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, the simulator.
 """
 
@@ -50,7 +50,7 @@ BUILDS = {"scale-subg-size-motivation": True}
 
 
 def machine_of(testbed: str) -> Machine:
-    """The preset of a published testbed.
+    """Return the preset of a published testbed.
 
     Raises:
         RunError: no preset describes it.
@@ -63,7 +63,7 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """From the model's numbers and the run's DeepSpeed config, without measurements.
+    """Return the workload from the model's numbers and the run's DeepSpeed config, without measurements.
 
     Raises:
         RunError: no such model or division of it; names the run's row.
@@ -85,8 +85,10 @@ def workload_of(run: Run, machine: Machine) -> Workload:
 
 
 def schedule_of(run: Run, machine: Machine) -> Schedule:
-    """One iteration of what ran; a log that does not say how gradients flow is of an older build:
-    that of its campaign (BUILDS), else the one that blocks (reference of the data set).
+    """Return the schedule of one iteration of the run.
+
+    If the log does not say how gradients flow, the build is an older one: that of its campaign (BUILDS),
+    otherwise the one that blocks (reference of the data set).
     """
     names = LAYER_RATES if run.tp <= machine.gpus_per_node else (*LAYER_RATES, NETWORK)
     rates = (getattr(machine, name) for name in names)
@@ -108,7 +110,7 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def as_logged(run: Run) -> Run:
-    """With blocking gradients where the log does not say how they flow."""
+    """Return the run with blocking gradients if the log does not say how they flow."""
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
 
@@ -144,7 +146,7 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Whether what `predict` gave fits into the memories of its machine."""
+    """Return whether the result of `predict` fits into the memories of its machine."""
     return not (predicted["missing_gb"] or predicted["missing_host_gb"])
 
 
@@ -179,7 +181,7 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """With how its gradients flow where the log does not say it but its campaign's runs show it."""
+    """Return the run with the gradient flow that its campaign's runs show, if the log does not say it."""
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run
     fellows = [
@@ -196,7 +198,7 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Whether its backward is nearer to that of asynchronous gradients, on the plain preset."""
+    """Return whether its backward is nearer to that of asynchronous gradients, on the plain preset."""
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -206,7 +208,7 @@ def _looks_asynchronous(run: Run) -> bool:
 
 
 def observation(run: Run) -> Observation:
-    """A run as `tune calibrate` takes it."""
+    """Return a run as `tune calibrate` takes it."""
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

@@ -90,7 +90,7 @@ def first_state(subgroup: int) -> State:
 
 
 def update(rule: AdamRule, state: State, subgroup: int, step: int) -> None:
-    """In place; the gradient follows from the step and from the parameters themselves."""
+    """Update in place. The gradient follows from the step and from the parameters themselves."""
     generator = torch.Generator().manual_seed(1_000 * step + subgroup)
     gradient = torch.randn(ELEMENTS[subgroup], generator=generator) + state[0]
     host_update(state, gradient, None, rule.step(GROUP, step), 0.5)
@@ -118,7 +118,7 @@ def opened(folder: Path, files: Files | None = None) -> ExtentStore:
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
-    """From the newest step to the last one; each is committed while the next one begins."""
+    """Train from the newest step to the last one. Each is committed while the next one begins."""
     store, rule = opened(folder, files), AdamRule()
     buffers = [tuple(page_aligned(elements) for _ in range(3)) for elements in ELEMENTS]
     if store.steps:
@@ -149,7 +149,7 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Trains in a child; False: it came to its end."""
+    """Train in a child; False: it came to its end."""
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
     status = child.ended(LIMIT_S if kill.point else kill.delay_s)
@@ -159,7 +159,7 @@ def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
-    """Every step that is there, against the run in memory."""
+    """Compare every stored step with the run in memory."""
     store = opened(folder)
     try:
         steps = [record.step for record in store.steps]
@@ -200,7 +200,7 @@ def one_trial(kill: Kill, folder: Path, expected: dict[int, list[str]]) -> Trial
 
 
 def kill_of(number: int, rng: random.Random) -> Kill:
-    """Every point in turn, random moments in between."""
+    """Return the kill of this number: every point in turn, with random moments in between."""
     points = (*POINTS, "write")
     if number % 3 == 2:
         return Kill(delay_s=rng.random() * LENGTH_S)
@@ -215,7 +215,7 @@ def trials(count: int, seed: int, scratch: Path) -> Iterator[Trial]:
 
 
 def figures(done: list[Trial]) -> dict[str, Any]:
-    """What the record shows."""
+    """Return the figures of the record."""
     return {
         **counted(done),
         "lost": sum(bool(t.lost) for t in done),

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Trains one group of runs and judges them; how many pairs there were."""
+    """Train one group of runs and judges them; how many pairs there were."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         expected = _launch(stage, ranks, Path(scratch), "--rounds", *rounds)
         group = Group(Path(scratch), stage, ranks, expected)
@@ -71,14 +71,14 @@ def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], ri
 
 
 def verdict_of(finding: Finding) -> dict[str, str]:
-    """Of a pair in which nothing is wrong."""
+    """Return the verdict of a pair without a defect."""
     first = finding.first
     said = "" if first is None else f"step {first.step}: {first.name}"
     return {"verdict": finding.verdict, "said": said}
 
 
 def overhead_pct(stage: int) -> float:
-    """Of one step on one rank."""
+    """Return the overhead of one step on one rank."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
 
@@ -115,8 +115,10 @@ def summary(
     overheads: dict[str, float],
     versions: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The study's figures: ``seeded`` defects, and versions known to be wrong, are all to be
-    ``found``; ``named_rightly`` is the share whose step, tensor and side are right.
+    """Return the study's figures.
+
+    All ``seeded`` defects, and versions known to be wrong, should be ``found``. ``named_rightly`` is the
+    share with the right step, tensor and side.
     """
     run = [row for row in versions if "skipped" not in row]
     wrong = [row for row in run if row["wrong"]]
@@ -145,7 +147,7 @@ def _round(cases: Sequence[Case], name: str) -> dict[str, int]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    """Of the runs those that were not judged rightly."""
+    """Print the runs that were not judged rightly."""
     missed = [case for case in figures["cases"] if not case["named"]]
     alarms = [row for row in figures["right_pairs"] if row["verdict"] == "defect"]
     console.print(*tables("verify", {**figures, "cases": missed, "right_pairs": alarms}))

@@ -16,14 +16,14 @@ TENSOR = "blocks.1.widen.weight"
 
 @dataclass(frozen=True)
 class Defect:
-    """What is done to an engine, before its steps are recorded.
+    """A defect that is put into an engine, before its steps are recorded.
 
     Attributes:
-        step: after which it shows.
-        names: what shows first; one of them is named if it is found rightly.
+        step: the step after which it shows.
+        names: the names that show first. One of them is named if it is found rightly.
         by_size: it is large enough to be told from the rounding of another Adam.
-        dtype: of the training that it is put into; what 16 bits would hide is put into fp32.
-        least_ranks: that it can be put into.
+        dtype: of the training that it is put into. A defect that 16 bits would hide is put into fp32.
+        least_ranks: the fewest ranks that it needs.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Defect:
 
     @property
     def folder(self) -> str:
-        """Of its run."""
+        """Return the folder of its run."""
         return self.name if self.dtype == "bf16" else f"{self.dtype} {self.name}"
 
 
@@ -58,7 +58,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
-    """Calls both around every optimizer step; ``after`` with what ``before`` gave."""
+    """Call both around every optimizer step; ``after`` with what ``before`` gave."""
 
     def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken, kept = engine.global_steps, before()
@@ -75,7 +75,7 @@ def around_updates(
     before: Callable[[int, Updated], object] = lambda *_: None,
     after: Callable[[int, Updated], object] = lambda *_: None,
 ) -> None:
-    """Calls both around each call of the inner optimizer (one a subgroup or parameter group) with
+    """Call both around each call of the inner optimizer (one a subgroup or parameter group) with
     its number in the step, from 1, and its masters. Where ``before`` returns True it is left out.
     """
     inner, calls = engine.optimizer.optimizer, [0, -1]  # calls in this step, which step
@@ -95,7 +95,7 @@ def around_updates(
 
 
 def before(change: Callable[[Any], object]) -> Arm:
-    """Calls ``change`` with DeepSpeed's inner optimizer once, before step `AT`."""
+    """Call ``change`` with DeepSpeed's inner optimizer once, before step `AT`."""
 
     def arm(engine: Any) -> None:
         done: list[bool] = []
@@ -112,7 +112,7 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """The same with each subgroup's state."""
+    """Return the same with each subgroup's state."""
     return before(lambda inner: [change(state) for state in inner.state.values()])
 
 
@@ -130,7 +130,7 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 def in_tensor(
     name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
 ) -> Arm:
-    """Changes the values of one tensor after a step; ``first``: on the rank that has its start."""
+    """Change the values of one tensor after a step; ``first``: on the rank that has its start."""
 
     def changed(engine: Any) -> None:
         piece = piece_of(engine, name)
@@ -149,7 +149,7 @@ def narrow(values: torch.Tensor) -> None:
 
 
 def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
-    """By ``factor`` of the micro-batch's number, from 1."""
+    """Scale the loss by ``factor`` of the micro-batch's number, from 1."""
     seen = [0]
 
     def scaled(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def dropped_micro_batch(engine: Any) -> None:
 
 
 def values_of(engine: Any) -> torch.Tensor | None:
-    """A copy of the tensor, as far as this rank has it."""
+    """Return a copy of the tensor, as far as this rank has it."""
     piece = piece_of(engine, TENSOR)
     return None if piece is None else piece.values.clone()
 
@@ -188,12 +188,12 @@ def stale_parameter(engine: Any) -> None:
 
 
 def skipped(some: Callable[[int], bool]) -> Arm:
-    """Leaves out calls of the inner optimizer in step `AT`."""
+    """Leave out calls of the inner optimizer in step `AT`."""
     return lambda engine: around_updates(engine, lambda call, _: engine.global_steps == AT - 1 and some(call))
 
 
 def lost_names(engine: Any) -> list[str]:
-    """Of the second subgroup (ZeRO-3) or parameter group."""
+    """Return the names in the second subgroup (ZeRO-3) or parameter group."""
     optimizer = engine.optimizer
 
     def is_inside(parameter: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Defects that the judge of `tune verify` was not written beside: tried on it afterwards."""
+"""Defects that were written after the judge of `tune verify`, to test it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +85,7 @@ def _narrow_masters(engine: Any) -> None:
 
 
 def norm_name(engine: Any) -> str:
-    """Of the optimizer's method that sums the norm up."""
+    """Return the name of the optimizer's method that sums the norm up."""
     name = "_get_norm_groups"
     return name if hasattr(engine.optimizer, name) else "scaled_global_norm"
 
@@ -115,7 +115,7 @@ def not_clipped(engine: Any) -> None:
 
 
 def stale_in_one_forward(engine: Any) -> None:
-    """The passes behind step `AT` read one tensor as it was; afterwards it is right again."""
+    """Make the passes after step `AT` read one tensor's old value. Afterwards it is right again."""
     kept: list[torch.Tensor | None] = [None]
 
     def keep(values: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""What `tune verify` says of the study's runs, beside what is known of them."""
+"""The judgements of `tune verify` on the study's runs, compared with the known truth."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -58,7 +58,7 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Of pairs in which nothing is wrong, with what they are."""
+        """Yield pairs without a defect, with their names."""
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
         yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)
@@ -96,7 +96,7 @@ class Group:
         return self._case(name, defect, "size", STOCK, finding, late=LATE)
 
     def _without_offload(self, name: str, defect: Defect) -> Case:
-        """As the command compares them: the same Adam, which adds its norm up otherwise."""
+        """Compare as the command does: the same Adam, with another order of sums in its norm."""
         wide = "fp32 " if defect.dtype == "fp32" else ""
         last = self._run(f"{wide}no-offload", NO_OFFLOAD)
         noise = Noise(last, (last, self._run(f"{wide}no-offload flipped", "flipped")))

@@ -1,4 +1,4 @@
-"""What is trained: the shape that defects are put into, and right ones to leave alone."""
+"""The trained shapes: the one that defects are put into, and right ones that must pass."""
 
 from dataclasses import dataclass
 
@@ -50,5 +50,5 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Those to train beside a group: ZeRO-1 beside ZeRO-2 only."""
+    """Return the shapes to train with a group. ZeRO-1 goes with ZeRO-2 only."""
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

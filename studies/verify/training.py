@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def right_runs(stage: int, out: Path) -> None:
-    """Writes a folder per run in which nothing is wrong."""
+    """Write a folder for each run without a defect."""
     train(out / "stock", stage)
     train(out / "again", stage)
     train(out / "plan", stage, attach=True)
@@ -93,7 +93,7 @@ def right_runs(stage: int, out: Path) -> None:
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
-    """Trains with a defect in its own folder; what it shows first."""
+    """Train with a defect in its own folder; what it shows first."""
     with trained(out / defect.folder, stage, shape=Shape(dtype=defect.dtype)) as engine:
         defect.arm(engine)
         return {"step": defect.step, "names": list(defect.names(engine))}
@@ -115,7 +115,7 @@ def trained(
     torchs: bool = False,
     shape: Shape = TINY,
 ) -> Iterator[Any]:
-    """An engine to put a defect into; then it is recorded and trained."""
+    """Return an engine to put a defect into; then it is recorded and trained."""
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
         _attach(engine, shape.stage or stage)
@@ -198,7 +198,7 @@ def _attach(engine: Any, stage: int) -> None:
 
 
 def overhead_pct(stage: int) -> float:
-    """What the digests of all tensors take, over what an optimizer step does: medians in turn."""
+    """Return the time of the digests of all tensors, over an optimizer step's: medians in turn."""
     engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)
     steps, digests = [], []

@@ -16,7 +16,7 @@ BOTH = 2  # the second subgroup or parameter group is the one that is wrong
 
 
 def scaled_gradient(engine: Any) -> None:
-    """By 1 + 2^-7, a bit of bf16: of one subgroup, behind the norm."""
+    """Scale the gradient of one subgroup by 1 + 2^-7, a bit of bf16, after the norm."""
 
     def scaled(call: int, updated: Updated) -> None:
         if engine.global_steps == AT - 1 and call == BOTH:
@@ -63,7 +63,7 @@ def _masters_of(optimizer: Any) -> Updated:
 
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
-    """Changes all masters' gradients in step `AT`, before the first of them is clipped."""
+    """Change all masters' gradients in step `AT`, before the first of them is clipped."""
     done: list[bool] = []
 
     def clipped(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def exchanged_names(engine: Any) -> Collection[str]:
 
 
 def narrow_sums(engine: Any) -> None:
-    """What micro-batches add up to is kept in bf16, where it was fp32."""
+    """Keep the sums of micro-batches in bf16 instead of fp32."""
 
     def narrowed(flat: Updated) -> None:
         for master in flat:
@@ -154,13 +154,13 @@ def eps_inside(engine: Any) -> None:
 
 
 def never_corrected(engine: Any) -> None:
-    """No bias correction from the first step on: updates of m / sqrt(v)."""
+    """Use no bias correction from the first step on: updates of m / sqrt(v)."""
     for group in engine.optimizer.optimizer.param_groups:
         group["bias_correction"] = False
 
 
 def late_rate(engine: Any) -> None:
-    """From step `AT` on the learning rate is that of the step before."""
+    """Use the learning rate of the step before, from step `AT` on."""
     inner = engine.optimizer.optimizer
     last: dict[int, list[float]] = {}
 

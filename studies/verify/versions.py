@@ -37,7 +37,7 @@ for number in range(100):
 
 
 def known_versions() -> list[dict[str, Any]]:
-    """A row a version: what was found, or why it was skipped."""
+    """Return a row a version: what was found, or why it was skipped."""
     return [_row(version, wrong) for version, wrong in VERSIONS]
 
 

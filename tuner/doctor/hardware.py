@@ -10,7 +10,7 @@ TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """The limit on locked memory. NVIDIA's driver does not charge what it locks to it: what limits
+    """Return the limit on locked memory. NVIDIA's driver does not charge what it locks to it: what limits
     that is the memory of the host and of its container.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -54,7 +54,7 @@ def threads(ranks: int) -> Finding:
 
 
 def queues() -> list[Finding]:
-    """A single hardware queue of the GPU, as Megatron's scripts ask for."""
+    """Return a single hardware queue of the GPU, as Megatron's scripts ask for."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given != "1":
         return []
@@ -102,7 +102,7 @@ def _card_generation(nvml: Any, handle: Any) -> int | None:
 
 
 def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
-    """A link that runs below its card costs that share of every copy."""
+    """Return a link that runs below its card costs that share of every copy."""
     detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
     if width < widest or (card is not None and slot < card):
         return slow(

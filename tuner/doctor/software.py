@@ -102,7 +102,7 @@ def build_locks() -> list[Finding]:
 
 
 def kernel() -> list[Finding]:
-    """Builds and loads the update kernel, as the first training step would."""
+    """Build and load the update kernel, as the first training step would."""
     from ebbtide.runtime.kernels import host
 
     try:
@@ -114,7 +114,7 @@ def kernel() -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """The private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
+    """Return the private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.private_names import missing_names
 

@@ -54,7 +54,7 @@ def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Findi
 
 
 def _fsync_s(folder: Path) -> float:
-    """The median of a few; the file and its folder are synced as a checkpoint's commit does."""
+    """Return the median of a few; the file and its folder are synced as a checkpoint's commit does."""
     handle, path = tempfile.mkstemp(dir=folder, prefix=".ebbtide-doctor-")
     renamed = f"{path}.renamed"
     seconds = []

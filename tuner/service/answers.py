@@ -231,7 +231,7 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
 
 
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
-    """A row per point, as `ebbtide.simulator.what_if` gives them; told how far it is."""
+    """Return a row per point, as `ebbtide.simulator.what_if` gives them; told how far it is."""
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))

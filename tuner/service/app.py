@@ -40,7 +40,7 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application over a store; workers start with it and end with it."""
+    """Return the application over a store; workers start with it and end with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +105,7 @@ async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
 
 
 async def _invalid(_: Request, error: RuleError) -> Response:
-    """A worker tells all the rules that were broken; here the first one ends the request."""
+    """Return a worker tells all the rules that were broken; here the first one ends the request."""
     rows = error.rows if isinstance(error, InvalidError) else (Broken(error.key, str(error)),)
     return problem(422, *(row._asdict() for row in rows[:MOST_ERRORS]))
 
@@ -186,7 +186,7 @@ class Guard:
             raise Refusal(401, "Authorization", "must be 'Bearer TOKEN' with this server's token")
 
     async def _body(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
-        """Reads the body within its limits; what follows gets it from memory."""
+        """Read the body within its limits; what follows gets it from memory."""
         quota = self._service.quota
         most = quota.run_bytes if scope["path"] == f"{API}/runs" else quota.body_bytes
         length = headers.get(b"content-length", "0")
@@ -233,7 +233,7 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> None:
-    """Refuses NaN, infinity, nesting that no request of ours needs, and halves of characters (which
+    """Refuse NaN, infinity, nesting that no request of ours needs, and halves of characters (which
     no text can hold), with one answer each.
     """
     try:

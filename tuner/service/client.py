@@ -69,7 +69,7 @@ class Client:
         return dict(self.call("/answer", scenario))
 
     def plan(self, **scenario: Any) -> Plan:
-        """Searches the best plan as a job, and waits for it.
+        """Search the best plan as a job, and waits for it.
 
         Raises:
             ServiceError: the job failed or was cancelled.
@@ -77,7 +77,7 @@ class Client:
         return Plan.model_validate(self.job("plan", scenario)["plan"])
 
     def job(self, kind: str, request: Mapping[str, Any], poll_s: float = 0.5) -> Any:
-        """Submits a job, waits for its end, and returns its result."""
+        """Submit a job, waits for its end, and return its result."""
         job = self.call(f"/jobs/{kind}", dict(request))
         while (state := self.call(f"/jobs/{job['id']}"))["state"] not in ENDED:
             time.sleep(poll_s)
@@ -86,11 +86,11 @@ class Client:
         return self.call(f"/jobs/{job['id']}/result")
 
     def push_machine(self, machine: Machine) -> None:
-        """Keeps a measured machine on the server under its name."""
+        """Keep a measured machine on the server under its name."""
         self.call("/machines", machine.model_dump(mode="json"))
 
     def post_run(self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> str:
-        """A run's timeline, with the plan it ran under; returns the run's id."""
+        """Return a run's timeline, with the plan it ran under; returns the run's id."""
         return str(self.call("/runs", run_body(name, timeline, plan, measured_on))["id"])
 
 

@@ -34,7 +34,7 @@ class Feed:
         self._closed = False
 
     async def close(self) -> None:
-        """Ends every stream: the server ends."""
+        """End every stream: the server ends."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()

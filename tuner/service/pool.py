@@ -65,7 +65,7 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Returns when it is warm.
+        """Return when it is warm.
 
         Raises:
             WorkerError: it could not be started, or ended before.
@@ -160,7 +160,7 @@ class Lane:
             self._free.put_nowait(None)  # started by its first call
 
     async def warm(self) -> None:
-        """Starts every worker, so that the first call need not wait for it."""
+        """Start every worker, so that the first call need not wait for it."""
         for _ in range(self.size):  # one by one: the first compiles for all, the others read that
             worker = await self._free.get()
             try:
@@ -238,7 +238,7 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """Ends every worker."""
+        """End every worker."""
         for worker in self._all:
             worker.kill()
 
@@ -309,6 +309,6 @@ class Pool:
         return held
 
     def close(self) -> None:
-        """Ends every worker."""
+        """End every worker."""
         for lane in (self.light, self.heavy, self.jobs):
             lane.close()

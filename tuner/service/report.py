@@ -39,7 +39,7 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:  # noqa: ARG001
-    """The page, from the service's own form of a run."""
+    """Return the page, from the service's own form of a run."""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
         timelines += predicted(call.plan, call.scenario)
@@ -53,7 +53,7 @@ def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:  # no
 
 
 def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
-    """The timelines of stock and of the plan."""
+    """Return the timelines of stock and of the plan."""
     machine, workload = resolve(scenario)
     schedules = (
         build_strategy(stock_offload(workload.zero_stage), workload),
@@ -63,7 +63,7 @@ def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
 
 
 def timeline_of(run: Run) -> Timeline:
-    """The timeline that was posted.
+    """Return the timeline that was posted.
 
     Raises:
         ValueError: a kind or lane that is none of ours, or an op that ends before it starts.
@@ -91,7 +91,7 @@ def _member(kind: Any, value: str, key: str) -> Any:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """A row of the list of runs: what was predicted, what was measured.
+    """Return a row of the list of runs: what was predicted, what was measured.
 
     Raises:
         ValueError: see `timeline_of`.
@@ -114,7 +114,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def read_run(text: str) -> dict[str, Any]:
-    """A stored run as the page shows it."""
+    """Return a stored run as the page shows it."""
     run = Run.model_validate_json(text)
     timeline = timeline_of(run)
     return {

@@ -369,7 +369,7 @@ class Report(Request):
 
 
 def check_model(config: dict[str, Any]) -> None:
-    """Refuses what would take long to write out, and what only transformers could build: not here,
+    """Refuse what would take long to write out, and what only transformers could build: not here,
     where anybody may ask.
 
     Raises:

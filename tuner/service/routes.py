@@ -78,7 +78,7 @@ class _Names:
         return {**{name: preset(name) for name in preset_names()}, **own, **stored}
 
     def machine(self, name: str) -> Machine | None:
-        """A preset, an uploaded one, or the example's, which an uploaded one of its name replaces:
+        """Return a preset, an uploaded one, or the example's, which an uploaded one of its name replaces:
         it was measured later.
         """
         if name in preset_names():
@@ -106,7 +106,7 @@ class _Names:
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
-    """The work's result; it is stopped when the client has gone away."""
+    """Return the work's result; it is stopped when the client has gone away."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -163,7 +163,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
-        """The whole machine.json."""
+        """Return the whole machine.json."""
         result = names.machine(name)
         if result is None:
             raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
@@ -171,7 +171,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/machines", status_code=201)
     async def put_machine(machine: Machine) -> dict[str, str]:
-        """Keeps a measured machine under its name (`tune profile --push URL`)."""
+        """Keep a measured machine under its name (`tune profile --push URL`)."""
         name = machine.name
         if name in preset_names() or not MACHINE_NAME.fullmatch(name) or not name.strip():
             raise RuleError(
@@ -183,7 +183,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/machines/{name}")
     async def forget_machine(name: ask.Name) -> dict[str, str]:
-        """Takes an uploaded machine off the list; presets and the example's stay."""
+        """Take an uploaded machine off the list; presets and the example's stay."""
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, "machine must be one that was uploaded")
         return {"name": name}
@@ -235,13 +235,13 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/what-if")
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
-        """A grid, as JSON or CSV; a larger one is a job."""
+        """Return a grid, as JSON or CSV; a larger one is a job."""
         _check_cells(posted, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
     @router.post("/goodput")
     async def goodput(posted: ask.Goodput) -> Response:
-        """The share of useful time when the job fails, and the best checkpoint interval."""
+        """Return the share of useful time when the job fails, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
 
 
@@ -259,18 +259,18 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/plan", status_code=201)
     async def plan(posted: ask.PlanJob) -> JobState:
-        """Searches the best plan in the background."""
+        """Search the best plan in the background."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
     async def what_if(posted: ask.WhatIfJob) -> JobState:
-        """A large grid in the background."""
+        """Return a large grid in the background."""
         _check_cells(posted, service.quota.job_cells)
         return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> JobState:
-        """Searches the configuration that trains fastest in the background."""
+        """Search the configuration that trains fastest in the background."""
         check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
@@ -294,13 +294,13 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.get("/jobs/{job}/result")
     async def result(job: Id) -> Response:
-        """The result, once it is done."""
+        """Return the result, once it is done."""
         body, is_json = _known(service.store.result(job), "job that is done")
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
     async def cancel(job: Id, forget: bool = False) -> JobState:
-        """Takes it out of the line, or stops its worker; a job that has ended stays as it is.
+        """Take it out of the line, or stops its worker; a job that has ended stays as it is.
 
         With ``forget`` one that has ended goes, with its result.
         """
@@ -408,7 +408,7 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/runs", status_code=201)
     async def post_run(run: ask.Run) -> dict[str, Any]:
-        """A training run's measured timeline; with its plan, predicted against measured."""
+        """Return a training run's measured timeline; with its plan, predicted against measured."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
@@ -426,7 +426,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/runs/{run}")
     async def forget_run(run: Id) -> dict[str, str]:
-        """Takes it off the list."""
+        """Take it off the list."""
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
         return {"id": run}
@@ -442,7 +442,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/report", response_class=Response, responses={200: {"content": {"text/html": {}}}})
     async def report(posted: ask.Report) -> Response:
-        """A self-contained page about a plan and, if given, a run."""
+        """Return a self-contained page about a plan and, if given, a run."""
         run = None if posted.run is None else _known(service.store.run(posted.run), "run")
         body = {"plan": posted.plan.model_dump(mode="json"), "run": run}
         if posted.scenario is not None:

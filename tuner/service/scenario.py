@@ -24,7 +24,7 @@ USUAL_SUBGROUP = 10**9
 
 
 def machine_of(scenario: Scenario) -> Machine:
-    """The machine with the memories and the link that were asked for.
+    """Return the machine with the memories and the link that were asked for.
 
     Raises:
         ValueError: no machine of that name, or a value out of its range.
@@ -75,7 +75,7 @@ def _preset(name: str) -> Machine:
 
 
 def workload_of(scenario: Scenario, machine: Machine) -> Workload:
-    """The workload that is meant.
+    """Return the workload that is meant.
 
     Raises:
         ValueError: no model of that name, or one that cannot be used.
@@ -109,7 +109,7 @@ def _check_cut(params: int, subgroup_size: int) -> None:
 
 
 def model_of(scenario: Scenario) -> dict[str, Any]:
-    """The model's config.
+    """Return the model's config.
 
     Raises:
         ValueError: no model of that name, or one that nobody has built.
@@ -151,7 +151,7 @@ def computed_by(scenario: Scenario) -> dict[str, Any]:
 
 
 def job_of(scenario: Scenario) -> Job:
-    """The job that is meant.
+    """Return the job that is meant.
 
     Raises:
         ValueError: a model or a DeepSpeed config that cannot be used.
@@ -196,7 +196,7 @@ def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, 
 
 
 def check_plannable(scenario: Scenario) -> None:
-    """Refuses a config that no plan can be applied to.
+    """Refuse a config that no plan can be applied to.
 
     Raises:
         ValueError: with the key to change.

@@ -43,7 +43,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
 
 
 def space_of(request: SearchJob, machine: Machine) -> Any:
-    """The configurations that are searched.
+    """Return the configurations that are searched.
 
     Raises:
         ValueError: none has the global batch.
@@ -62,7 +62,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
 
 
 def check_search(request: SearchJob, quota: Quota) -> None:
-    """Refuses what would simulate more ops in one configuration than the service does at once.
+    """Refuse what would simulate more ops in one configuration than the service does at once.
 
     Raises:
         ValueError: an accumulation or a global batch that long.

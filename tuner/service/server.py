@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
 
 
 def run(service: Service, host: str, port: int) -> None:
-    """Serves until it is interrupted or terminated."""
+    """Serve until it is interrupted or terminated."""
     server = _Server(service, config(service, host, port))
     socket = server.config.bind_socket()
     socket.listen(BACKLOG)  # before it is told where: who comes at once waits, and is not refused
@@ -120,5 +120,5 @@ def load_example(service: Service, folder: Path) -> None:
 
 
 def shipped_example() -> Path:
-    """A small real run that comes with the package."""
+    """Return a small real run that comes with the package."""
     return Path(str(files("ebbtide.tuner.service") / "example"))

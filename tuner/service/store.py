@@ -141,7 +141,7 @@ class Store:
         return results
 
     def claim(self) -> dict[str, Any] | None:
-        """The oldest queued job, now running; its attempt is on disk before any work is done."""
+        """Return the oldest queued job, now running; its attempt is on disk before any work is done."""
         with self._transaction() as db:
             row = db.execute("SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1").fetchone()
             if row is None:
@@ -156,7 +156,7 @@ class Store:
         return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
     def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
-        """Ends an open job; False if it had ended before (a stop and a result may cross)."""
+        """End an open job; False if it had ended before (a stop and a result may cross)."""
         now_s = time.time()
         with self._transaction() as db:
             done = db.execute(
@@ -212,12 +212,12 @@ class Store:
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
-        """The result's bytes, and whether they are JSON; None before it is done."""
+        """Return the result's bytes, and whether they are JSON; None before it is done."""
         row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
-        """Takes a job that has ended, a run or a machine off its list; False: there is none."""
+        """Take a job that has ended, a run or a machine off its list; False: there is none."""
         column = "name" if table == "machines" else "id"
         ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
         with self._transaction() as db:
@@ -227,7 +227,7 @@ class Store:
     # -- runs and machines -------------------------------------------------------------------
 
     def add_run(self, name: str, summary: dict[str, Any], run: str) -> dict[str, Any]:
-        """A measured timeline; returns its summary with its id."""
+        """Return a measured timeline; returns its summary with its id."""
         number, now_s = uuid.uuid4().hex, time.time()
         with self._transaction() as db:
             db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?)", (number, name, json.dumps(summary), run, now_s))

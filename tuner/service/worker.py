@@ -35,7 +35,7 @@ def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """The next frame; None at the end of the stream."""
+    """Return the next frame; None at the end of the stream."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -121,7 +121,7 @@ def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> None:
-    """Serves calls until stdin ends."""
+    """Serve calls until stdin ends."""
     niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
     os.nice(niceness)
     # What libraries print must not end up between the frames.

@@ -67,7 +67,7 @@ class Noise:
     others: tuple[Run, ...]
 
     def explained(self, difference: Difference) -> float:
-        """The relative difference of this quantity, or of its like, that chance has made."""
+        """Return the relative difference of this quantity, or of its like, that chance has made."""
         if not difference.is_tensor:
             return self._of_sums(_kind(difference))
         found = [self._floor(), *(self._of(run, difference) for run in self.others)]
@@ -115,7 +115,7 @@ def _kind(difference: Difference) -> str:
 
 
 def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Finding:
-    """Compares a side with one that is nearer to what is known to be right.
+    """Compare a side with one that is nearer to what is known to be right.
 
     Args:
         other: the side that is taken as right where nothing else decides.
@@ -154,7 +154,7 @@ def _wrong(
     *,
     same_bits: bool,
 ) -> Difference | None:
-    """The first difference of this step that is no rounding."""
+    """Return the first difference of this step that is no rounding."""
     if same_bits and found:
         return found[0]
     large = [d for d in found if _is_large(d, found, noise)]
@@ -193,7 +193,7 @@ def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Differ
 
 
 def _least(masters: Sequence[Difference]) -> float:
-    """The relative difference that nine in ten masters exceed."""
+    """Return the relative difference that nine in ten masters exceed."""
     return sorted(d.relative for d in masters)[len(masters) // 10]
 
 

@@ -40,7 +40,7 @@ class Verification:
 
 
 def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
-    """Runs the sides and compares each with the next; further runs only where bits differ.
+    """Run the sides and compare each with the next; further runs only where bits differ.
 
     Args:
         against: of ``stock`` and ``no-offload``.
@@ -75,7 +75,7 @@ def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str
 
 
 def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
-    """The one of four runs of a plan and stock that differs from the others."""
+    """Return the one of four runs of a plan and stock that differs from the others."""
     if not repeated or not _same(repeated[PLAN], repeated[STOCK]):
         return None
     odd = [run for run in runs[:2] if not _same(run, repeated[PLAN])]
@@ -137,7 +137,7 @@ def _apart(run: Run, other: Run, at: Difference) -> float:
 
 
 def _sides(against: Sequence[str], made: Callable[[Side], Launched]) -> tuple[Run, ...]:
-    """The command as it is shows whether it has a plan and whether it offloads."""
+    """Return the command as it is shows whether it has a plan and whether it offloads."""
     first = made(Side(PLAN)).run
     runs = [first if first.about.get("key") else replace(first, name=STOCK)]
     if first.about.get("key") and STOCK in against:

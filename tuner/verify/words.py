@@ -13,7 +13,7 @@ from ebbtide.tuner.verify.sides import Verification
 
 
 def screen(result: Verification) -> list[str]:
-    """The lines that `tune verify` prints."""
+    """Return the lines that `tune verify` prints."""
     lines = [_headline(result.runs[0]), ""]
     lines += [_row(run) for run in result.runs]
     for finding in result.findings:
