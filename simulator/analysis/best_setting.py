@@ -74,7 +74,7 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the fastest that fits, or else the one that lacks least."""
+        """Return the fastest that fits, or the one with the smallest shortage."""
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
             tried += self._guessing(plain)

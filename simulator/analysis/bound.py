@@ -122,8 +122,9 @@ def fluid_bound(
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """An iteration whose updates take no time: the rules know what passes compute, and nothing of
-    the network that they wait for. 0 without one.
+    """Return an iteration with updates that take no time, or 0 without a network.
+
+    The rules know the passes' compute, but not the network that they wait for.
     """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):
@@ -176,8 +177,9 @@ def _nodes(count: int) -> int:
 def _in_whole_numbers(
     window: Window, nodes: int, fractions: tuple[float, Floats], least_s: float
 ) -> tuple[float, Floats] | None:
-    """What it takes and how, or what is known of it: from ``least_s`` on nobody asks for more.
-    None where there is no solution.
+    """Return the seconds and the solution in whole numbers, or None without a solution.
+
+    The search stops at ``least_s``.
     """
     window.rows.upper[window.seconds] = least_s
     solved = window.rows.lowest(window.seconds, nodes)

@@ -1,4 +1,4 @@
-"""Mean iteration of plans whose early updates are wrong in the steps that clip."""
+"""The mean iteration of plans with early updates that are wrong in steps that clip."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

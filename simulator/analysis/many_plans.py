@@ -1,7 +1,7 @@
 """Many plans of one workload on one machine: ebbtide's schedule is built as arrays and run there.
 
-`PlanSweep` gives what ``simulate_fast(build_schedule(workload, plan), machine)`` gives, without an
-`Op` object in between. It is what the tuner's search calls.
+`PlanSweep` gives the result of ``simulate_fast(build_schedule(workload, plan), machine)`` without any
+`Op` object. The tuner's search calls it.
 """
 
 from functools import lru_cache
@@ -145,7 +145,7 @@ class PlanSweep:
         return tuple(map(tuple, waiting)), tuple(map(tuple, guessed))
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Of the subgroups whose sums stay on the device, where micro-batches are added up."""
+        """Return the elements of subgroups with sums on the device, if micro-batches are added up."""
         if not self.held.sums:
             return 0.0
         return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())

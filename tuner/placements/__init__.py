@@ -1,1 +1,1 @@
-"""Where every subgroup goes: the search, its moves, and what limits them."""
+"""The placement of every subgroup: the search, its moves, and its limits."""

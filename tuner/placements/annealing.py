@@ -1,7 +1,7 @@
-"""From good guesses to a good plan: other orders of the updates, other options, then annealing.
+"""The way from good guesses to a good plan: other update orders, other options, then annealing.
 
-Placements and orders move together in the annealing (`ebbtide.tuner.placements.moves`): between two good
-plans there is often none but worse ones.
+Placements and orders move together in the annealing (`ebbtide.tuner.placements.moves`): often only worse
+plans lie between two good ones.
 """
 
 import math
@@ -104,7 +104,9 @@ def options(search: Search) -> None:
 
 
 class _Walk:
-    """From a candidate on: what was accepted last, and the best; worse only with heat."""
+    """A walk from a candidate: the last accepted candidate, and the best one. Worse ones are accepted with heat
+    only.
+    """
 
     def __init__(self, search: Search, base: Candidate) -> None:
         self.search, self.base = search, base
@@ -116,7 +118,7 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
-        """From a temperature down to nothing; ends near the floor."""
+        """Anneal from a temperature to zero. Stop early near the lower bound."""
         for step in range(evaluations):
             if self.search.best_s <= CLOSE * floor_s:
                 return
@@ -148,9 +150,7 @@ class _Walk:
 
 
 def _named(candidate: Candidate) -> Iterator[UpdateOrder]:
-    """The directions, and each queue with those first that wait for nobody: behind a visit that
-    has not come in yet they would.
-    """
+    """Yield the directions, and each queue with the subgroups first that wait for no staging slot."""
     for host, device in product(DIRECTIONS, repeat=2):
         yield UpdateOrder(host=host, device=device)
     order = candidate.order or UpdateOrder()

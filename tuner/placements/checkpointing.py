@@ -1,4 +1,4 @@
-"""How often to checkpoint and how fast to write: by expected goodput under the given failures.
+"""The checkpoint interval and the write rate with the best expected goodput under given failures.
 
 Interval, bandwidth cap and copy budget are searched together: a slower write disturbs training
 less, but takes longer to commit, which costs work at each failure and forbids short intervals.
@@ -44,7 +44,7 @@ class Choice:
 
 
 def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
-    """Of a job that is planned for.
+    """Return the failures of a planned job.
 
     Raises:
         ValueError: a time that is not positive, or centuries.
@@ -102,7 +102,7 @@ def thriftiest(tried: Sequence[Choice]) -> Choice:
 
 
 def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
-    """From none to a whole checkpoint, as far as there is room beside the writers' buffers."""
+    """Return budgets from none to a whole checkpoint, as far as memory allows with the writers' buffers."""
     size = streamed_bytes(simulation.workload, simulation.plan)
     room = max(0, spare_bytes - reserved_bytes(base.model_copy(update={"copy_budget_bytes": 0})))
     wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
@@ -110,7 +110,7 @@ def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: Checkpoin
 
 
 def blocks(size_bytes: float) -> int:
-    """Rounded up to whole blocks, of which budgets consist."""
+    """Return the bytes rounded up to whole blocks. Budgets consist of blocks."""
     return -(-int(size_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 

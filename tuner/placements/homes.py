@@ -1,8 +1,8 @@
-"""Which subgroups' 16-bit parameters leave the device between their uses, and how many.
+"""The choice of subgroups with 16-bit parameters that leave the device between their uses.
 
-What it costs is a fetch for each pass; what it brings is room: for a workload that would not fit at
-all, or for state and slots where the link is idle while passes compute. No bit depends on it. Of a
-number of subgroups those evenly spaced go: each fetch then has the passes between for itself.
+The cost is a fetch for each pass. The gain is room: for a workload that would not fit at
+all, or for state and slots while the link is idle during passes. No bit depends on it. The chosen
+subgroups are evenly spaced, so that each fetch has the passes between for itself.
 """
 
 import math
@@ -90,7 +90,7 @@ def _at_home(
 
 
 def brought(search: Search) -> list[str]:
-    """What parameters that live on the host bring, in a sentence; nothing where none do."""
+    """Return a sentence about the gain of parameters on the host, or nothing if none are there."""
     w = search.workload
     size = moved_out(w, fetched_elements(w, search.homes)) * w.wire_bytes if search.homes else 0
     if not size:
@@ -113,8 +113,9 @@ def quick_iteration_s(
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Subgroups whose parameters must leave so that all updates on the host fit, with their state
-    there or stored; all, if even they do not.
+    """Return how many subgroups' parameters must leave so that all host updates fit, with stored state if needed.
+
+    If even all of them do not suffice, return all.
     """
     low, high = 0, count
     while high - low > 1:

@@ -21,7 +21,7 @@ _QUEUE_OF = [QUEUES.index(recipe.queue) for recipe in RECIPES.values()]
 
 
 def visits(recipe: Recipe) -> bool:
-    """Whether its state comes to a staging slot for the update."""
+    """Return whether the state is staged to the device for the update."""
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
 
@@ -82,7 +82,7 @@ class Moved:
         return cls(codes, sequences, slots, prefetch, choices, host_slots)
 
     def moved(self, rng: Random) -> Self:
-        """Another one near it."""
+        """Return a neighbour of this candidate."""
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
         if self.guesses is not None and rng.random() < 0.15:
@@ -103,12 +103,12 @@ class Moved:
 
     @property
     def _guessing(self) -> list[int]:
-        """Which of ``guesses`` count."""
+        """Return the positions of ``guesses`` that count."""
         return [0, 1, *([2] if self.visiting else [])]
 
     @property
     def visiting(self) -> int:
-        """Subgroups whose state comes to a staging slot."""
+        """Return the number of staged subgroups."""
         return sum(self.codes.count(code) for code in _VISITING_CODES)
 
     def reordered(self, rng: Random) -> Self:
@@ -122,7 +122,7 @@ class Moved:
         return new._limited()
 
     def _limited(self) -> Self:
-        """No more slots than visits, no more prefetched than slots."""
+        """Limit the slots to the staged subgroups, and the prefetched ones to the slots."""
         self.slots = max(1, min(self.slots, self.visiting))
         self.prefetch = max(0, min(self.prefetch, self.slots))
         return self

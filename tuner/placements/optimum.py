@@ -74,7 +74,7 @@ def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
 
 
 def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
-    """Every order of so many placements, each once."""
+    """Yield every order of so many placements, each once."""
     left = dict(numbers)
     chosen: list[Placement] = []
 

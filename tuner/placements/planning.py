@@ -35,7 +35,7 @@ Progress = Callable[[float, str], object]
 
 
 def _silently(_share: float, _what: str) -> None:
-    """Nobody is told."""
+    """Ignore the progress."""
 
 
 def plan(
@@ -128,7 +128,7 @@ def _best_of(
 
 
 def _improve(search: Search, progress: Progress) -> None:
-    """From the guesses to good plans."""
+    """Improve the first guesses to good plans."""
     if len(search.choices) == 1:
         options(search)
         return

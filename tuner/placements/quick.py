@@ -23,11 +23,11 @@ EVALUATIONS = 400
 
 @dataclass(frozen=True)
 class QuickPlan:
-    """What a short search found.
+    """The result of a short search.
 
     Attributes:
-        plan: ``current`` itself where nothing is better.
-        iteration_s, current_s: what the simulator predicts of both.
+        plan: ``current`` itself if nothing is better.
+        iteration_s, current_s: the simulator's predictions of both.
     """
 
     plan: Plan
@@ -97,7 +97,7 @@ def quick_plan(
 
 
 def _running(current: Plan) -> Candidate:
-    """As the search sees it."""
+    """Return the running plan as a candidate of the search."""
     return Candidate(
         current.placements,
         max(1, current.staging_slots),
@@ -117,7 +117,7 @@ def _fixed(current: Plan) -> dict[str, Any]:
 def _limits(
     workload: Workload, machine: Machine, current: Plan, device_bytes: int | None, host_bytes: int | None
 ) -> Limits:
-    """Of storage what ``current`` takes: its files have that room."""
+    """Return the limits. For storage the limit is what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
     return Limits(
         held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,

@@ -1,4 +1,4 @@
-"""What the search knows: candidates, their scores, and the guesses that it begins with."""
+"""The state of the search: candidates, their scores, and the first guesses."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Score:
-    """What the simulator says of a candidate; ``inf`` where it does not fit."""
+    """The simulator's figures of a candidate. ``inf``: it does not fit."""
 
     iteration_s: float
     device_peak_bytes: int
@@ -187,7 +187,7 @@ class Search:
 
     @property
     def most_ops(self) -> int:
-        """Of an iteration under any plan."""
+        """Return the most ops of an iteration under any plan."""
         return self._sweep.most_ops
 
     def score(self, candidate: Candidate) -> Score:
@@ -246,7 +246,7 @@ class Search:
         return slots if slots < users else wanted
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
-        """What a candidate takes, whether it fits or not."""
+        """Return a candidate's seconds, whether or not it fits."""
         candidate = self._completed(candidate, fits=False)
         row = evaluated(self._sweep, candidate)
         return self._settled_s(candidate, self._mean_s(row, candidate))
@@ -317,11 +317,11 @@ class Search:
 
     @property
     def sums(self) -> bool:
-        """Whether sums of micro-batches may stay on the device, or leave it."""
+        """Return whether sums of micro-batches may stay on the device."""
         return self._sweep.held.sums and not self.machine.unified_memory
 
     def _mean_s(self, row: np.ndarray, c: Candidate) -> float:
-        """What a candidate takes on the average over steps that clip and steps that do not."""
+        """Return a candidate's mean seconds over steps that clip and steps that do not."""
         from ebbtide.simulator.engines import kernel
 
         if not (c.codes & GUESSED).any():
@@ -348,7 +348,7 @@ class Search:
         return times_of(right, waiting, late).mean_s(self.workload.expected_clip_rate)
 
     def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
-        """Of a candidate with its parameters elsewhere, not remembered."""
+        """Return the peaks of a candidate with other parameter locations, without remembering them."""
         return self._simulate(replace(self.ordered(candidate), homes=homes))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
@@ -363,7 +363,7 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        """What does not fit is not simulated: its peaks are known without."""
+        """Simulate a candidate if it fits. The peaks are known without a simulation."""
         taken = self._taken(c, c.homes)
         if not self.limits.hold(*taken):
             return Score(math.inf, *taken)
@@ -375,7 +375,7 @@ class Search:
         return score if self._may_store(placed) else replace(score, iteration_s=math.inf)
 
     def _may_store(self, codes: NDArray[Any]) -> bool:
-        """Whether only subgroups are stored that may be."""
+        """Return whether every stored subgroup may be stored."""
         kept = self._kept_in_memory
         return not (kept and np.isin(codes[kept], _STORED_CODES).any())
 
@@ -389,7 +389,7 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Whether anything that is known fits into memory."""
+        """Return whether any known candidate fits into memory."""
         return any(not math.isinf(score.iteration_s) for score in self.scores.values())
 
     def best(self) -> Candidate:
@@ -399,8 +399,9 @@ class Search:
     # -- guesses -----------------------------------------------------------------------------
 
     def guess(self) -> None:
-        """All at home; evenly spread shares on a coarse grid, and around what the bound's split
-        says. Subgroups far larger than the others, such as an embedding's, are anywhere: no swap
+        """Try first guesses: all on the host, evenly spread shares on a coarse grid, and shares near the bound's.
+
+        Subgroups far larger than the others, such as an embedding's, are tried everywhere: no swap
         with a single other one fits into memory.
         """
         count = len(self.workload.subgroups)
@@ -428,7 +429,7 @@ class Search:
                     self.score(evenly(numbers, slots, fixed))
 
     def _least_stored(self) -> None:
-        """As few as must be on storage, beside any numbers of the others."""
+        """Try the fewest stored subgroups, with any numbers of the other placements."""
         count = len(self.workload.subgroups)
         stored = next(p for p in self.choices if p in STORED)
         others = [p for p in self.choices if p not in STORED]
@@ -448,7 +449,7 @@ class Search:
                 self.score(spilled(low))
 
     def _holds(self, c: Candidate) -> bool:
-        """Whether it fits, without a simulation."""
+        """Return whether the candidate fits, without a simulation."""
         return self.limits.hold(*self._taken(c, self.homes))
 
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
@@ -465,7 +466,7 @@ class Search:
         return base + self.workload.activation_bytes
 
     def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
-        """Of parameters that live elsewhere."""
+        """Return the bytes of parameters that live elsewhere."""
         if homes not in self._gone:
             w = self.workload
             gone = moved_out(w, fetched_elements(w, homes)) * w.wire_bytes if homes else 0
@@ -473,9 +474,7 @@ class Search:
         return self._gone[homes]
 
     def try_all(self) -> None:
-        """What the bound's whole numbers say, evenly mixed; and every choice of placements, where
-        there are few subgroups.
-        """
+        """Try the bound's whole numbers, evenly mixed, and every choice of placements if there are few subgroups."""
         for numbers, slots in self.bound.promising:
             self.score(evenly(numbers, slots))
         count = len(self.workload.subgroups)
@@ -499,7 +498,7 @@ class Search:
         return sorted(held, key=best_s)
 
     def _held_apart(self) -> Iterator[dict[int, Placement]]:
-        """Every choice of placements for the few largest."""
+        """Yield every choice of placements for the few largest subgroups."""
         large = self.workload.large_subgroups[:MOST_OUTLIERS]
         for chosen in product(self.choices, repeat=len(large)):
             yield dict(zip(large, chosen, strict=True))
@@ -524,8 +523,9 @@ class Search:
         return tightened(self.fluid, *self._bounded, most_nodes=0)
 
     def proven_s(self, iteration_s: float) -> float:
-        """What no plan beats, as close to a plan's time as is worth the work: whole subgroups are
-        asked for where there are few, and fractions of them leave much open.
+        """Return a lower bound, as close to the plan's time as is worth the work.
+
+        Whole subgroups are required if there are few of them and fractions leave much open.
         """
         fractions_s = self.bound.iteration_s
         few = len(self.workload.subgroups) <= NAMED
@@ -547,7 +547,7 @@ class Search:
 
     @property
     def floor_s(self) -> float:
-        """No plan is faster; ``inf`` where not even the workload alone fits."""
+        """Return a lower bound. ``inf``: not even the workload alone fits."""
         try:
             return self.fluid.iteration_s
         except ValueError:
@@ -596,7 +596,7 @@ def with_sums(codes: NDArray[np.int8], device_sums: int) -> NDArray[np.int8]:
 
 
 def _sends(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """Whose gradients go to host memory."""
+    """Return which subgroups send their gradients to host memory."""
     return _SUMMABLE[codes % SUMMED]
 
 
@@ -616,7 +616,7 @@ def _codes(placements: tuple[Placement, ...], homes: tuple[ParameterHome, ...]) 
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
-    """What homes add to the codes of placements."""
+    """Return the addends of parameter locations to the codes of placements."""
     return np.array([HOME_CODES[home] for home in homes] or [0], dtype=np.int8)
 
 
@@ -631,10 +631,10 @@ def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[
 
 
 def evenly(numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None) -> Candidate:
-    """So many of each placement: those that stay on the device first, the rest evenly mixed.
+    """Build a candidate with the given number of subgroups per placement: resident first, others interleaved.
 
     Args:
-        fixed: placements of further subgroups, wherever they stand.
+        fixed: placements of further subgroups at given positions.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]
     stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]

@@ -52,7 +52,7 @@ def _shares(machine: Machine, storage: Mapping[str, int]) -> dict[str, float]:
 
 
 def written_bytes(workload: Workload, plan: Plan) -> int:
-    """What a node writes to storage in each step."""
+    """Return the bytes that a node writes to storage in each step."""
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
     return elements * Bytes.of(workload).visit * workload.ranks_per_node
@@ -68,7 +68,7 @@ def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -
 
 
 def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
-    """What the same plan would take with enough host memory."""
+    """Return a sentence about the same plan with enough host memory."""
     hosted = tuple(HOME if p in STORED else p for p in c.placements)
     work = search.workload
     faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None))
@@ -86,7 +86,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
 
 
 def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
-    """What a plan that stores writes in a step and in a day, and how long the drives last."""
+    """Return a sentence about the bytes that a plan writes per step and day, and the drives' lifetime."""
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
     told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"

@@ -1,6 +1,4 @@
-"""Which sub_group_size to train with: small ones fill and drain the lanes better, large ones cost
-less per op.
-"""
+"""The choice of sub_group_size: small ones fill and drain the lanes better, large ones cost less per op."""
 
 from collections.abc import Sequence
 

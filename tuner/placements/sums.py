@@ -1,4 +1,4 @@
-"""How many sums of micro-batches stay on the device: as few as serve, of what there is room for."""
+"""The number of gradient sums that stay on the device: the fewest that serve, within the room."""
 
 from dataclasses import replace
 

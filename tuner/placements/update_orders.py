@@ -1,11 +1,11 @@
-"""In which order a queue should update its subgroups.
+"""The update order of a queue.
 
 A host update may start when its gradient is home, and its parameters are needed when the next
-forward comes to its layer. Gradients come home last layer first, forward needs the first layers
-first. Where all gradients are home at the norm barrier, forward order is best; else some orders are
-compared on a model of the host, the copies home and the forward behind them:
+forward comes to its layer. Gradients come home last layer first; forward needs the first layers
+first. If all gradients are home at the norm barrier, forward order is best. Otherwise some orders are
+compared on a model of the host, the copies home and the forward that follows:
 
-- of what is at home, what forward needs soonest first: Schrage's rule for release times and tails;
+- among arrived gradients, the one that forward needs soonest: Schrage's rule for release times and tails;
 - as gradients arrive, except for the last layers, which are updated first or at the end.
 """
 
@@ -37,7 +37,7 @@ class UpdateOrders:
         self._known: dict[tuple[int, ...], UpdateOrder] = {}
 
     def _passes(self, w: Workload) -> None:
-        """When each gradient is complete, from the begin of a micro-batch's backward on."""
+        """Compute when each gradient is complete, from the begin of a micro-batch's backward."""
         left = [0.0, *accumulate(layer.backward_s for layer in w.layers)]
         self.backward_s, self.forward_s = left[-1], w.forward_s / self.micro_batches
         first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
@@ -75,7 +75,7 @@ class UpdateOrders:
             yield [*late, *early]
 
     def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
-        """When the next forward can have ended, in seconds behind the norm barrier."""
+        """Return when the next forward can have ended, in seconds after the norm barrier."""
         host_s = copied_s = before_s = end_s = 0.0
         for s in sequence:
             # The slot that it writes to is free when the copy before the last has left.
@@ -86,7 +86,7 @@ class UpdateOrders:
         return end_s
 
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
-        """Subgroup -> when its gradient is home, in seconds behind the norm barrier; in order."""
+        """Return subgroup -> arrival of its gradient, in seconds after the norm barrier, in order."""
         free_s, arrived = 0.0, {}
         for micro_step in range(self.micro_batches):
             begin_s = micro_step * (self.forward_s + self.backward_s)
@@ -97,7 +97,7 @@ class UpdateOrders:
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
-        """Of what has arrived when the host is free, the one whose layer comes first."""
+        """Return an order that takes, among arrived gradients, the one with the earliest layer."""
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []
         sequence: list[int] = []
