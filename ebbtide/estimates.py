@@ -148,7 +148,7 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
 
 
 def _nearest(job: "Job", machine: "Machine", search: "Search", strategy: str) -> Iterator[str]:
-    """Yield what fits: first a plan for the same training, else the changes that make one fit."""
+    """Yield a plan for the same training if one fits, otherwise the changes that make one fit."""
     if search.fits and strategy != "ebbtide":
         score = search.scores[search.best()]
         yield (

@@ -27,7 +27,7 @@ def pages() -> dict[str, str]:
 
 
 def cli_page() -> str:
-    """Every command that is not hidden, with its flags."""
+    """Return the page of every visible command, with its flags."""
     context = click.Context(main, info_name="tune")
     lines = [
         NOTE,
@@ -82,7 +82,7 @@ def _flag(parameter: click.Parameter) -> str:
 
 
 def plan_page() -> str:
-    """Every field of the plan file."""
+    """Return the page of every field of the plan file."""
     lines = [
         NOTE,
         "# The plan file\n",

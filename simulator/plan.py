@@ -325,7 +325,7 @@ class Plan(Shown, Page):
         return copied
 
     def _check_fits(self) -> None:
-        """Refuse a prediction whose peaks exceed its own limits."""
+        """Refuse a prediction with peaks above its own limits."""
         if self.prediction is not None and (missing_bytes := self.prediction.missing):
             raise PlanError(
                 f"this plan does not fit: by its own prediction it {lacks(missing_bytes)}. Plan again with `tune plan`",

@@ -1,4 +1,4 @@
-"""What the commands read: machines, workloads, plans, from files, presets and model configs."""
+"""The inputs of commands: machines, workloads, plans, from files, presets and model configs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BadInputError(click.ClickException):
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
-    """A flag whose text is parsed by a function that raises ValueError."""
+    """A flag with text that a function parses, raising ValueError."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -199,11 +199,11 @@ def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the flags say is trained.
+    """The training job of the flags.
 
     Attributes:
-        job: what the workload is an estimate of; None: it was profiled.
-        config: DeepSpeed's, read once; None: no flag names one.
+        job: the job of an estimated workload. None: it was profiled.
+        config: DeepSpeed's, read once. None: no flag names one.
     """
 
     workload: Workload
@@ -260,7 +260,7 @@ def read_trained(
 
 
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
-    """What is wrong with DeepSpeed's config is told of its file, not of the model's."""
+    """Report errors in DeepSpeed's config under its own file, not under the model's."""
     from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
     beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
@@ -364,7 +364,7 @@ def _read(kind: type[T], path: str, flag: str) -> T:
 
 
 def check_folder(flag: str, path: str | None) -> None:
-    """Before minutes of work whose result could not be kept.
+    """Check that the result can be written, before minutes of work.
 
     Raises:
         BadInputError: ``path`` is in no folder, or in one that cannot be written to.

@@ -1,4 +1,4 @@
-"""What `tune profile` does: measures the machine, or a training script."""
+"""The work of `tune profile`: measuring the machine, or a training script."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def duration_s(text: str) -> float:
 
 
 def chance(text: str) -> float:
-    """As `share`, up to 100%.
+    """Parse a share like `share`, up to 100%.
 
     Raises:
         ValueError: not a number, or not in [0%, 100%].

@@ -181,10 +181,10 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Every combination.
+    """Yield every combination.
 
     Raises:
-        ValueError: no strategy or size, or one that cannot be.
+        ValueError: no strategy or size, or an impossible one.
     """
     if isinstance(strategies, str):
         strategies = [strategies]
@@ -287,7 +287,7 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 
 
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
-    """More micro-batches see more tokens."""
+    """Return the workload with other fields. More micro-batches have more tokens."""
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
     if more == 1:

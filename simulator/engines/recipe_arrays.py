@@ -157,8 +157,9 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """How many subgroups there are of each of `ways`, their elements, and the largest; of those
-    that wait for the norm, and of those that are guessed: shape (2, 3, kinds).
+    """Return the number of subgroups of each of `ways`, their elements, and the largest.
+
+    Shape (2, 3, kinds): of those that wait for the norm, and of those updated early.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
@@ -176,7 +177,7 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
 
 
 class _Given(NamedTuple):
-    """What is built: the arguments of `build`."""
+    """The arguments of `build`."""
 
     rows: Floats
     ways: Ints
@@ -233,7 +234,7 @@ def _wait(made: _Made, op: int) -> None:
 
 @uncounted
 def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
-    """An op behind the waits noted so far."""
+    """Append an op that waits for the noted ops."""
     i = made.n[_N_OPS]
     for column in range(kernel.OP_COLUMNS):
         made.ops[i, column] = rows[row, column]
@@ -247,7 +248,7 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op of so many elements, behind the op that frees its buffer too."""
+    """Append an op of so many elements that also waits for the op that frees its buffer."""
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])
@@ -262,7 +263,7 @@ def _add(made: _Made, given: _Given, row: int, size: float) -> int:
 
 @uncounted
 def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previous: int) -> int:
-    """Append steps of a subgroup, one behind the other and behind ``previous``.
+    """Append steps of a subgroup, each after the one before and the first after ``previous``.
 
     Returns:
         The last op.
@@ -300,7 +301,7 @@ def _make_room(made: _Made, op: int, left: float) -> float:
 
 @uncounted
 def _add_pass(made: _Made, program: Program, place: int) -> None:
-    """An op of the tape itself, behind those of its refs that there are."""
+    """Append an op of the tape itself that waits for its existing refs."""
     if int(program.rows[place, kernel.KIND]) in _ISSUED:
         _wait(made, made.n[_N_ROOM])
         made.n[_N_ROOM] = -1
@@ -311,14 +312,14 @@ def _add_pass(made: _Made, program: Program, place: int) -> None:
 
 @uncounted
 def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: int, left: float) -> float:
-    """Append a part of a gradient, and what needs no norm behind a subgroup's last part.
+    """Append a part of a gradient and, after a subgroup's last part, the ops that need no norm.
 
     Args:
         place: A row of ``places``, see `Program` and X_*.
-        left: Bytes under way.
+        left: Bytes in flight.
 
     Returns:
-        The bytes under way then.
+        The bytes in flight then.
     """
     s, part = places[place, X_SUBGROUP], places[place, X_PART]
     added_to, boundary = places[place, X_ADDED_TO], places[place, X_BOUNDARY]
@@ -394,7 +395,7 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
-    """What begins ahead of the next step."""
+    """Append the ops that begin ahead of the next step."""
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
     _add_first(made, given, P_AHEAD)
@@ -428,7 +429,7 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
 
 @uncounted
 def _add_updates(made: _Made, given: _Given, norm: int) -> None:
-    """What is left of them at the norm, and what begins ahead of the next."""
+    """Append the rest of the updates at the norm, and the ops that begin ahead of the next step."""
     made.n[_N_NORM] = norm
     for k in range(given.issue.size):
         _add_update(made, given, given.issue[k])
@@ -437,7 +438,7 @@ def _add_updates(made: _Made, given: _Given, norm: int) -> None:
 
 @uncounted
 def _add_update(made: _Made, given: _Given, s: int) -> None:
-    """What is left of a subgroup's."""
+    """Append the rest of a subgroup's update."""
     way, early = given.placement[s], made.early[s]
     first = given.ways[way, W_FIRST] + made.begun[s]
     end = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)

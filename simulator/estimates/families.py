@@ -119,7 +119,8 @@ _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
 
 def family_numbers(config: Config) -> Numbers | None:
-    """What the family of a Hugging Face config has, beside the numbers under their usual names;
+    """Return the numbers of a Hugging Face config's family, in addition to those under their usual names.
+
     None: the family is not known here, or a key says that it is built in another way.
     """
     family = str(config["model_type"])

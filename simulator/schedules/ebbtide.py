@@ -97,7 +97,7 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """What was appended so far, with the memory that is in use throughout."""
+        """Return the appended ops as a schedule, with the memory that is in use throughout."""
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,

@@ -78,7 +78,7 @@ class Guessing:
 
     @property
     def on(self) -> bool:
-        """Whether the coming step may update early."""
+        """Return whether the coming step may update early."""
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:

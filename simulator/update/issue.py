@@ -1,7 +1,7 @@
-"""Which op of an update begins next: the one state machine for whoever issues ops.
+"""The state machine that decides which op of an update begins next.
 
 The schedule builder appends an op when the machine says so, the executor submits one. Both report
-what happens (a gradient is complete, the norm is known), and get calls of ``add`` in return.
+events (a gradient is complete, the norm is known), and get calls of ``add`` in return.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Issue(Generic[Op]):
         self._come_in()
 
     def norm(self, op: Op) -> tuple[dict[int, Op], list[Op]]:
-        """Issue everything else behind the norm.
+        """Issue everything that waits for the norm.
 
         Returns:
-            By subgroup, the op behind which its parameters are new; and each subgroup's last op.
+            By subgroup, the op that publishes its parameters; and each subgroup's last op.
         """
         self._complete.clear()
         self._coming.clear()

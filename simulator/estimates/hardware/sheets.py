@@ -88,7 +88,7 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the shares of the device whose name begins this one's, the longest such name first."""
+        """Return the shares of the device with the longest name that begins this one's."""
         named = [name for name in COMPUTE if self.device_name.startswith(name)]
         return COMPUTE[max(named, key=len)]
 
