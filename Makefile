@@ -6,7 +6,7 @@ export PATH := $(BIN):$(PATH)
 # Else each of a hundred processes compiles our sources anew, and pytest rewrites every test again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve test lint compat results schema clean
+.PHONY: help setup demo serve test lint compat wheel results schema clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -43,6 +43,9 @@ lint: setup ## ruff, mypy and plain words
 
 compat: setup ## bits, checkpoints and front door on the oldest DeepSpeed and on 0.19.6
 	@sh scripts/compat.sh 0.18.6 0.19.6
+
+wheel: setup ## build the wheel into dist/
+	@sh scripts/build_wheel.sh dist $(BIN)/python && ls dist/*.whl
 
 results: setup ## rewrite the README's table from studies/results/
 	@python -m studies.readme_table

@@ -4,7 +4,14 @@ from setuptools import find_packages, setup
 
 FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
+# A folder for PYTHONPATH and no package: it holds the sitecustomize.py of `tune run`.
+STARTUP = "ebbtide.runtime.frontdoor.startup"
+
 setup(
-    packages=["ebbtide", *(f"ebbtide.{name}" for top in FOLDERS for name in find_packages(include=[top, f"{top}.*"]))],
+    packages=[
+        "ebbtide",
+        STARTUP,
+        *(f"ebbtide.{name}" for top in FOLDERS for name in find_packages(include=[top, f"{top}.*"])),
+    ],
     package_dir={"ebbtide": "ebbtide", **{f"ebbtide.{top}": top for top in FOLDERS}},
 )

@@ -42,7 +42,7 @@ def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[s
     limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
     ways = ways_out(workload.job, machine, **limits, margin=options.get("memory_margin"))
     lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
-    told = tuner.ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice)
+    told = tuner.ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
     told.ways = tuple(ways)
     return told
 

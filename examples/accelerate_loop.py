@@ -1,6 +1,6 @@
 """A loop of one's own with Accelerate.
 
-tune run -- torchrun --nproc-per-node 2 examples/accelerate_loop.py examples/ds_trainer.json
+tune run -- python examples/accelerate_loop.py examples/ds_trainer.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer.
 
-tune run -- torchrun --nproc-per-node 2 examples/hf_trainer.py examples/ds_trainer.json
+tune run -- python examples/hf_trainer.py examples/ds_trainer.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training loop of one's own around a DeepSpeed engine.
 
-tune run -- torchrun --nproc-per-node 2 examples/plain_loop.py examples/ds_plain.json
+tune run -- python examples/plain_loop.py examples/ds_plain.json
 """
 
 from __future__ import annotations

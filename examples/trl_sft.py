@@ -1,6 +1,6 @@
 """TRL's SFTTrainer, on samples that are tokenized already.
 
-tune run -- torchrun --nproc-per-node 2 examples/trl_sft.py examples/ds_trainer.json
+tune run -- python examples/trl_sft.py examples/ds_trainer.json
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class GpuWatch:
             self._look_for_neighbours()
             self._replays = pynvml.nvmlDeviceGetPcieReplayCounter(self._handle)
             self._sample()
-        except Exception as error:  # noqa: BLE001 - NVML may be absent or forbidden: said, not raised
+        except Exception as error:  # NVML may be absent or forbidden: said, not raised
             self._give_up(error)
             return self
         self._sampler = threading.Thread(target=self._keep_sampling, daemon=True)
@@ -58,7 +58,7 @@ class GpuWatch:
             return
         try:
             self._judge()
-        except Exception as unknown:  # noqa: BLE001 - as above
+        except Exception as unknown:  # as above
             self._give_up(unknown)
 
     def _give_up(self, error: Exception) -> None:
@@ -85,7 +85,7 @@ class GpuWatch:
         while not self._done.wait(SAMPLE_EVERY_S):
             try:
                 self._sample()
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # as above
                 self._give_up(error)
                 return
 

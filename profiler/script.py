@@ -178,7 +178,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         return f"exited with code {ended.code!r}" if ended.code else ""
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
+    except Exception as error:  # whatever the script raises is reported
         traceback.print_exc()
         return f"raised {type(error).__name__}: {error}"
     finally:

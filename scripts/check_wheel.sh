@@ -1,6 +1,7 @@
 #!/usr/bin/env sh
-# Builds the wheel, installs it into an empty environment, and tries what a training node needs of it.
+# Builds the wheel, installs it into an empty environment, and tries there what its users do.
 #   sh scripts/check_wheel.sh [FOLDER]   works in FOLDER, a new temporary one without
+#   PACKAGES  a site-packages folder with the dependencies: nothing is downloaded then
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$(mktemp -d)}
@@ -10,34 +11,60 @@ constraints=
 nvidia-smi -L >/dev/null 2>&1 || constraints="-c $root/constraints-cpu.txt"
 unset PYTHONPATH
 
-# From a copy, so that no build folder is left beside the sources.
-git -C "$root" archive HEAD | (mkdir -p "$folder/source" && tar -x -C "$folder/source")
 python3 -m venv --clear "$folder/venv"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check -q"
-$pip wheel --no-deps -w "$folder" "$folder/source"
-# shellcheck disable=SC2086 - no constraints are no word
-$pip install $constraints "$folder"/ebbtide-*.whl
+if [ -n "${PACKAGES:-}" ]; then
+    echo "$PACKAGES" >"$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
+fi
+sh "$root/scripts/build_wheel.sh" "$folder" "$folder/venv/bin/python"
+if [ -n "${PACKAGES:-}" ]; then
+    # The copy that PACKAGES may hold stays: only this environment gets the wheel.
+    $pip install --no-deps --no-index --ignore-installed "$folder"/ebbtide-*.whl
+else
+    # shellcheck disable=SC2086 - no constraints are no word
+    $pip install $constraints "$folder"/ebbtide-*.whl
+    # Its own: two environments that share compiled ops rebuild each other's in turns.
+    export TORCH_EXTENSIONS_DIR="$folder/ops"
+fi
 
 cd "$folder"
 PATH=$folder/venv/bin:$PATH
-# Its own: two environments that share compiled ops rebuild each other's in turns.
-export TORCH_EXTENSIONS_DIR="$folder/ops"
-tune --version
-python - <<'PYTHON'
-import resource, subprocess, sys, time
-from importlib.metadata import distributions
+python - ebbtide-*.whl <<'PYTHON'
+import sys, zipfile
 
-names = {d.name.lower() for d in distributions()}
-surplus = names & {"optuna", "matplotlib", "pandas", "transformers"}
-assert not surplus, f"a training node must not need {surplus}"
+names = zipfile.ZipFile(sys.argv[1]).namelist()
+tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+assert tops == {"ebbtide"}, f"the wheel must hold the package ebbtide alone, but holds {tops}"
+inside = {name.split("/")[1] for name in names if name.startswith("ebbtide/")}
+assert not inside & {"studies", "tests", "scripts"}, f"the wheel must not hold {inside}"
+assert {"py.typed", "simulator", "profiler", "tuner", "runtime"} <= inside, inside
+assert "ebbtide/runtime/frontdoor/startup/sitecustomize.py" in names, "tune run would do nothing"
+PYTHON
+tune --version
+python - "$folder" <<'PYTHON'
+import resource, sys, time
+from importlib.metadata import distributions
+from pathlib import Path
+
+if not any(Path(path).name == "packages.pth" for path in Path(sys.argv[1]).rglob("*.pth")):
+    names = {d.name.lower() for d in distributions()}
+    surplus = names & {"optuna", "matplotlib", "pandas", "transformers"}
+    assert not surplus, f"a training node must not need {surplus}"
 begin = time.perf_counter()
 import ebbtide.runtime
+assert sys.argv[1] in ebbtide.runtime.__file__, f"this is another copy: {ebbtide.runtime.__file__}"
 print(f"import ebbtide.runtime: {time.perf_counter() - begin:.3f} s, "
       f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB, "
       f"{len(sys.modules)} modules")
 from ebbtide.runtime.kernels import host
 host.load()  # its C++ source is in the wheel
 PYTHON
+
+begin=$(date +%s)
+echo '{"layers": 2, "hidden": 1024, "heads": 8, "vocabulary": 32000}' >model.json
+tune plan --machine rtx4090 --model model.json --sequence 256 --emit-deepspeed planned.json
+echo "check_wheel: first plan after $(($(date +%s) - begin)) s"
+
 # An engine under a plan, through the front door, without a checkout anywhere near.
 cp "$root/examples/plain_loop.py" .
 cat > ds.json <<'JSON'
@@ -46,8 +73,30 @@ cat > ds.json <<'JSON'
  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
  "ebbtide": {"plan": {"subgroup_size": 1000000000, "placement": [{"placement": "host", "count": 1}]}}}
 JSON
-tune run -- torchrun --nproc-per-node 1 plain_loop.py ds.json 3 >run.txt 2>&1 || { cat run.txt; exit 1; }
+tune run -- python plain_loop.py ds.json 3 >run.txt 2>&1 || { cat run.txt; exit 1; }
 grep -q 'step 2: loss' run.txt
+grep -q 'ebbtide: 1 subgroups on' run.txt || { cat run.txt; exit 1; }
+
+if python -c 'import fastapi, uvicorn' 2>/dev/null; then
+    python - <<'PYTHON'
+import json, subprocess, time, urllib.request
+
+server = subprocess.Popen(["tune", "serve", "--db", "service.db", "--port", "0"], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True)
+try:
+    line = next(line for line in server.stdout if "http://" in line)
+    address = line[line.index("http://"):].split()[0].split("#")[0].rstrip("/.,")
+    machines = json.load(urllib.request.urlopen(f"{address}/api/v1/machines", timeout=60))
+    assert "rtx4090" in json.dumps(machines)
+    page = urllib.request.urlopen(address, timeout=60).read().decode()
+    assert "ebbtide" in page
+finally:
+    server.terminate()
+    server.wait(60)
+print(f"tune serve answered at {address}")
+PYTHON
+fi
 status=0
 tune doctor --checkpoint-dir . || status=$?
+[ "$status" -le 1 ]
 echo "check_wheel: done in $folder (tune doctor: exit code $status)"

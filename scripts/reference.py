@@ -11,14 +11,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import click  # noqa: E402
-from ebbtide.simulator import plan  # noqa: E402
-from ebbtide.simulator.update.order import UpdateOrder  # noqa: E402
-from ebbtide.tuner.cli import main  # noqa: E402
-from pydantic import BaseModel  # noqa: E402
+import click
+from ebbtide.simulator import plan
+from ebbtide.simulator.update.order import UpdateOrder
+from ebbtide.simulator.workload import TrainedAs
+from ebbtide.tuner.cli import main
+from pydantic import BaseModel
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
+MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, plan.Prediction)
 
 
 def pages() -> dict[str, str]:

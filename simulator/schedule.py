@@ -17,7 +17,7 @@ class OpKind(StrEnum):
     GRADIENT_REDUCE = "gradient reduce"  # between nodes
     GRADIENT_D2H = "gradient D2H"
     GRADIENT_H2D = "gradient H2D"  # to be added to by the next micro-batch; stock: to be widened
-    GRADIENT_PASS = "gradient pass"  # noqa: S105 - no password; host work of stock DeepSpeed's gradient path
+    GRADIENT_PASS = "gradient pass"
     NORM = "norm"
     STATE_H2D = "state H2D"
     UPDATE_DEVICE = "update device"

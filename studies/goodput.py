@@ -209,7 +209,7 @@ def simulated_goodput(
     check_commit(persist_s, interval_s)
     if gap_s is None:
         random = np.random.default_rng(seed)
-        gap_s = lambda: float(random.exponential(failures.mtbf_s))  # noqa: E731
+        gap_s = lambda: float(random.exponential(failures.mtbf_s))
     now_s, committed, failure_s = 0.0, 0, gap_s()
     while True:
         finished_s = now_s + (intervals - committed) * interval_s + persist_s

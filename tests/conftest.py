@@ -63,10 +63,10 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 # DeepSpeed calls ninja by name, also where .venv was not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
-import pytest  # noqa: E402
-from ebbtide.runtime.hardware.launcher import LOCAL_SIZES  # noqa: E402
-from filelock import FileLock  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+from ebbtide.runtime.hardware.launcher import LOCAL_SIZES
+from filelock import FileLock
+from hypothesis import settings
 
 # A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -179,6 +179,13 @@ def only_rank(deepspeed_ops):
 def child_environment():
     """The environment for a process that a test starts: without this process's rank and port."""
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+
+
+@pytest.fixture
+def new_shell(child_environment):
+    """A new shell's environment: this Python's commands on PATH, no PYTHONPATH, no rank."""
+    kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}
+    return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 @pytest.fixture(scope="session")

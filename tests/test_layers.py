@@ -212,6 +212,7 @@ def test_every_package_has_modules_and_is_typed():
         assert any(name == package for name in modules())
 
 
+BROAD = ("Exception", "BaseException")
 MOST_FILES = 16  # in a folder: what one can look over
 MOST_LINES = 55  # of a function's statements
 
@@ -235,3 +236,18 @@ def test_functions_can_be_read_at_once():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _body_lines(node) > MOST_LINES
     }
     assert long == {}
+
+
+def _says_why(handler: ast.ExceptHandler, lines: list[str]) -> bool:
+    raises = any(isinstance(node, ast.Raise) for statement in handler.body for node in ast.walk(statement))
+    return raises or "# " in lines[handler.lineno - 1]
+
+
+def test_what_catches_every_exception_raises_it_or_says_why():
+    silent = []
+    for module, path in modules().items():
+        lines = path.read_text().splitlines()
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ExceptHandler) and (node.type is None or ast.unparse(node.type) in BROAD):
+                silent += [] if _says_why(node, lines) else [f"{module}:{node.lineno}"]
+    assert silent == []

@@ -1,7 +1,6 @@
 """What a newcomer starts in a new shell: no launcher, no rank in the environment, nothing configured."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,6 @@ from ebbtide.tuner.commands.run import starts_alone
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PLANS = {"plain_loop.py": ("ds_plain.json", 1, 10**9), "hf_trainer.py": ("ds_trainer.json", 2, 10**8)}
-
-
-@pytest.fixture
-def new_shell(child_environment):
-    """A shell's environment: the commands of this Python on PATH, no PYTHONPATH, no rank."""
-    kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE"))}
-    return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 def planned(example, folder):

@@ -138,8 +138,6 @@ def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
     from ebbtide.runtime.kernels.device import device_update as kernel
 
     buffers = AdamBuffers(elements, "cuda")
-    work: Callable[[], None] = lambda: kernel(  # noqa: E731
-        buffers.state, buffers.gradient, buffers.wire, STEP, 0.5
-    )
+    work: Callable[[], None] = lambda: kernel(buffers.state, buffers.gradient, buffers.wire, STEP, 0.5)
     durations = repeat_s(work, budget_s, cuda_clock)
     return rate(elements, durations, "measured", f"Triton kernel, {elements} elements")

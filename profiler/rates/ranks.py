@@ -227,7 +227,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
         sender.send(result)
-    except Exception as error:  # noqa: BLE001 - goes to the parent, which raises it
+    except Exception as error:  # goes to the parent, which raises it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
 
@@ -272,13 +272,13 @@ def _stage(stage: str, job: Job, rank: int) -> Iterator[tuple[float, Callable[[i
         yield float(elements), buffers.host_update, timed_s
     else:
         with storage.file_to_write(Path(job.folder) / f"rank-{rank}", elements * 4) as file:
-            yield float(file.size_bytes), lambda threads: file.write(), timed_s  # noqa: ARG005
+            yield float(file.size_bytes), lambda threads: file.write(), timed_s
 
 
 def _copying(stage: str, size_bytes: int, cuda: bool) -> tuple[float, Callable[[int], object]]:
     ends = copies.Endpoints(size_bytes, cuda)
     if stage == "link":
         both = copies.both_ways(ends, size_bytes)
-        return 2.0 * size_bytes, lambda threads: both()  # noqa: ARG005
+        return 2.0 * size_bytes, lambda threads: both()
     copy = ends.h2d if stage == "h2d" else ends.d2h
-    return float(size_bytes), lambda threads: copy()  # noqa: ARG005
+    return float(size_bytes), lambda threads: copy()

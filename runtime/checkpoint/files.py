@@ -23,7 +23,7 @@ class Files:
     protocol.
     """
 
-    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
+    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Make one system call. Every system call passes here."""
         return function(*args)
 

@@ -133,7 +133,7 @@ class Lane:
             body()
             if self.stream is not None and self._record is not None:
                 completion.event = self._record(self.stream)
-        except BaseException as error:  # noqa: BLE001  # surfaces at the next wait or step
+        except BaseException as error:  # surfaces at the next wait or step
             # What failed first is told, not who waited for it.
             root = error.__cause__ if isinstance(error, BackgroundError) else None
             self._error = self._error or root or error
@@ -145,7 +145,7 @@ class Lane:
     def _run(self) -> None:
         try:
             self._begin()
-        except BaseException as error:  # noqa: BLE001  # every op gets it
+        except BaseException as error:  # every op gets it
             self._error = error
         while (work := self._queue.get()) is not None:
             work()

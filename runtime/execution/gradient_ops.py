@@ -89,7 +89,7 @@ class GradientOps:
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
         total = self._device.empty_on(gradient.device, base)
-        copy = lambda: self._device.fetch_sum(total, base, gradient, stream)  # noqa: E731
+        copy = lambda: self._device.fetch_sum(total, base, gradient, stream)
         completion = self._submit(item, offset, base.nbytes, copy)
         self._device.training_waits([completion])
         return total

@@ -76,15 +76,15 @@ _listing = _Busy()
 
 
 def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
-    if os.path.lexists(os.path.join(folder, LEFTOVERS)):  # noqa: PTH118 - hot
+    if os.path.lexists(os.path.join(folder, LEFTOVERS)):
         return True
-    above, name = os.path.split(os.path.abspath(folder))  # noqa: PTH100
-    if os.path.lexists(os.path.join(above, f".{name}.ebbtide")):  # noqa: PTH118 - rotation.twin
+    above, name = os.path.split(os.path.abspath(folder))
+    if os.path.lexists(os.path.join(above, f".{name}.ebbtide")):
         return True
     try:
         with os.scandir(folder) as entries:
             return any(
-                entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, LEFTOVERS))  # noqa: PTH118
+                entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, LEFTOVERS))
                 for entry in entries
             )
     except OSError:
@@ -142,7 +142,7 @@ def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _text(config: str) -> str:
     """Return the text that DeepSpeed would read: a file, or JSON in base64."""
     try:
-        if os.path.exists(config):  # noqa: PTH110 - False for what is too long for a path
+        if os.path.exists(config):
             return Path(config).read_text()
         return base64.urlsafe_b64decode(config).decode()
     except (OSError, ValueError):

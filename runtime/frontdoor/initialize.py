@@ -37,14 +37,14 @@ def initialize(
     given, source = config_of(call)
     config, base = read(given)
     if config is None or config.get(KEY) is None or not _trains(call, config):
-        return original(*args, **kwargs)  # type: ignore[no-any-return]
+        return original(*args, **kwargs)
     log.show()
     if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` says so if no engine has the key
         Path(took).touch()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):
         if request.checkpoint is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]
+            return original(*args, **kwargs)
         request = replace(request, plan=None)
     options = {name: value for name, value in call.items() if name not in _CONFIGS}
     if source is not None:
@@ -64,7 +64,7 @@ def _under(
         result = original(config=config, **options)
         assert request.checkpoint is not None
         install(result[0], request.checkpoint)
-        return result  # type: ignore[no-any-return]
+        return result
     return initialize_under_plan(
         plan=request.plan, checkpoint=request.checkpoint, config=config, device=request.device, **options
     )
@@ -91,7 +91,7 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
     if not isinstance(given, str):
         return None, None
     try:
-        if os.path.exists(given):  # noqa: PTH110 - False for what is too long for a path
+        if os.path.exists(given):
             return hjson.loads(Path(given).read_text()), Path(given).resolve().parent
         return hjson.loads(base64.urlsafe_b64decode(given).decode()), None
     except (OSError, ValueError):

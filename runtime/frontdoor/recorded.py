@@ -31,7 +31,7 @@ def initialize(
     given, source = config_of(call)
     config, _ = read(given)
     if config is None:  # DeepSpeed says what is wrong with it
-        return original(*args, **kwargs)  # type: ignore[no-any-return]
+        return original(*args, **kwargs)
     facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)
     if made is not None:
@@ -43,7 +43,7 @@ def initialize(
         result = original(*args, **kwargs)
     if getattr(result[0], "optimizer", None) is not None and not _Recorder.started:
         _Recorder(result[0], job, facts, done)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without the key ``"ebbtide"`` and without values that are not JSON."""
     kept = {name: value for name, value in config.items() if name != KEY}
-    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(kept, default=str))
 
 
 def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:

@@ -21,8 +21,8 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # the scalar loop of DeepSpeed's op is repeated, which fuses other products than its vector loop.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _root(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _root(x):
     """The instruction itself: Triton 3.2's `sqrt_rn` and `div_rn` flush subnormals."""
     if _INTERPRETED:  # which knows no assembler
         return tl.sqrt_rn(x)
@@ -30,8 +30,8 @@ def _root(x):  # type: ignore[no-untyped-def]
         return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quotient(a, b):  # type: ignore[no-untyped-def]
+@triton.jit
+def _quotient(a, b):
     if _INTERPRETED:
         return tl.div_rn(a, b)
     else:  # noqa: RET505
@@ -40,14 +40,14 @@ def _quotient(a, b):  # type: ignore[no-untyped-def]
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _average(in_tail, a, x, b, y):  # type: ignore[no-untyped-def]
+@triton.jit
+def _average(in_tail, a, x, b, y):
     """A * x + b * y"""
     return tl.where(in_tail, tl.fma(x, a, y * b), tl.fma(y, b, x * a))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def adam_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def adam_kernel(
     p_ptr,
     m_ptr,
     v_ptr,
@@ -87,8 +87,8 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def lion_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def lion_kernel(
     p_ptr,
     m_ptr,
     grad_ptr,
@@ -123,8 +123,8 @@ def lion_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def adagrad_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def adagrad_kernel(
     p_ptr,
     sum_ptr,
     grad_ptr,

@@ -72,7 +72,7 @@ class UpdateRule(ABC):
         rule.ask(op)
         return rule
 
-    def ask(self, op: Any) -> None:  # noqa: B027 - most have nothing to ask
+    def ask(self, op: Any) -> None:
         """Learn from the loaded op the other differences between DeepSpeed versions.
 
         Raises:
@@ -141,7 +141,7 @@ class UpdateRule(ABC):
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the additional arguments of the op's ``create_NAME`` and ``NAME_update``."""
 
-    def resume(self, number: int, groups: Sequence[Group]) -> None:  # noqa: B027 - most have none
+    def resume(self, number: int, groups: Sequence[Group]) -> None:
         """Go on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
 
     def forms(self) -> list[UpdateStep]:

@@ -69,11 +69,11 @@ def by_the_first(make: Callable[[], T]) -> T:
         made, problem = gathered_in(mine, group)[0]
     if problem:
         raise RuntimeError(f"rank 0 could not plan for all ranks: {problem}")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _made_or_why_not(make: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return make(), ""
-    except Exception as error:  # noqa: BLE001 - the others wait: they are told before it is raised
+    except Exception as error:  # the others wait: they are told before it is raised
         return None, f"{type(error).__name__}: {error}"

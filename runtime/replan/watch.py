@@ -84,7 +84,7 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
     """Return the result of ``plan``. If it fails, log why and return None: observations never end a run."""
     try:
         return plan()
-    except Exception:
+    except Exception:  # an observation never ends a run
         logger.warning(
             "ebbtide: planning from observed steps failed. Training goes on with the present plan. Please report this.",
             exc_info=True,

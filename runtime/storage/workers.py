@@ -82,7 +82,7 @@ class Transfer:
         try:
             if self._error is None:
                 job(bounce)
-        except BaseException as caught:  # noqa: BLE001 - `wait` raises it
+        except BaseException as caught:  # `wait` raises it
             error = caught
         with self._condition:
             self._error = self._error or error

@@ -118,7 +118,7 @@ def _offloads(optimizer: Any) -> bool:
 
 def _local(parameter: Any) -> torch.Tensor:
     made = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return made.detach()  # type: ignore[no-any-return]
+    return made.detach()
 
 
 def _pieces(optimizer: Any) -> Iterator[Piece]:

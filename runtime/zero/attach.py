@@ -87,7 +87,7 @@ def initialize(
         config = kwargs.pop("config_params", None)
     config = _load_config(config)
     if automatic and leave_to_stock(config):
-        return deepspeed.initialize(*args, config=config, **kwargs)  # type: ignore[no-any-return]
+        return deepspeed.initialize(*args, config=config, **kwargs)
     check_config(config)
     storage = stored_at(config)
     config = for_a_plan(config)
@@ -111,7 +111,7 @@ def initialize(
         _attach_automatically(result[0], device, None, checkpoint, True, storage)
     else:
         attach(result[0], plan, device=device, checkpoint=checkpoint)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def load_plan(plan: PlanLike) -> Plan:
@@ -137,7 +137,7 @@ def _load_config(config: Any) -> dict[str, Any]:
             raise ConfigError(f"config must be a dict or a JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"config must be a dict or a JSON file, but got {type(config).__name__}")
-    return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(config))
 
 
 def _check_replan(replan: bool, machine: Machine | None, workload: Workload | None) -> None:
@@ -169,8 +169,9 @@ def attach(
     Args:
         replan: re-fit the machine's rates to what the steps take and switch to a better plan at a
             step boundary, on all ranks at once; needs ``machine`` and ``workload``.
-        machine, workload: what the plan was made from; with them, predicted and measured times go
-            to DeepSpeed's monitor.
+        machine: the machine that the plan was made for. With it and ``workload``, predicted and measured times
+            go to DeepSpeed's monitor.
+        workload: the workload that the plan was made for.
         checkpoint: in the place of the plan's own.
         overlap_forward: False makes steps wait for their updates, whatever a plan says: for code
             that reads ``p.data`` or ``p.ds_tensor`` right after a step, which nothing can gate.
@@ -295,7 +296,7 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 def session_of(engine: Any) -> Session:
     """Return the session of an attached engine."""
-    return engine.optimizer._ebbtide  # type: ignore[no-any-return]
+    return engine.optimizer._ebbtide
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:

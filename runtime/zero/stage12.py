@@ -25,7 +25,7 @@ from ebbtide.simulator.workload import ZeroStage
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
-class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     """Overrides the gradients' way home, the step and everything that reads or writes state.
 
     Serves ZeRO-1 as well, which DeepSpeed runs on the same class.
@@ -166,7 +166,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
             self.local_overflow = True
-        return super().has_overflow(partition_gradients)  # type: ignore[no-any-return]
+        return super().has_overflow(partition_gradients)
 
     def step(self, closure: Any = None) -> None:
         """Updates on all lanes at once, and returns when the parameters are new on all ranks.
@@ -409,13 +409,13 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return [steps[group] for group, _, _ in self._flat.cuts]
 
     def _masters(self) -> list[torch.nn.Parameter]:
-        return self.__dict__["single_partition_of_fp32_groups"]  # type: ignore[no-any-return]
+        return self.__dict__["single_partition_of_fp32_groups"]
 
     def _group_of(self) -> list[int]:
         return list(range(len(self._masters())))
 
     def _training_device(self) -> torch.device:
-        return self.bit16_groups_flat[0].device  # type: ignore[no-any-return]
+        return self.bit16_groups_flat[0].device
 
 
 def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:

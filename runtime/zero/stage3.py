@@ -22,7 +22,7 @@ from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import ZeroStage
 
 
-class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     """Overrides the gradient path, the step and everything that reads or writes state."""
 
     _gathers: Gathers
@@ -99,7 +99,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         self._norms_to_host()
-        return super()._get_norm_groups()  # type: ignore[no-any-return]
+        return super()._get_norm_groups()
 
     def step(self, closure: Any = None) -> None:
         """Launch the updates and return. A reader of a parameter waits for its update.
@@ -345,10 +345,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return [steps[group] for group, _, _ in self._pieces.cuts]
 
     def _masters(self) -> list[torch.nn.Parameter]:
-        return self.__dict__["fp32_partitioned_groups_flat"]  # type: ignore[no-any-return]
+        return self.__dict__["fp32_partitioned_groups_flat"]
 
     def _wires(self) -> list[torch.Tensor]:
-        return self.__dict__["fp16_partitioned_groups_flat"]  # type: ignore[no-any-return]
+        return self.__dict__["fp16_partitioned_groups_flat"]
 
     def _group_of(self) -> list[int]:
         return [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]

@@ -110,7 +110,7 @@ class Pieces:
                 self._show(subgroup, part)
 
     def _flat(self) -> list[torch.Tensor]:
-        return self._optimizer.__dict__["fp16_partitioned_groups_flat"]  # type: ignore[no-any-return]
+        return self._optimizer.__dict__["fp16_partitioned_groups_flat"]
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:

@@ -83,10 +83,10 @@ class FlatRank(Rank):
     def whole_elements(self, block: Block) -> int:
         return sum(self.partitions(block))
 
-    def gathered_elements(self, blocks: Sequence[Block]) -> int:  # noqa: ARG002
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:
         return 0
 
-    def parameters_s(self, block: Block) -> float:  # noqa: ARG002
+    def parameters_s(self, block: Block) -> float:
         return 0.0
 
     def reduce_s(self, block: Block) -> float:

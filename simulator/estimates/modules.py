@@ -48,7 +48,7 @@ def _built(text: str) -> Architecture:
     except ImportError:
         raise ModelError(
             f"model_type must be one of {', '.join(FAMILIES)} where transformers is not installed "
-            f"to build others, but got {family!r}: pip install 'ebbtide[hf]', or {DESCRIBE}",
+            f"to build others, but got {family!r}: pip install './ebbtide[hf]', or {DESCRIBE}",
             key="model.model_type",
         ) from None
     if family not in CONFIG_MAPPING:
@@ -65,7 +65,7 @@ def _built(text: str) -> Architecture:
         return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever its modules raise for a config
+    except Exception as error:  # whatever its modules raise for a config
         lines = [*str(error).strip().splitlines(), type(error).__name__]
         raise ModelError(
             "model_type must be a language model's that transformers can build from its config, "

@@ -172,7 +172,7 @@ class EbbtideLoop(PlannedLoop):
             subgroup=subgroup,
         )
 
-    def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
+    def may_overwrite(self, subgroup: int) -> list[int]:
         """The ops that must have ended before a subgroup's state changes where it lives: a
         checkpoint's, see `ebbtide.simulator.schedules.checkpointed`.
         """

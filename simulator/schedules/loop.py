@@ -73,7 +73,7 @@ class TrainingLoop(ABC):
     def step(self) -> None:
         """Appends the norm, the updates and STEP_END; sets step_end and parameters_new."""
 
-    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:  # noqa: ARG002
+    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Device memory that a layer's backward takes for gradients that stay there."""
         return 0
 
@@ -109,12 +109,12 @@ class TrainingLoop(ABC):
         """Return the ops that the training thread has awaited before it issues the next pass."""
         return []
 
-    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:  # noqa: ARG002
+    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
         """Appends what brings a layer's inputs; returns what its pass waits for."""
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
-    def after_forward(self, layer: int, op: int) -> None:  # noqa: B027 - most have nothing to do
+    def after_forward(self, layer: int, op: int) -> None:
         """Continue after each layer's forward. A hook for subclasses."""
 
     def _parameter_waits(self, layer: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - the field's name for it
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from studies.bench.products import Linear, widened

@@ -26,7 +26,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
         os.dup2(descriptor, 2)
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
+    except BaseException:  # the log has it, the parent sees the status
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -28,7 +28,7 @@ class PhaseClock:
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - the field's name for it
+from torch.nn import functional as F
 
 
 @cache

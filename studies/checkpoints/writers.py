@@ -49,7 +49,7 @@ class Writer(ABC):
     @abstractmethod
     def save(self, folder: Path, tag: str) -> None: ...
 
-    def wait(self) -> None:  # noqa: B027 - synchronous writers have nothing to wait for
+    def wait(self) -> None:
         """Wait until the last checkpoint is as durable as this writer makes it."""
 
     def load(self, folder: Path, tag: str) -> None:

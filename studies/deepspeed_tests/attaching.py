@@ -114,7 +114,7 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
     if getattr(given.get("args"), "deepspeed_config", None) is not None:
         given["args"] = copy.copy(given["args"])
         given["args"].deepspeed_config = None
-    return copy.deepcopy(known)  # type: ignore[no-any-return]
+    return copy.deepcopy(known)
 
 
 def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:

@@ -136,5 +136,5 @@ def what_next(folder: Path) -> str:
         "\nNext: [bold]make serve[/bold] opens a page with this machine, plan and run: move a "
         "slider, see what it would change.\n"
         f"      tune report {folder}/plan.json --run {folder}/trace.json -o report.html\n"
-        '      your own training: "In a training run" in docs/tour.md'
+        "      your own training: docs/quickstart.md"
     )

@@ -126,13 +126,13 @@ def _model() -> Any:
 def _trainer(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Saves(TrainerCallback):  # type: ignore[misc]
+    class Saves(TrainerCallback):
         resumed = 0
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:  # noqa: ARG002
+        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             self.resumed = state.global_step
 
-        def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:  # noqa: ARG002
+        def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             progress.at("on_save")
 
     saves = Saves()

@@ -201,7 +201,7 @@ def _section(name: str, args: argparse.Namespace) -> None:
     try:
         suite.left_s()
         figures = SECTIONS[name](suite)
-    except Exception as error:  # noqa: BLE001 - the record says how, stderr has all of it
+    except Exception as error:  # the record says how, stderr has all of it
         traceback.print_exc()
         figures = {"failed": f"{type(error).__name__}: {error}"}
     figures |= {"seconds": round(time.monotonic() - begun, 1), "size": suite.size}

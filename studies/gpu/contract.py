@@ -99,7 +99,7 @@ def _configuration(name: str, suite: Suite) -> list[Figures]:
         row: Figures = {"configuration": name, "placement": of, "control_differing": control}
         try:
             result = differing(run(), stock)
-        except Exception as error:  # noqa: BLE001 - a row that says how; the others still run
+        except Exception as error:  # a row that says how; the others still run
             rows.append(row | {"identical": False, "failed": f"{type(error).__name__}: {error}"})
             continue
         # A control that differs makes a difference here mean nothing, but an equality still does.

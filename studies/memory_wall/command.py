@@ -87,7 +87,7 @@ class Sampler(Generic[T]):
                 self.found.append(self._read())
                 if self._done.wait(self._every_s):
                     return
-        except Exception as error:  # noqa: BLE001 - handed to the thread that measures
+        except Exception as error:  # handed to the thread that measures
             self._error = error
 
 

@@ -363,7 +363,7 @@ def predict(
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     engine = _engine("stock in memory", size, folder)
     batches, stored = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
-    train = lambda e, number: train_step(e, batches.at(number)).item()  # noqa: E731
+    train = lambda e, number: train_step(e, batches.at(number)).item()
     rates = [StorageRates.model_validate(drive) for drive in drives]
     made = None if plan is None else Plan.model_validate(plan)
     return durability.predicted(engine, train, stored, folder, rates, spare_bytes, made)

@@ -153,7 +153,7 @@ class PacedLayer(nn.Module):
         self.compute: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _PacedLinear.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _PacedLinear.apply(x, self.weight, self)
         return x + torch.tanh(y)
 
 

@@ -50,7 +50,7 @@ class TorchaoEngine:
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self) -> None:
         # With offloaded gradients there is nothing left on the device to clip: as its users do.

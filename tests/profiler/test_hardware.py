@@ -163,9 +163,7 @@ def test_neighbours_of_the_host_are_noticed(tmp_path, monkeypatch, after, messag
     """Two cores for ten seconds, of which this process used one second."""
     clock, own = iter([0.0, 10.0]), iter([5.0, 6.0])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(clock))
-    times = lambda: types.SimpleNamespace(  # noqa: E731
-        user=next(own), system=0, children_user=0, children_system=0
-    )
+    times = lambda: types.SimpleNamespace(user=next(own), system=0, children_user=0, children_system=0)
     monkeypatch.setattr(neighbours.os, "times", times)
     host_tree(tmp_path, busy=100)
     with neighbours.HostWatch(tmp_path) as watch:

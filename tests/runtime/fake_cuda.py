@@ -76,7 +76,7 @@ class FakeStream:
                             break
             try:
                 work()
-            except Exception as error:  # noqa: BLE001  # shows at the end of the test
+            except Exception as error:  # shows at the end of the test
                 self._world.violations.append(f"a stream's work failed: {error!r}")
             with self._state:
                 self.ran += late

@@ -23,7 +23,7 @@ QUICK = {"seconds": 0.2, "elements": 20_000}  # of a measurement whose result no
 
 def states():
     """Return the state of each generator of this process by name, as values that compare."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, *rest = np.random.get_state(legacy=True)
     found = {"python": random.getstate(), "numpy": (kind, keys.tolist(), rest), "torch": torch.get_rng_state().tolist()}
     for device in range(torch.cuda.device_count()):
         found[f"cuda:{device}"] = torch.cuda.get_rng_state(device).tolist()
@@ -51,7 +51,7 @@ def engine_with_dropout(plan, stage):
     """Return an engine on a small seeded model with dropout: DeepSpeed's own if there is no plan."""
     torch.manual_seed(1)
     random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
+    np.random.seed(1)
     layers = [torch.nn.Linear(32, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 32), torch.nn.Dropout(0.3)]
     module = torch.nn.Sequential(*layers, torch.nn.Linear(32, 8))
     start = deepspeed.initialize if plan is None else functools.partial(ebbtide.runtime.initialize, plan=plan)
@@ -61,7 +61,7 @@ def engine_with_dropout(plan, stage):
 
 def step(engine):
     """Return the loss of one step whose batch is drawn from all three generators of the host."""
-    batch = torch.randn(4, 32) * random.random() * np.random.rand()  # noqa: NPY002
+    batch = torch.randn(4, 32) * random.random() * np.random.rand()
     loss = engine(batch.to(engine.device, torch.bfloat16)).float().square().mean()
     engine.backward(loss)
     engine.step()

@@ -157,7 +157,7 @@ def test_a_token_visits_some_of_the_experts():
 
 def test_without_transformers_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"one of llama, .* got 'rwkv': pip install 'ebbtide\[hf\]'"):
+    with pytest.raises(ModelError, match=r"one of llama, .* got 'rwkv': pip install './ebbtide\[hf\]'"):
         architecture({"model_type": "rwkv"})
 
 

@@ -12,7 +12,7 @@ import click
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.inputs import BadInputError
 
-TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the name of the variable that holds it
+TOKEN = "EBBTIDE_TOKEN"
 
 
 @click.command(epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
@@ -40,7 +40,7 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
         from ebbtide.tuner.service.store import Store
     except ImportError as error:
         raise BadInputError(
-            f"tune serve needs the extra [serve]: pip install 'ebbtide[serve]', but got {error}"
+            f"tune serve needs the extra [serve]: pip install './ebbtide[serve]', but got {error}"
         ) from None
     token = os.environ.get(TOKEN) or None
     _check_token(token)

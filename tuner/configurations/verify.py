@@ -60,7 +60,7 @@ def _buildable(model: Any) -> Path:
     except ImportError:
         raise ValueError(
             "--verify builds the model with transformers, which is not installed: "
-            "pip install 'ebbtide[hf]', or leave --verify out"
+            "pip install './ebbtide[hf]', or leave --verify out"
         ) from None
     return path.resolve()
 

@@ -77,7 +77,7 @@ def links() -> list[Finding]:
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-    except Exception as error:  # noqa: BLE001 - no driver, no library: all mean that there is no GPU
+    except Exception as error:  # no driver, no library: all mean that there is no GPU
         return [ok("PCIe", f"no NVIDIA GPU ({error})")]
     return [_link(pynvml, index) for index in range(count)]
 
@@ -89,7 +89,7 @@ def _link(nvml: Any, index: int) -> Finding:
         width, widest = (nvml.nvmlDeviceGetCurrPcieLinkWidth(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
         # An idle link falls back to generation 1: only what slot and card allow can be compared.
         newest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-    except Exception as error:  # noqa: BLE001 - virtual machines hide it
+    except Exception as error:  # virtual machines hide it
         return ok(name, f"the driver does not tell ({error})")
     return link_finding(name, width, widest, newest, _card_generation(nvml, handle))
 
@@ -97,7 +97,7 @@ def _link(nvml: Any, index: int) -> Finding:
 def _card_generation(nvml: Any, handle: Any) -> int | None:
     try:
         return int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle))
-    except Exception:  # noqa: BLE001 - older drivers do not know the call
+    except Exception:  # older drivers do not know the call
         return None
 
 

@@ -75,7 +75,7 @@ def _deepspeeds_own(given: Mapping[str, Any]) -> str:
     config = {k: v for k, v in given.items() if v != "auto" and k not in _BATCHES}
     try:
         DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
-    except Exception as error:  # noqa: BLE001 - it raises whatever its parts do
+    except Exception as error:  # it raises whatever its parts do
         lines = [line.strip() for line in str(error).splitlines()]
         return ": ".join(lines[:3]) or type(error).__name__
     return ""

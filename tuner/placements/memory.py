@@ -1,6 +1,7 @@
 """The error that says which memory is short where no plan fits."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits, Peaks, size
 from ebbtide.simulator.rules import RuleError
@@ -14,7 +15,10 @@ class ImpossibleError(RuleError):
         fact: what is short, the memory that lacks most first.
         advice: general advice. `ebbtide.tuner.answer.ways_out` tries changes and knows better.
         missing: bytes that the nearest plan lacks, by memory.
+        ways: the nearest changes that fit, with their plans, if `ebbtide.plan` has looked for them.
     """
+
+    ways: tuple[Any, ...] = ()
 
     def __init__(self, fact: str, advice: str, missing: Mapping[str, int] | None = None) -> None:
         super().__init__(f"{fact}. {advice}")

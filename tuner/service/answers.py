@@ -62,7 +62,7 @@ LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 
 
-def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
+def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
     """One iteration under a strategy, or a plan."""
     machine, workload = resolve(request)
     name, options = request.strategy, dict[str, Any](request.options)
@@ -123,7 +123,7 @@ def _limits(limits: Limits) -> dict[str, Any]:
     return {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)}
 
 
-def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
+def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
     """Return the nearest changes of the scenario that fit, if nothing fits.
 
     A profiled workload allows no changes.
@@ -293,7 +293,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
 
-def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
+def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:
     """Return the expected goodput at the given interval or the best one, and the rules of thumb."""
     cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
     failures = Failures(request.mtbf_s, request.restart_s)

@@ -13,7 +13,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.timeline import Timeline
 
-TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the variable that holds it
+TOKEN = "EBBTIDE_TOKEN"
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -51,9 +51,9 @@ class Client:
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self._url + path, data, headers, method=method)  # noqa: S310 - checked
+        request = Request(self._url + path, data, headers, method=method)
         try:
-            with urlopen(request, timeout=self._timeout_s) as response:  # noqa: S310
+            with urlopen(request, timeout=self._timeout_s) as response:
                 return json.loads(response.read())
         except HTTPError as error:
             raise ServiceError(f"{path}: {_message(error)}") from None

@@ -38,7 +38,7 @@ class ReportCall(BaseModel):
     run: str | None = None
 
 
-def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:  # noqa: ARG001
+def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
     """Return the page, from the service's own form of a run."""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
@@ -46,7 +46,7 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:  # noq
     return report_html(call.plan, timelines)
 
 
-def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:  # noqa: ARG001
+def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
     """Stock and the plan, whole, for ui.perfetto.dev."""
     stock, planned = predicted(call.plan, call.scenario)
     return stock.perfetto(planned)

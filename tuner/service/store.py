@@ -191,7 +191,7 @@ class Store:
 
     def job(self, job: str) -> dict[str, Any] | None:
         """Return the job's state, with every attempt, without request and result."""
-        row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)  # noqa: S608
+        row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)
         if row is None:
             return None
         tried = self._rows(
@@ -201,7 +201,7 @@ class Store:
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
         """Newest first."""
-        rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)  # noqa: S608
+        rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 
     def waiting(self) -> int:
@@ -221,7 +221,7 @@ class Store:
         column = "name" if table == "machines" else "id"
         ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
         with self._transaction() as db:
-            gone = db.execute(f"DELETE FROM {table} WHERE {column} = ?{ended}", (key,))  # noqa: S608
+            gone = db.execute(f"DELETE FROM {table} WHERE {column} = ?{ended}", (key,))
         return gone.rowcount == 1
 
     # -- runs and machines -------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Store:
             )
             for table, key, most in (("runs", "id", kept_rows), ("machines", "name", kept_machines)):
                 db.execute(
-                    f"DELETE FROM {table} WHERE created_s < ? OR {key} NOT IN "  # noqa: S608
+                    f"DELETE FROM {table} WHERE created_s < ? OR {key} NOT IN "
                     f"(SELECT {key} FROM {table} ORDER BY created_s DESC LIMIT ?)",
                     (now_s - run_keep_s, most),
                 )

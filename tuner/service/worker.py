@@ -94,7 +94,7 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
         traceback.print_exc()
         rule = "the numbers must stay within what can be computed, but these do not"
         return _invalid(Broken("", rule))
-    except Exception:  # noqa: BLE001 - told to the client and to the log; the worker lives
+    except Exception:  # told to the client and to the log; the worker lives
         traceback.print_exc()
         return BROKEN, b"an error of ebbtide's own, which the server's log tells"
 

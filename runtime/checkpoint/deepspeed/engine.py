@@ -45,7 +45,7 @@ from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 logger = logging.getLogger("ebbtide.checkpoint")
 
 
-class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+class LazyCheckpointEngine(CheckpointEngine):
     """Saves in the background, commits atomically, loads verified files only.
 
     Made by `install`. DeepSpeed calls `create`, `makedirs`, `save` and `load`; the training loop
@@ -342,11 +342,11 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         torch.save(state_dict, temporary)
         self._files.rename(temporary, target)
 
-    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
+    def load(self, path: str, map_location: Any = None) -> Any:
         """Return the file's content; what can goes straight to where it is live."""
         return load_file(path, self._loading.into)
 
-    def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
+    def commit(self, info: CheckpointCommitInfo) -> bool:
         """Return the background commits; see `wait`."""
         return True
 

@@ -76,7 +76,7 @@ class DeviceBytes:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(tensor.device))
 
-    def address(self, offset: int) -> int | None:  # noqa: ARG002
+    def address(self, offset: int) -> int | None:
         return None
 
     def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:

@@ -96,7 +96,7 @@ def unreadable(path: str) -> str:
     try:
         with only_weights(), FakeTensorMode():  # reads no tensors
             torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - whatever it is, loading would end with it
+    except Exception as error:  # whatever it is, loading would end with it
         return _gist(error)
     return ""
 

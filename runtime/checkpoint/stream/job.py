@@ -160,7 +160,7 @@ class Job:
                 self._stored.settle(committed=True)
                 self._files.point("stored_settled")
             self._files.point("done")
-        except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
+        except BaseException as error:  # the foreground raises it at the next step
             self.failure = error
             self._commit.abort(error)
             self._give_up_stored()

@@ -181,7 +181,7 @@ class BlockWriter:
                 return
             try:
                 self._write(block)
-            except BaseException as error:  # noqa: BLE001 - the foreground raises it
+            except BaseException as error:  # the foreground raises it
                 self._put_back(block)  # an update that waits for this thread may go on
                 self._fail(error)
                 return

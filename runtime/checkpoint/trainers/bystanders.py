@@ -115,7 +115,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         if event in _LISTS:
             _settle_once(args[0])
         if event in _MAKES and foreign_trainer() == "transformers":
-            trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))  # noqa: PTH100
+            trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))
         if event in _DELETES and not _jobs and (path := _path(args)) is not None:
             deleted_first.keep(path)
         for job in _jobs.copy():  # who is over leaves it meanwhile
@@ -127,9 +127,9 @@ def _settle_once(directory: Any) -> None:
     """Clean up a crash's leftovers before a trainer looks for its newest checkpoint."""
     if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
         return  # a descriptor
-    name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")  # noqa: PTH100
+    name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")
     with contextlib.suppress(OSError):
-        changed = os.stat(name).st_mtime_ns  # noqa: PTH116 - hot
+        changed = os.stat(name).st_mtime_ns
         if _settled.get(name) == changed or name.startswith(sys.prefix):
             return
         if any(job.attempt.save_dir.is_relative_to(name) for job in _jobs):

@@ -73,7 +73,7 @@ def _let_go() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _at_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _at_sigterm(number: int, frame: FrameType | None) -> None:
     if _package(signal.getsignal(signal.SIGTERM)) in TRAINERS:
         return  # Lightning puts its own before ours, and ends training itself, which commits
     # In a thread: what this handler interrupted may hold a lock that the writers need.

@@ -258,7 +258,7 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """ds_id -> the parameter's view of the flat gradient buffer."""
-    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition  # type: ignore[no-any-return]
+    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
 def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
@@ -299,7 +299,7 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
-    class OneByOne(InflightParamRegistry):  # type: ignore[misc]
+    class OneByOne(InflightParamRegistry):
         def __setitem__(self, param: Any, handle: Any) -> None:
             super().__setitem__(param, handle.of(param) if hasattr(handle, "of") else handle)
 
@@ -444,7 +444,7 @@ def current_stream() -> Any:
 def on_stream(stream: Any) -> AbstractContextManager[None]:
     from deepspeed.accelerator import get_accelerator
 
-    return get_accelerator().stream(stream)  # type: ignore[no-any-return]
+    return get_accelerator().stream(stream)
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:

@@ -21,7 +21,7 @@ from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import guarded, placed
 from tests.runtime.checkpoint.test_stopped_rank import ended
 
-# ruff: noqa: PTH208, PTH207, PTH118, PTH113, PTH110, PTH123, SIM115 - as others look
+# ruff: noqa: SIM115 - as others look
 
 
 def a_file(folder):

@@ -14,7 +14,6 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import Cut, cut_at, die, fail, guarded, killed, saved
 
-# ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
 bystanders.watch()
 

@@ -21,7 +21,6 @@ from ebbtide.simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import FaultyFiles, Gate
 
 pytestmark = pytest.mark.slow
-# ruff: noqa: NPY002, RUF059 - numpy's global generator is what is restored
 
 
 def make(subgroup=20_000, **zero):

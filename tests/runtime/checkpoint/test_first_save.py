@@ -36,7 +36,7 @@ def save_often(root, rank, world_size, times, ready, failed):
             assert job.wait(60)
             if job.failure is not None:
                 raise job.failure
-        except Exception as error:  # noqa: BLE001 - whatever a rank meets is the result
+        except Exception as error:  # whatever a rank meets is the result
             failed.put(f"{number}: rank {rank}: {error!r}")
 
 

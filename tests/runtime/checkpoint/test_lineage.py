@@ -22,7 +22,6 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.runtime.checkpoint.test_rotation import TRAINERS, killed
 
-# ruff: noqa: PTH208 - the Trainer looks with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
 bystanders.watch()
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.rmtree"}

@@ -232,7 +232,7 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
     writer = job._writer
     job.start()
     with writer._condition:
-        ready = lambda: [b.state for b in writer._blocks].count(State.READY) == READY_BLOCKS  # noqa: E731
+        ready = lambda: [b.state for b in writer._blocks].count(State.READY) == READY_BLOCKS
         assert writer._condition.wait_for(ready, timeout=30)
     assert sum(bool(block.hash) for block in writer._blocks) == writers + READY_BLOCKS
     files.go_on.set()

@@ -21,7 +21,6 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours, release
 
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
-# ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
 bystanders.watch()  # as `ebbtide.enable` and `install` do
 

@@ -26,12 +26,12 @@ def train_on(engine, steps, first=0):
 
 def seed(rank):
     random.seed(rank)
-    np.random.seed(rank)  # noqa: NPY002 - the global generator is what a checkpoint restores
+    np.random.seed(rank)
     torch.manual_seed(100 + rank)
 
 
 def draws():
-    return [random.random(), float(np.random.rand()), torch.rand(2).tolist()]  # noqa: NPY002
+    return [random.random(), float(np.random.rand()), torch.rand(2).tolist()]
 
 
 def saved_apart(engine, folder):

@@ -133,7 +133,7 @@ def translate(ptx: str, name: str, mutants: Container[int] = ()) -> str:
         if predicate is not None:
             code = f"if ({unless}T.p[{predicate}]) {{ {code} }}"
         segments[-1].append(code)
-    threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
+    threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
     arguments = f"R_{name}& T, u32 tid, u32 cta, void** P, char* S"
     parts = [f"struct R_{name} {{ {registers} }};"]
     calls = []

@@ -107,7 +107,7 @@ def killed(place, kill, keep):
     child = os.fork()
     if not child:
         try:
-            note = lambda at, step: struct.pack_into("q", memory, 8 * at, step)  # noqa: E731
+            note = lambda at, step: struct.pack_into("q", memory, 8 * at, step)
             run(place, Killing(*kill), keep, note)
         finally:
             os._exit(0)

@@ -76,7 +76,7 @@ def trained(
         )[0]
         seen = _train(engine, steps, mixed)
         return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))
-    except Exception as error:  # noqa: BLE001 - whatever stands there is the outcome
+    except Exception as error:  # whatever stands there is the outcome
         return Outcome([], error=f"{type(error).__name__}: {error}")
     finally:
         if engine is not None and engine.optimizer is not None:

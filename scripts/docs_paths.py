@@ -1,0 +1,17 @@
+"""A hook of mkdocs: shows the packages of a checkout to mkdocstrings as one package ``ebbtide``."""
+
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("profiler", "runtime", "simulator", "tuner")
+
+
+def on_startup(**_: Any) -> None:
+    """Link the folders below ``build/docs/ebbtide``, where a wheel has them."""
+    package = ROOT / "build" / "docs" / "ebbtide"
+    package.mkdir(parents=True, exist_ok=True)
+    for path in [*(ROOT / "ebbtide").iterdir(), *(ROOT / name for name in FOLDERS)]:
+        link = package / path.name
+        if path.name != "__pycache__" and not link.exists():
+            link.symlink_to(path)

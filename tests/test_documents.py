@@ -1,0 +1,110 @@
+"""Every code block of README, docs and examples runs as written, in a new shell."""
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from ebbtide.runtime.frontdoor.request import read_request
+
+from studies.bench.rank import free_port
+from tests.test_pages import DOCS, ROOT, WRITTEN, what_pages_take_for_given
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Shown and not run: what a terminal or a log says, excerpts for other programs.
+SHOWN = {"text", "ini", "bibtex"}
+# Tried in test_wheel.py and test_readme.py.
+ELSEWHERE = ("pip install", "make ", "cd ebbtide")
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *WRITTEN, DOCS / "architecture.md"]
+PORT = "8377"
+
+
+def blocks(page):
+    return BLOCK.findall(page.read_text())
+
+
+RUN = [page for page in PAGES if any(kind in ("bash", "python") for kind, _ in blocks(page))]
+
+
+def test_only_languages_that_are_run_or_shown():
+    kinds = {kind for page in PAGES for kind, _ in blocks(page)}
+    assert kinds <= SHOWN | {"bash", "python", "json"}
+    assert len(RUN) >= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_config_that_is_shown_is_one(page):
+    for kind, text in blocks(page):
+        if kind == "json":
+            key = json.loads(text)["ebbtide"]
+            assert read_request({**key, "plan": "auto"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
+    what_pages_take_for_given(tmp_path)
+    shell = Shell(tmp_path, new_shell)
+    script = ""
+    try:
+        for kind, text in blocks(page):
+            named = re.match(r"# (\w+\.py)\n", text)
+            if kind == "bash":
+                shell.run(text)
+            elif kind == "python" and named:
+                (tmp_path / named[1]).write_text(text)
+            elif kind == "python":
+                script += text
+        if script:
+            (tmp_path / "session.py").write_text(script)
+            shell.run("python session.py")
+    finally:
+        shell.end()
+
+
+class Shell:
+    """Runs blocks in one folder, with their servers in the background on a port of their own."""
+
+    def __init__(self, folder, environment):
+        self.folder, self.environment, self.port = folder, environment, str(free_port())
+        self.servers = []
+
+    def run(self, text):
+        lines = [line for line in text.splitlines() if not line.startswith(ELSEWHERE)]
+        for line in [line for line in lines if line.startswith("tune serve")]:
+            self.serve(line)
+            lines.remove(line)
+        # The doctor's exit code is what it finds on this machine.
+        lines = [f"{line} || [ $? = 1 ]" if line.startswith("tune doctor") else line for line in lines]
+        block = "\n".join(lines).replace(PORT, self.port)
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", block],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+
+    def serve(self, line):
+        log = (self.folder / "serve.log").open("w")
+        words = [*line.split(), "--port", self.port]
+        self.servers.append(
+            subprocess.Popen(words, cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+        )
+        answers = f"until curl -sf localhost:{self.port}/api/v1/machines >/dev/null; do sleep 0.2; done"
+        subprocess.run(["bash", "-c", answers], check=True, timeout=120)
+
+    def end(self):
+        for server in self.servers:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def test_the_folder_of_the_pages_is_that_of_a_checkout(tmp_path):
+    what_pages_take_for_given(tmp_path)
+    assert (tmp_path / "examples" / "llama-3-8b.json").exists()
+    assert Path(DOCS, "quickstart.md").exists()

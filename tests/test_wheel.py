@@ -1,0 +1,36 @@
+"""The wheel, in an environment of its own and without a checkout near it, does what its users do."""
+
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_plans_trains_and_serves(deepspeed_ops, child_environment, tmp_path):
+    environment = {**child_environment, "PACKAGES": packages()}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / "check_wheel.sh"), str(tmp_path)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    for line in ("first plan after", "tune serve answered", "check_wheel: done"):
+        assert line in said
+
+
+def packages():
+    """The folder in which torch is installed: of this environment, or of the one that it extends."""
+    import torch
+
+    found = Path(torch.__file__).parents[1]
+    assert found.name == Path(sysconfig.get_path("purelib")).name
+    return str(found)
