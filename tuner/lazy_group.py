@@ -50,12 +50,13 @@ class LazyGroup(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command. With ``--json`` an error is printed as JSON, in the service's form."""
+        run: Any = super().main  # its overloads do not know further arguments
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given
         if not standalone_mode or "--json" not in own or own[:1] == ["run"]:
-            return super().main(args, *more, standalone_mode=standalone_mode, **extra)
+            return run(args, *more, standalone_mode=standalone_mode, **extra)
         try:
-            code = super().main(args, *more, standalone_mode=False, **extra)
+            code = run(args, *more, standalone_mode=False, **extra)
         except click.ClickException as error:
             key = getattr(error, "key", "") or getattr(getattr(error, "param", None), "name", "") or ""
             broken = {"key": key, "rule": error.format_message(), "value": None}
