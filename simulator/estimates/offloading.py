@@ -35,6 +35,7 @@ class Offloading:
         pipelined: ``offload_optimizer.pipeline_read`` or ``pipeline_write``.
         ratio: ``offload_optimizer.ratio`` (Twin-Flow): the share of the state that is offloaded.
         pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
+        pinned_parameters: ``offload_param.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
         zenflow: the config has ``zenflow``.
         storage: the folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
@@ -51,6 +52,7 @@ class Offloading:
     zenflow: bool = False
     given: bool = True
     storage: str | None = None
+    pinned_parameters: bool = True
 
     @property
     def beyond_plans(self) -> str:
@@ -82,6 +84,8 @@ class Offloading:
                 "parameters": "cpu" if self.parameters == "cpu" else "device",
                 "activations": "cpu" if self.activations else "device",
                 "pipelined": self.pipelined and self.optimizer == "nvme",
+                "pinned": self.pinned,
+                "pinned_parameters": self.pinned_parameters or self.parameters != "cpu",
             }
         if self.optimizer == "none" or (self.optimizer is None and self.given):
             return "no_offload", {}
@@ -125,7 +129,9 @@ class Offloading:
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
-        if zero_stage == 3 and not self.beyond_state:
+        if zero_stage == 3 and self.beyond_state:
+            keys |= {f"{STATE}.pin_memory", f"{HELD}.pin_memory"}
+        elif zero_stage == 3:
             keys.add(f"{STATE}.super_offload")
             keys |= set() if self.superoffload else {f"{STATE}.pin_memory"}
         return keys
@@ -160,6 +166,7 @@ def offloading_of(read: Mapping[str, Any]) -> Offloading:
         bool(state.get("super_offload")),
         zero.get("zenflow") is not None,
         storage=_stored_at(optimizer, state.get("nvme_path")),
+        pinned_parameters=default_pinning() if held.get("pin_memory") is None else bool(held["pin_memory"]),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
+from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, StockLoop, StockOptions
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -31,12 +31,16 @@ class InfinityOptions:
             activations (logits) are used immediately and stay.
         pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: the next subgroup is read
             and the last one written while one is updated.
+        pinned: Host memory of gradients and state is pinned.
+        pinned_parameters: Host memory of parameters is pinned. Without it a pass waits for each copy.
     """
 
     optimizer: StateHome = "nvme"
     parameters: Home = "cpu"
     activations: Home = "device"
     pipelined: bool = False
+    pinned: bool = True
+    pinned_parameters: bool = True
 
     def __post_init__(self) -> None:
         for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
@@ -59,7 +63,7 @@ class InfinityLoop(StockLoop):
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
-        super().__init__(workload, StockOptions())
+        super().__init__(workload, StockOptions() if options.pinned else StockOptions(gradients="unpinned"))
         self.homes = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
@@ -87,7 +91,7 @@ class InfinityLoop(StockLoop):
     # -- passes ------------------------------------------------------------------------------
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        ahead = self.passes[-2:-1]
+        ahead = self.passes[-2:-1] if self.homes.pinned_parameters else self.passes[-1:]
         of = self.workload.layers[layer]
         fetched = fetched_for(of, of.params, self.micro_step, backward=backward)
         if self.homes.parameters == "cpu" and fetched:
@@ -119,13 +123,14 @@ class InfinityLoop(StockLoop):
 
     def _come_in(self, kind: OpKind, size_bytes: int, layer: int, after: list[int]) -> int:
         activations = size_bytes if kind == OpKind.ACTIVATION_H2D else 0
+        pageable = kind == OpKind.PARAMETER_FETCH and not self.homes.pinned_parameters
         return self.out.add(
             kind,
             Lane.H2D_PARAMETERS,
             size_bytes,
-            "h2d_bytes_per_s",
+            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s",
             after,
-            dram_bytes=size_bytes,
+            dram_bytes=size_bytes * (PAGEABLE_PASSES if pageable else 1),
             device_alloc_bytes=activations,
             host_free_bytes=activations,
             layer=layer,

@@ -178,9 +178,11 @@ def zero_infinity(
     parameters: Home = "cpu",
     activations: Home = "device",
     pipelined: bool = False,
+    pinned: bool = True,
+    pinned_parameters: bool = True,
 ) -> Schedule:
-    """ZeRO-3 with parameters and activations in host memory too, or optimizer state on NVMe."""
-    options = InfinityOptions(optimizer, parameters, activations, pipelined)
+    """Build ZeRO-3 with parameters and activations in host memory too, or optimizer state on NVMe."""
+    options = InfinityOptions(optimizer, parameters, activations, pipelined, pinned, pinned_parameters)
     loop = InfinityLoop(workload, options)
     loop.run(iterations)
     return loop.schedule(iterations, "zero_infinity")

@@ -119,7 +119,6 @@ def test_nonsense_is_refused_with_its_key(ds_config, says):
         (config(CPU, stage3_model_persistence_threshold=5), "zero_optimization.stage3_model_persistence_threshold"),
         (config({**CPU, "pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_r"),
         (config({**CPU, "pin_memory": False}, stage=2), "offload_optimizer.pin_memory"),
-        (config({**CPU, "pin_memory": False}, offload_param=CPU), "offload_optimizer.pin_memory"),
         ({**config(), "bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (
             {**config(), "activation_checkpointing": {"partition_activations": True}},
@@ -137,6 +136,11 @@ def test_what_counts_is_not_told_to_be_without_effect(key):
     values = {"ratio": 0.5, "pin_memory": False, "super_offload": True, "device": "cpu"}
     ds_config = config({**CPU, key: values[key]})
     assert key not in workload(ds_config).provenance
+
+
+def test_unpinned_copies_count_with_parameters_in_cpu_memory_too():
+    ds_config = config({**CPU, "pin_memory": False}, offload_param=CPU)
+    assert "pin_memory" not in workload(ds_config).provenance
 
 
 def test_an_alias_of_deepspeeds_counts_as_its_key():

@@ -40,6 +40,21 @@ def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
     assert not spans(timeline, OpKind.PARAMETER_H2D)  # the update wrote them where they live
 
 
+def test_unpinned_parameters_come_at_their_rate_and_each_pass_waits():
+    """A copy from unpinned memory blocks the host: 20 s at half the rate are 40, and then the layer's 1 s."""
+    slow = machine(pageable_h2d_bytes_per_s=0.5)
+    timeline = run(on=slow, optimizer="cpu", pinned_parameters=False)
+    assert timeline.phases()["forward_s"] == 4 * (40 + 1)
+    pinned = run(on=slow, optimizer="cpu")
+    assert pinned.phases()["forward_s"] == 4 * 20 + 1
+
+
+def test_unpinned_gradients_are_those_of_stock_offload():
+    mine = run(optimizer="cpu", parameters="device", pinned=False)
+    stock = simulate(build_strategy("zero3_offload_unpinned", workload()), machine())
+    assert mine.iteration_s == stock.iteration_s
+
+
 def test_parameters_leave_the_device_but_for_two_layers():
     work = workload(device_base_bytes=1000)
     held = run(work, optimizer="cpu", parameters="device")
