@@ -1,10 +1,12 @@
 """How well ebbtide as shipped predicts published runs: nothing fitted first, then calibrated.
 
-``python -m studies.published_runs --predict CSV --json PATH [--calibrate CSV]``
+``python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]``
 
 Preset machine, `workload_from_model`, `build_strategy`, simulator: what a user gets who plans
 before training (`studies.published_runs.shipped`). ``--calibrate`` corrects the presets by its runs
-with the machinery of `tune calibrate`; both are printed, side by side.
+with the machinery of `tune calibrate`; both are printed, side by side. ``--training`` judges runs of other kinds by
+family: A100, H100, consumer cards and offloaded ones, rows that shares of presets were found on apart from rows held
+out (`studies.published_runs.families`). Without ``--predict`` both data sets of the repository are judged.
 """
 
 import argparse
@@ -20,19 +22,23 @@ from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD
 from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
-from studies.published_runs import judging
+from studies.published_runs import families, judging
 from studies.published_runs.judging import CHOICES, QUANTITIES
 from studies.published_runs.left_out import cross_validation, random_triples
 from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
 from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
+from studies.published_runs.training import ROWS, predict_training, read_training_runs
 
 Machines = Mapping[str, Machine]
+OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the command; 2 on input that cannot be used."""
     args = _parser().parse_args(arguments)
+    if args.predict is None:
+        args.predict, args.training = OFFLOAD_ROWS, args.training or ROWS
     try:
         asked = read_runs(args.predict, "--predict", blanks=True)
         presets = {name: machine_of(name) for name in testbeds(asked)}
@@ -48,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     figures["random_triples"] = triples
+    figures["training"] = training_figures(args.training) if args.training else {}
     if before:
         figures["before_and_after"] = before_and_after(before, crossed)
     print_tables(figures)
@@ -60,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = study_parser("published_runs", __doc__, drawn=True)
     parser.add_argument("--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted")
-    parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
+    parser.add_argument("--predict", metavar="CSV", help="runs to predict; none: those of the repository")
+    parser.add_argument("--training", metavar="CSV", help="training runs of many kinds to judge by family")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
     parser.add_argument(
         "--triples",
@@ -202,6 +210,42 @@ def print_tables(figures: dict[str, Any]) -> None:
     if repeated:
         console.print(f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on")
     _print_unfit(console, figures)
+    if figures.get("training"):
+        _print_training(console, figures["training"])
+
+
+def training_figures(path: str | Path) -> dict[str, Any]:
+    """Return how published training runs are predicted, by family, preset and memory."""
+    judged = [(run, predict_training(run)) for run in read_training_runs(Path(path))]
+    return {
+        "families": families.by_family(judged),
+        "presets": families.by_preset(judged),
+        "memory": families.memory(judged),
+        "rows": families.rows_of(judged),
+    }
+
+
+def _print_training(console: Any, found: dict[str, Any]) -> None:
+    """Print a row per family and side, with the figures of one share for all GPUs beside them."""
+    from rich.table import Table
+
+    table = Table(title="training runs: error of an iteration, %", box=None)
+    for heading in ("family", "rows", "n", "median", "p90", "signed", "one share for all GPUs", "in interval"):
+        table.add_column(heading, justify="left" if heading in ("family", "rows") else "right", no_wrap=True)
+    for family, sides in found["families"].items():
+        for side, figures in sides.items():
+            if figures["rows"]:
+                before = f"{_cell(figures['one_share'])}/{figures['one_share']['median_pct_error']:+.1f}"
+                table.add_row(family, side, *_spread(figures), before, f"{figures['interval_held_pct']:.0f}%")
+    for side, figures in found["memory"].items():
+        if figures["rows"]:
+            table.add_row("device memory", side, *_spread(figures), "-", "-")
+    console.print(table)
+
+
+def _spread(figures: dict[str, Any]) -> tuple[str, ...]:
+    names = ("median_abs_pct_error", "p90_abs_pct_error")
+    return (str(figures["rows"]), *(f"{figures[n]:.1f}" for n in names), f"{figures['median_pct_error']:+.1f}")
 
 
 def _print_unfit(console: Any, figures: dict[str, Any]) -> None:

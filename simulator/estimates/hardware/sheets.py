@@ -41,10 +41,10 @@ COMPUTE: Mapping[str, Compute] = {
     "NVIDIA B200": Compute(0.60, 0.22, "as the H100: no run of its own"),
     "NVIDIA GeForce RTX 3090": Compute(1.0, 0.5, _TINY),
     "NVIDIA GeForce RTX 4080": Compute(0.95, 0.5, "as the RTX 4090, the same generation"),
-    "NVIDIA GeForce RTX 4090": Compute(0.95, 0.5, f"{_LLMQ}, {_TINY}"),
+    "NVIDIA GeForce RTX 4090": Compute(0.98, 0.5, f"{_LLMQ}, {_TINY}"),
     "NVIDIA GeForce RTX 5090": Compute(1.0, 0.5, "runs of llmq with Qwen2.5 models"),
     "NVIDIA RTX A6000": Compute(0.70, 0.4, _TINY),
-    "NVIDIA RTX PRO 6000": Compute(0.84, 0.4, "runs of llmq with Qwen2.5 models"),
+    "NVIDIA RTX PRO 6000": Compute(0.86, 0.4, "runs of llmq with Qwen2.5 models"),
     "NVIDIA L40S": Compute(0.68, 0.4, "runs of llmq with Qwen2.5 models"),
 }
 

@@ -1,0 +1,91 @@
+"""Judges predictions of published training runs by family: rows that constants were found on, and rows held out."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from studies.published_runs.training import Prediction, TrainingRun
+
+Judged = tuple[TrainingRun, Prediction]
+SIDES: dict[str, Callable[[TrainingRun], bool]] = {
+    "fitted": lambda run: not run.held_out,
+    "held_out": lambda run: run.held_out,
+}
+
+
+def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Return each family's errors on either side, those with one share for all GPUs, and how many intervals hold."""
+    return {
+        family: {
+            side: _figures([(run, said) for run, said in judged if run.family == family and belongs(run)])
+            for side, belongs in SIDES.items()
+        }
+        for family in sorted({run.family for run, _ in judged})
+    }
+
+
+def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Return how many intervals hold by preset, on rows held out."""
+    presets = sorted({run.fields["preset"] for run, _ in judged})
+    held = {
+        name: [_holds(*one) for one in judged if one[0].fields["preset"] == name and one[0].held_out]
+        for name in presets
+    }
+    return {
+        name: {"rows": len(found), "held_pct": 100 * float(np.mean(found))} for name, found in held.items() if found
+    }
+
+
+def memory(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Return the errors of device memory, over all families, on either side."""
+    return {
+        side: errors(said.gib / run.measured_gib - 1 for run, said in judged if run.measured_gib and belongs(run))
+        for side, belongs in SIDES.items()
+    }
+
+
+def errors(relative: Iterable[float]) -> dict[str, float]:
+    """Return median and 90th percentile of absolute percentage errors, and the signed median."""
+    percent = 100 * np.array(list(relative))
+    if not percent.size:
+        return {"rows": 0}
+    return {
+        "rows": int(percent.size),
+        "median_abs_pct_error": float(np.median(np.abs(percent))),
+        "p90_abs_pct_error": float(np.percentile(np.abs(percent), 90)),
+        "median_pct_error": float(np.median(percent)),
+    }
+
+
+def _figures(judged: Sequence[Judged]) -> dict[str, Any]:
+    found = errors(said.seconds / run.measured_s - 1 for run, said in judged)
+    if not judged:
+        return found
+    return {
+        **found,
+        "one_share": errors(said.one_share_s / run.measured_s - 1 for run, said in judged),
+        "interval_held_pct": 100 * float(np.mean([_holds(run, said) for run, said in judged])),
+        "median_high_over_low": float(np.median([said.high_s / said.low_s for _, said in judged])),
+    }
+
+
+def _holds(run: TrainingRun, said: Prediction) -> bool:
+    return said.low_s <= run.measured_s <= said.high_s
+
+
+def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return a row per run: what it was, what was measured, what was predicted."""
+    names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
+    return [
+        {
+            **{name: run.fields[name] for name in names},
+            "held_out": run.held_out,
+            "measured_s": run.measured_s,
+            "predicted_s": said.seconds,
+            "interval_s": [said.low_s, said.high_s],
+            "measured_gib": run.measured_gib,
+            "predicted_gib": said.gib,
+        }
+        for run, said in judged
+    ]

@@ -1,0 +1,152 @@
+"""Published training runs of many kinds, one row per run: read, and predicted as a user would before training.
+
+Rows are in studies/data/published_training_runs.csv, each with its source. Half of each source's rows are held out:
+no constant of a preset was found on them.
+"""
+
+import csv
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbtide.simulator import Machine, Workload, build_strategy, preset, workload_from_model
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.offloading import offloading
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.tuner.calibrate.interval import interval_s
+
+ROWS = Path(__file__).parents[1] / "data" / "published_training_runs.csv"
+# The share of every GPU's sheet before shares were found on published runs: Megatron-LM (Narayanan et al., SC 2021).
+ONE_SHARE = 0.57
+_MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One published run.
+
+    Attributes:
+        fields: the row's cells by column.
+        measured_s: seconds of one iteration, all micro-batches and the step.
+        measured_gib: device memory of one GPU. None: not published.
+    """
+
+    fields: Mapping[str, str]
+    measured_s: float
+    measured_gib: float | None
+
+    @property
+    def family(self) -> str:
+        """The kind of hardware, or ``offloaded``."""
+        return self.fields["family"]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether no constant was found on this row."""
+        return self.fields["held_out"] == "1"
+
+    def number(self, name: str) -> int:
+        """Return a whole number of the row."""
+        return int(self.fields[name])
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model as a plain description."""
+        numbers = {name: self.number(name) for name in _MODEL}
+        flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
+        return {"name": self.fields["model"], **numbers, **flags}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed config that describes the run."""
+        zero: dict[str, Any] = {"stage": self.number("zero_stage")}
+        host = {"device": "cpu", "pin_memory": self.fields["pinned"] == "1"}
+        if self.fields["offload"] != "none":
+            zero["offload_optimizer"] = host
+        if self.fields["offload"] == "parameters":
+            zero["offload_param"] = host
+        return {self.fields["precision"]: {"enabled": True}, "zero_optimization": zero}
+
+    def machine(self) -> Machine:
+        """Return the preset, with as many cards on its host as the run had where the preset has no network."""
+        machine, gpus = preset(self.fields["preset"]), self.number("gpus")
+        if gpus > machine.gpus_per_node and machine.network_bytes_per_s is None:
+            return machine.model_copy(update={"gpus_per_node": gpus})
+        return machine
+
+    def workload(self, machine: Machine) -> Workload:
+        """Estimate the run's workload on a machine."""
+        return workload_from_model(
+            self.model,
+            machine,
+            self.config,
+            sequence=self.number("sequence"),
+            micro_batch=self.number("micro_batch"),
+            gradient_accumulation_steps=self.number("accumulation"),
+            data_parallel=self.number("gpus") // self.number("tensor_parallel"),
+            tensor_parallel=self.number("tensor_parallel"),
+            activation_checkpointing=self.fields["recompute"],  # type: ignore[arg-type]
+            flash_attention=self.fields["flash"] == "1",
+            kernels=self.fields["kernels"],
+            fused_loss=self.fields["loss"] == "fused",
+            launcher=self.fields["launcher"],
+        )
+
+    def schedule(self, machine: Machine) -> Schedule:
+        """Build one iteration of the strategy that the run's config asks for."""
+        name, options = offloading(self.config).strategy(self.number("zero_stage"))
+        return build_strategy(name, self.workload(machine), iterations=1, **options)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row's prediction.
+
+    Attributes:
+        low_s, high_s: ends of its interval.
+        one_share_s: seconds with one share of the sheet for all GPUs.
+        gib: peak device memory, with what PyTorch's allocator does not see where the row's figure has it.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+    one_share_s: float
+    gib: float
+
+
+def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
+    """Read the rows."""
+    with path.open(newline="") as file:
+        return [
+            TrainingRun(row, float(row["s_per_iteration"]), float(row["memory_gib"]) if row["memory_gib"] else None)
+            for row in csv.DictReader(file)
+        ]
+
+
+def predict_training(run: TrainingRun) -> Prediction:
+    """Predict a run from its preset, with nothing of the run itself."""
+    machine = run.machine()
+    result = simulate_fast(run.schedule(machine), machine)
+    low_s, high_s = interval_s(run.schedule, machine)
+    unseen = machine.device_reserved_bytes if run.fields["memory_kind"] == "device" else 0
+    return Prediction(
+        result.iteration_s, low_s, high_s, _one_share_s(run, machine), (result.device_peak_bytes + unseen) / GIB
+    )
+
+
+def _one_share_s(run: TrainingRun, machine: Machine) -> float:
+    rate = Quantity.exact(ONE_SHARE * _sheet_flops(machine.device_name))
+    former = machine.model_copy(update={"device_flops_per_s": rate, "attention_flops_per_s": rate})
+    return simulate_fast(run.schedule(former), former).iteration_s
+
+
+@functools.cache
+def _sheet_flops(device_name: str) -> float:
+    from ebbtide.simulator.estimates.presets import sheet_limits
+
+    return sheet_limits(device_name)["device_flops_per_s"]

@@ -1,0 +1,77 @@
+"""Published training runs of many kinds: the rows, and how presets predict those that are held out."""
+
+import dataclasses
+
+import pytest
+from ebbtide.simulator import preset_names
+from ebbtide.simulator.engines.compiled import simulate_fast
+
+from studies.published_runs import families
+from studies.published_runs.training import Prediction, predict_training, read_training_runs
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return read_training_runs()
+
+
+def test_every_row_has_a_source_and_a_preset(runs):
+    assert len(runs) >= 60
+    assert all(run.fields["source"].startswith("https://") for run in runs)
+    assert {run.fields["preset"] for run in runs} <= set(preset_names())
+    assert {run.family for run in runs} == {"a100", "h100", "consumer", "offloaded"}
+    assert 0.4 <= sum(run.held_out for run in runs) / len(runs) <= 0.6
+    keys = [tuple(v for k, v in run.fields.items() if k not in ("held_out", "note")) for run in runs]
+    assert len(set(keys)) == len(keys), "no run counts twice"
+
+
+def quick(run):
+    """Predict without an interval."""
+    machine = run.machine()
+    result = simulate_fast(run.schedule(machine), machine)
+    return Prediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
+
+
+@pytest.fixture(scope="module")
+def judged(runs):
+    return [(run, quick(run)) for run in runs]
+
+
+@pytest.mark.parametrize("family", ["a100", "h100", "consumer"])
+def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
+    figures = families.by_family(judged)[family]["held_out"]
+    assert figures["rows"] >= 15
+    assert figures["median_abs_pct_error"] <= 10
+    assert figures["p90_abs_pct_error"] <= 25
+    assert abs(figures["median_pct_error"]) <= 5
+
+
+def test_long_sequences_are_predicted_by_attentions_own_rate(judged):
+    long = [(run, said) for run, said in judged if run.number("sequence") >= 8192 and run.family in ("a100", "h100")]
+    found = families.errors(said.seconds / run.measured_s - 1 for run, said in long)
+    assert found["rows"] >= 30
+    assert found["median_abs_pct_error"] <= 12
+    assert abs(found["median_pct_error"]) <= 8
+
+
+def test_an_interval_holds_a_row_and_the_former_share_is_beside_it(runs):
+    run = next(run for run in runs if run.fields["preset"] == "rtx4090" and run.number("gpus") == 1)
+    said = predict_training(run)
+    assert said.low_s < run.measured_s < said.high_s
+    assert said.one_share_s > 1.3 * said.seconds, "0.57 of the sheet was far too slow on a GeForce card"
+    (row,) = families.rows_of([(run, said)])
+    assert row["source"] == run.fields["source"]
+    assert families.by_family([(run, said)])["consumer"]
+
+
+def test_families_and_memory_are_told_apart_by_side(runs):
+    one = next(run for run in runs if run.measured_gib)
+    other = dataclasses.replace(one, fields={**one.fields, "held_out": "1" if not one.held_out else "0"})
+    said = Prediction(1.1 * one.measured_s, 1e-9, 2 * one.measured_s, 2 * one.measured_s, 0.9 * one.measured_gib)
+    pair = [(one, said), (other, dataclasses.replace(said, seconds=0.8 * one.measured_s))]
+    found = families.by_family(pair)[one.family]
+    sides = sorted(found[side]["median_pct_error"] for side in families.SIDES)
+    assert sides == pytest.approx([-20.0, 10.0])
+    assert found["fitted"]["one_share"]["median_pct_error"] == pytest.approx(100.0)
+    assert found["fitted"]["interval_held_pct"] == 100.0
+    assert families.memory(pair)["held_out"]["median_pct_error"] == pytest.approx(-10.0)
