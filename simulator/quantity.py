@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 QUARTILE = 0.6745  # of a normal distribution's sigma, from its median
 EIGHTY_PERCENT = 1.2816  # of it, each way, hold eight values in ten
+NINETY_PERCENT = 1.6449  # of it, each way, hold nine values in ten
 UNSTABLE_IQR = 0.15  # of the median: beyond it a figure is not called stable
 
 Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "fitted"]

@@ -23,6 +23,9 @@ _SPREAD: dict[Source, tuple[float, float]] = {
     "datasheet": (0.9, 1.0),
     "assumed": (0.86, 1.14),
 }
+# Of the shares of a sheet that products and attention sustain: quartiles over the median, so that intervals hold nine
+# of ten published runs that no share was found on (`python -m studies.published_runs`).
+_COMPUTE = (0.9, 1.1)
 # DRAM traffic of an update, per parameter. Stock's three passes: unscale reads and writes the fp32
 # gradient (8), Adam reads four values and writes three (28), the downcast reads 4, and writes 2
 # after reading the line that it writes to (8). One fused pass: three values both ways, the 16-bit
@@ -129,10 +132,10 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
     rated = f"{device}'s {sheet.flops / 1e12:g} dense bf16 Tflop/s"
     return {
         "device_flops_per_s": _value(
-            compute.products * sheet.flops, "assumed", f"{compute.products:.0%} of {rated}: {compute.runs}"
+            compute.products * sheet.flops, "assumed", f"{compute.products:.0%} of {rated}: {compute.runs}", _COMPUTE
         ),
         "attention_flops_per_s": _value(
-            compute.attention * sheet.flops, "assumed", f"{compute.attention:.0%} of {rated}: {compute.runs}"
+            compute.attention * sheet.flops, "assumed", f"{compute.attention:.0%} of {rated}: {compute.runs}", _COMPUTE
         ),
         "device_memory_bytes_per_s": _value(_HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"),
         "device_adam_params_per_s": _value(

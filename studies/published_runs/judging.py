@@ -143,7 +143,7 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return how many measured iterations lie within their interval, and the intervals' width."""
+    """Return how many measured iterations lie within their 90% interval, and the intervals' width."""
     result = {}
     for name in testbeds(runs):
         own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
@@ -162,7 +162,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
     """Return how many of a campaign's runs an interval holds that other campaigns' residuals give.
 
     ``scale`` is the factor by which all campaigns together would change the shipped width, in log units: 1
-    if the shipped one holds as many as it should.
+    if the shipped one holds nine in ten.
     """
     result = {}
     for name in testbeds(runs):
@@ -170,7 +170,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
         offs = [(run.family, _in_widths(run, machines[name])) for run in own]
         families = sorted({family for family, _ in offs})
         held = [
-            off <= _eight_in_ten([z for other, z in offs if other != family])
+            off <= _nine_in_ten([z for other, z in offs if other != family])
             for family in families
             if len(families) > 1
             for own_family, off in offs
@@ -180,7 +180,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
             result[name] = {
                 "n": len(held),
                 "held_pct": 100 * float(np.mean(held)),
-                "scale": _eight_in_ten([z for _, z in offs]),
+                "scale": _nine_in_ten([z for _, z in offs]),
             }
     return result
 
@@ -191,5 +191,5 @@ def _in_widths(run: Run, machine: Machine) -> float:
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
 
 
-def _eight_in_ten(offs: Sequence[float]) -> float:
-    return float(np.quantile(offs, 0.8))
+def _nine_in_ten(offs: Sequence[float]) -> float:
+    return float(np.quantile(offs, 0.9))

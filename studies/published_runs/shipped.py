@@ -156,7 +156,7 @@ def _machine(machine_json: str) -> Machine:
 
 
 def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
-    """Of the whole iteration: what holds eight measurements in ten."""
+    """Return the interval of the whole iteration that holds nine measurements in ten."""
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)

@@ -19,7 +19,7 @@ import numpy as np
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.estimates.presets import PRESET
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.quantity import EIGHTY_PERCENT, Quantity
+from ebbtide.simulator.quantity import NINETY_PERCENT, Quantity
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
@@ -40,7 +40,7 @@ STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do 
 
 
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
-    """(low, high) seconds that hold eight measurements in ten, around the simulator's prediction.
+    """Return (low, high) seconds that hold nine measurements in ten, around the simulator's prediction.
 
     Args:
         build: one iteration on a machine, whose rates may change layers' times too.
@@ -87,7 +87,7 @@ def _with_passes(workload: Workload, times: float) -> Workload:
 
 
 def _around(centre: float, machine: Machine, sigma: float) -> tuple[float, float]:
-    factor = math.exp(EIGHTY_PERCENT * math.hypot(model_spread(machine), sigma))
+    factor = math.exp(NINETY_PERCENT * math.hypot(model_spread(machine), sigma))
     return centre / factor, centre * factor
 
 

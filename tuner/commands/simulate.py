@@ -122,7 +122,7 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
 
     low, high = told_seconds(figures["iteration_low_s"]), told_seconds(figures["iteration_high_s"])
     yield "strategy", figures["strategy"]
-    yield "iteration", f"{told_seconds(figures['iteration_s'])} (eight runs in ten: {low} to {high})"
+    yield "iteration", f"{told_seconds(figures['iteration_s'])} (nine runs in ten: {low} to {high})"
     if "clip_rate" in figures:
         yield "", f"{told_seconds(figures['unclipped_s'])} if no step clips; {figures['clip_rate']:.0%} are expected to"
     for phase in ("forward", "backward", "step", "update", "loop"):

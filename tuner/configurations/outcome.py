@@ -187,7 +187,7 @@ class Question:
         )
 
     def spread(self, outcome: Outcome) -> float:
-        """Of its iteration, within which eight runs in ten are expected."""
+        """Return the spread of an outcome's iteration, within which nine runs in ten are expected."""
         name, options = self.strategy(outcome.configuration)
         if outcome.plan is not None:
             options = {"plan": outcome.plan}
