@@ -432,7 +432,8 @@ class Plan(Shown, Page):
         """Return the plan with these bits of `Way` for every subgroup whose placement allows them.
 
         Args:
-            early, sum_on_device: If None, as they are.
+            early: update early. None: as it is.
+            sum_on_device: accumulate gradients on the GPU. None: as it is.
         """
         ways = (
             way._replace(
