@@ -24,6 +24,14 @@ KEYS = {
     "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
 }
 
+_DEEPSPEED = {
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+}
 
 Model = Any  # an `Architecture`, a config, a name, a file or a torch module: torch is not imported for a type
 
@@ -117,7 +125,7 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
         if not heads or hidden % heads:
             raise ModelError(
                 f"hidden must be a multiple of heads where head_size is not given, but got {hidden} and {heads}",
-                key="model.hidden",
+                key="model.heads",
             )
         numbers["head_size"] = hidden // heads
     layout = tuple(numbers.pop("layout").split())
@@ -191,3 +199,25 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
     if mixture:
         mlp = "router " + (("fused_experts" if fused else "experts") if gated else "plain_experts")
     return " ".join(["qkv o" if fused else "q k v o", mlp, *["norm"] * norms])
+
+
+def is_deepspeed(config: Mapping[str, Any]) -> bool:
+    """Return whether an object is DeepSpeed's config and no model's."""
+    return not _DEEPSPEED.isdisjoint(config) and not is_model(config)
+
+
+def is_model(config: Mapping[str, Any]) -> bool:
+    """Return whether an object is a model's config: it names a family, or layers and their size."""
+    return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
+
+
+def quantized(config: Mapping[str, Any]) -> str:
+    """Return why a quantised model is not planned. Empty: the weights are not quantised."""
+    given = config.get("quantization_config")
+    if not given:
+        return ""
+    how = ", ".join(f"{key} {value}" for key, value in given.items()) if isinstance(given, Mapping) else str(given)
+    return (
+        f"quantization_config must be absent for full fine-tuning, which is what is planned here, but got {how[:80]}: "
+        "quantised weights are trained through adapters (QLoRA), which ebbtide does not plan"
+    )

@@ -119,9 +119,13 @@ class DescribedArchitecture(Architecture):
         for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocabulary"):
             value = getattr(self, key)
             if not (isinstance(value, int) and 0 < value < 10**9):
-                raise ModelError(f"{key} must be a whole number > 0, but got {value!r}")
+                raise ModelError(
+                    f"{key} must be a whole number > 0 and at most 999,999,999, but got {value!r}", key=f"model.{key}"
+                )
         if self.heads % self.kv_heads:
-            raise ModelError(f"heads must be a multiple of kv_heads, but got {self.heads} and {self.kv_heads}")
+            raise ModelError(
+                f"heads must be a multiple of kv_heads, but got {self.heads} and {self.kv_heads}", key="model.heads"
+            )
         unknown = [part for part in self.layout if part not in PARTS]
         if unknown or not self.layout:
             raise ModelError(f"layout must be made of {', '.join(PARTS)}, but got {' '.join(unknown) or 'none'}")

@@ -7,7 +7,7 @@ from ebbtide.simulator import build_strategy
 from ebbtide.simulator.analysis.critical_path import critical_path
 from ebbtide.simulator.engines.reference import simulate
 from ebbtide.simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
-from ebbtide.tuner.service.timeline_view import GROUPS, view
+from ebbtide.tuner.answer.timeline_view import GROUPS, view
 
 from tests.machines import machine, workload
 

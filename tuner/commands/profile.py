@@ -35,7 +35,8 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
 )
 @click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
 @click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
-@click.option("--push", metavar="URL", help="Also give the machine to this tune serve.")
+@click.option("--push", metavar="URL", help="Upload the machine profile to this server.")
+@click.option("--replace", is_flag=True, help="With --push: replace another machine of the same name.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @JSON
 @guarded
@@ -53,12 +54,14 @@ def profile(
     fresh: bool,
     as_json: bool,
     push: str | None,
+    replace: bool,
 ) -> None:
     """Measures this machine; with --train-script, what a training script asks of it."""
     from ebbtide.tuner.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
+    needs("with --push", push is not None, "replace")
     needs("without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh")
     if train_script is not None and push is not None:
         raise BadInputError(
@@ -84,14 +87,14 @@ def profile(
     written = output or "machine.json"
     machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)
     if push is not None:
-        _push(push, written)
+        _push(push, written, replace)
 
 
-def _push(url: str, path: str) -> None:
+def _push(url: str, path: str, replace: bool) -> None:
     from ebbtide.simulator.machine import Machine
     from ebbtide.tuner.service.client import Client
 
-    Client(url).push_machine(Machine.load(path))
+    Client(url).push_machine(Machine.load(path), replace)
 
 
 @click.command(

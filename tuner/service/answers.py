@@ -28,6 +28,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.even import even_plan
 from ebbtide.tuner.answer.failures import checkpointed, goodput_of
 from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
+from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, Changes, another_gpu
@@ -53,7 +54,6 @@ from ebbtide.tuner.service.scenario import (
     storage_of,
     strategy_of,
 )
-from ebbtide.tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
 # What of a workload and of limits is told as it is.

@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -13,12 +14,14 @@ from typing import Any
 from ebbtide.simulator.rules import Broken, RuleError, broken, shortened
 from ebbtide.tuner.service.pool import BusyError, InvalidError, WorkerError
 from ebbtide.tuner.service.resources import Service
+from ebbtide.tuner.service.responses import Health
 from ebbtide.tuner.service.routes import routes
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -26,6 +29,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("uvicorn.error")
 API = "/api/v1"
 MOST_ERRORS = 8  # of one request
+SENT = "ebbtide.sent"  # of a request's scope: its body, parsed
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 # No inline script or style anywhere, nothing from another host, nobody may frame the page.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -65,6 +70,8 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(routes(service), prefix=API)
+    _health(app, service)
+    _unknown(app)
     app.mount("/", Page(packages=[("ebbtide.tuner.service", "static")], html=True))
     for error, handler in (
         (RequestValidationError, _unprocessable),
@@ -76,6 +83,37 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(error, handler)  # type: ignore[arg-type]
     app.add_middleware(Guard, service=service)
     return app
+
+
+def _health(app: FastAPI, service: Service) -> None:
+    @app.get("/healthz", responses={503: {"description": "the database does not answer"}})
+    async def healthz() -> Health:
+        """For probes: 200 while the server takes requests and its database answers. Needs no token."""
+        try:
+            waiting = await asyncio.to_thread(service.store.waiting)
+        except sqlite3.Error as error:
+            raise HTTPException(503, f"the database must answer, but: {error}") from None
+        return Health(status="ok", version=app.version, jobs_waiting=waiting)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """The routes for people, drawn from the schema by a page of our own."""
+        return RedirectResponse("/docs.html")
+
+
+def _unknown(app: FastAPI) -> None:
+    """Answer what no route takes: 405 with the methods that its path has, else 404."""
+
+    @app.api_route(API + "/{path:path}", methods=METHODS, include_in_schema=False)
+    async def unknown(request: Request) -> Response:
+        known = ((compile_path(path)[0], methods) for path, methods in app.openapi()["paths"].items())
+        mine = [methods for pattern, methods in known if pattern.match(request.url.path)]
+        allowed = sorted({method.upper() for methods in mine for method in methods})
+        if not allowed:
+            raise HTTPException(404, f"the path must be one that {API}/openapi.json lists")
+        allowed += ["HEAD"] if "GET" in allowed else []
+        headers = {"allow": ", ".join(allowed)}
+        raise HTTPException(405, f"the method must be {' or '.join(allowed)} here, but is {request.method}", headers)
 
 
 class Page(StaticFiles):
@@ -101,13 +139,26 @@ def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
 
 
 async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
-    return problem(422, *(row._asdict() for row in broken(error, error.body)[:MOST_ERRORS]))
+    return problem(422, *(_with_value(row, error.body) for row in broken(error, error.body)[:MOST_ERRORS]))
 
 
-async def _invalid(_: Request, error: RuleError) -> Response:
-    """Return a worker tells all the rules that were broken; here the first one ends the request."""
+async def _invalid(request: Request, error: RuleError) -> Response:
+    """Answer with the rules that a worker found broken; elsewhere the first one ends the request."""
     rows = error.rows if isinstance(error, InvalidError) else (Broken(error.key, str(error)),)
-    return problem(422, *(row._asdict() for row in rows[:MOST_ERRORS]))
+    sent = request.scope.get(SENT)
+    return problem(422, *(_with_value(row, sent) for row in rows[:MOST_ERRORS]))
+
+
+def _with_value(row: Broken, sent: Any) -> dict[str, Any]:
+    """Return an error with the value that was sent for its key, if that is a single one."""
+    value = sent
+    for part in row.key.split(".") if row.value is None and row.key else ():
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    single = row.value is None and row.key and isinstance(value, str | int | float | bool)
+    return (row._replace(value=shortened(value)) if single else row)._asdict()
 
 
 async def _busy(_: Request, error: BusyError) -> Response:
@@ -146,8 +197,10 @@ class Guard:
         try:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_head(scope, headers)
-            if scope["method"] in ("POST", "PUT", "PATCH"):
+            if scope["method"] == "POST":
                 receive = await self._body(scope, headers, receive)
+            elif scope["method"] == "HEAD" and scope["path"].startswith(API):
+                scope, send = {**scope, "method": "GET"}, _without_body(send)
         except Refusal as refusal:
             response = problem(refusal.status, refusal.error)
             response.headers["connection"] = "close"  # what is left of the body is not read
@@ -175,6 +228,8 @@ class Guard:
 
     def _check_head(self, scope: Scope, headers: dict[bytes, str]) -> None:
         # A page elsewhere that resolves its own name to this machine must not reach the service.
+        if scope["path"] == "/healthz":  # a probe asks by address, and is told nothing of anybody
+            return
         host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]").lower()
         if "*" not in self._service.hosts and host not in self._service.hosts:
             raise Refusal(400, "Host", f"must be one of {', '.join(dict.fromkeys(self._service.hosts))}", host)
@@ -200,7 +255,7 @@ class Guard:
                 body = await _read(receive, most)
         except TimeoutError:
             raise Refusal(408, "body", f"must arrive within {quota.body_s:g} s, but did not") from None
-        _check_json(body)
+        scope[SENT] = _check_json(body)
         sent = False
 
         async def replay() -> MutableMapping[str, Any]:
@@ -232,12 +287,16 @@ def _constant(name: str) -> float:
     raise Refusal(422, "body", "numbers must be finite", name)
 
 
-def _check_json(body: bytes) -> None:
-    """Refuse NaN, infinity, nesting that no request of ours needs, and halves of characters (which
-    no text can hold), with one answer each.
+def _check_json(body: bytes) -> Any:
+    """Return the content of the body.
+
+    Raises:
+        Refusal: NaN, infinity, nesting that no request of ours needs, or halves of characters (which
+            no text can hold), with one answer each.
     """
     try:
-        json.dumps(json.loads(body, parse_constant=_constant), ensure_ascii=False).encode()
+        sent = json.loads(body, parse_constant=_constant)
+        json.dumps(sent, ensure_ascii=False).encode()
     except RecursionError:
         raise Refusal(422, "body", "must not be nested so deeply") from None
     except json.JSONDecodeError as error:
@@ -248,6 +307,14 @@ def _check_json(body: bytes) -> None:
     except ValueError:
         rule = "must be JSON in UTF-8 without numbers of thousands of digits"
         raise Refusal(422, "body", rule) from None
+    return sent
+
+
+def _without_body(send: Send) -> Send:
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return wrapped
 
 
 def _with_headers(send: Send) -> Send:

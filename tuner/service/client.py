@@ -85,9 +85,13 @@ class Client:
             raise ServiceError(f"job {job['id']} {state['state']}: {state['note']}")
         return self.call(f"/jobs/{job['id']}/result")
 
-    def push_machine(self, machine: Machine) -> None:
-        """Keep a measured machine on the server under its name."""
-        self.call("/machines", machine.model_dump(mode="json"))
+    def push_machine(self, machine: Machine, replace: bool = False) -> None:
+        """Keep a measured machine on the server under its name.
+
+        Raises:
+            ServiceError: another machine has the name, and ``replace`` is false.
+        """
+        self.call("/machines?replace=true" if replace else "/machines", machine.model_dump(mode="json"))
 
     def post_run(self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> str:
         """Return a run's timeline, with the plan it ran under; returns the run's id."""

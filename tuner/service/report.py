@@ -16,11 +16,11 @@ from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
 from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
+from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.service.client import run_body
 from ebbtide.tuner.service.requests import Planned, Run, Scenario
 from ebbtide.tuner.service.scenario import resolve
-from ebbtide.tuner.service.timeline_view import view
 from pydantic import BaseModel, ValidationError
 
 # In the order in which the one script of the report is put together.

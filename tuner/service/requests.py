@@ -1,11 +1,12 @@
 """The possible requests and their limits: every field bounded, nothing unknown accepted, no path."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
-from ebbtide.simulator.estimates.architecture import KEYS, language_model
+from ebbtide.simulator.estimates.architecture import KEYS, is_deepspeed, language_model, quantized
 from ebbtide.simulator.estimates.compute import Kernels
 from ebbtide.simulator.estimates.families import FAMILIES, family_numbers
 from ebbtide.simulator.estimates.launchers import Launcher
@@ -14,14 +15,41 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\w .,:()+/-]+$")]
+_NAME = r"^[\w .,:()+/-]+$"
+
+
+def _named(text: str) -> str:
+    if not re.fullmatch(_NAME, text):
+        raise RuleError("must be of letters, digits, spaces and . , : ( ) + / - only")
+    return text
+
+
+def _option(value: Any) -> Any:
+    if not isinstance(value, bool | int | float):
+        raise RuleError("must be a number, or true or false")
+    return value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=80, json_schema_extra={"pattern": _NAME}), AfterValidator(_named)]
+Option = Annotated[float | int | bool, BeforeValidator(_option)]
 Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
-DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
+# An empty one would leave open whether DeepSpeed's own default, fp32, is meant.
+DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length=300)]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 MIB = 2**20
@@ -86,9 +114,17 @@ class Quota:
 
 
 class Request(BaseModel):
-    """Base of all: unknown keys are refused."""
+    """Base of all: unknown keys are refused, and true is no number."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise RuleError("must be a number")
+        return value
 
 
 def _few_subgroups(plan: Any) -> Any:
@@ -211,7 +247,7 @@ class Simulate(Scenario):
     """
 
     strategy: Name | None = None
-    options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(default_factory=dict)
+    options: Annotated[dict[str, Option], Field(max_length=12)] = Field(default_factory=dict)
     plan: PostedPlan | None = None
 
     timeline: bool = Field(False, description="also every op's start and end, and the memory")
@@ -263,9 +299,10 @@ class WhatIf(Scenario):
 
 
 class PlanJob(Scenario):
-    """The input of `tune plan`."""
+    """The input of `tune plan`. ``name``: the title of the job in lists."""
 
     kind: Literal["plan"] = "plan"
+    name: Name | None = None
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     robust: bool = False
     restart_s: Seconds = 60.0
@@ -276,6 +313,7 @@ class WhatIfJob(WhatIf):
     """A grid that is too large to wait for."""
 
     kind: Literal["what-if"] = "what-if"
+    name: Name | None = None
 
 
 class SearchJob(Scenario):
@@ -291,6 +329,7 @@ class SearchJob(Scenario):
     """
 
     kind: Literal["search"] = "search"
+    name: Name | None = None
     free: Annotated[list[Knob], Field(min_length=1, max_length=len(KNOBS))] = Field(default_factory=lambda: list(KNOBS))
     global_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     offload: bool = True
@@ -375,6 +414,10 @@ def check_model(config: dict[str, Any]) -> None:
     Raises:
         ValueError: so many layers or experts that nobody has built it; an unknown family.
     """
+    if is_deepspeed(config):
+        raise RuleError("model must be a model's config, but this is DeepSpeed's: send it as ds_config", key="model")
+    if refusal := quantized(config):
+        raise RuleError(refusal, key="model.quantization_config")
     text = language_model(config)
     if "model_type" in text and family_numbers(text) is None:
         raise RuleError(

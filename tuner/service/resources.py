@@ -23,6 +23,12 @@ class Service:
     light_workers: int | None = None
     examples: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def shown_machine(self) -> str:
+        """The name of the machine that the server was started with, which no upload can take. Empty: none."""
+        machine = self.examples.get("machine")
+        return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""
+
     @cached_property
     def pool(self) -> Pool:
         return Pool(self.quota, self.light_workers)

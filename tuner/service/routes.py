@@ -9,22 +9,24 @@ from typing import Annotated, Any, TypeVar, cast
 
 from ebbtide.simulator.estimates.presets import preset, preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, shortened
+from ebbtide.simulator.rules import RuleError, explain, shortened
 from ebbtide.simulator.schedules.settings import STEPS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.tuner.service import requests as ask
+from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
 from ebbtide.tuner.service.report import read_run, summary_of
 from ebbtide.tuner.service.resources import Service
 from ebbtide.tuner.service.scenario import MODELS, check_ops, estimated_ops
 from ebbtide.tuner.service.search import check_search
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 S = TypeVar("S", bound=ask.Scenario)
-MACHINE_NAME = re.compile(r"[\w .,:()+-]{1,80}")  # it is part of a path
+MACHINE_NAME = re.compile(r"(?=.*\w)[\w .,:()+-]{1,80}")  # it is part of a path: no dots only
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
 FULL_COST = 1500  # what the search for a plan costs, in simulations
@@ -61,8 +63,19 @@ class JobState(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 413, 415, 422, 429, 500)
+    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500)
 }
+
+
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "job, run, gone"}
+}
+
+
+def _answered(model: Any, *others: str) -> dict[int | str, dict[str, Any]]:
+    """Return what OpenAPI tells of an answer that a worker has written out."""
+    content = {kind: {"schema": {"type": "string"}} for kind in others}
+    return {200: {"model": model, "content": content} if content else {"model": model}}
 
 
 class _Names:
@@ -71,23 +84,38 @@ class _Names:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def machines(self) -> dict[str, Machine]:
-        stored = {name: Machine.model_validate(fields) for name, fields in self._service.store.machines().items()}
-        example = self._service.examples.get("machine")
-        own = {example.name: example} if example is not None else {}
-        return {**{name: preset(name) for name in preset_names()}, **own, **stored}
+    def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
+        """Return all machines by name, and of stored ones that cannot be read the reason."""
+        known = {name: preset(name) for name in preset_names()}
+        if self._service.shown_machine:
+            known[self._service.shown_machine] = self._service.examples["machine"]
+        unreadable = {}
+        for name, text in self._service.store.machines().items():
+            try:
+                known[name] = Machine.model_validate_json(text)
+            except ValidationError as error:
+                unreadable[name] = explain(error)
+        return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
-        """Return a preset, an uploaded one, or the example's, which an uploaded one of its name replaces:
-        it was measured later.
+        """Return a preset, an uploaded machine or the one that the server was started with.
+
+        Raises:
+            RuleError: it is stored in a form that this ebbtide cannot read.
         """
         if name in preset_names():
             return preset(name)
+        if name == self._service.shown_machine:
+            return cast("Machine", self._service.examples["machine"])
         stored = self._service.store.machine(name)
-        if stored is not None:
-            return Machine.model_validate(stored)
-        example = self._service.examples.get("machine")
-        return cast("Machine", example) if example and name == example.name else None
+        try:
+            return None if stored is None else Machine.model_validate_json(stored)
+        except ValidationError as error:
+            raise RuleError(
+                f"machine {name!r} is stored in a form that this ebbtide cannot read ({explain(error)}): "
+                "profile and upload it again, or delete it",
+                key="machine",
+            ) from None
 
     def fill(self, scenario: S) -> S:
         """Replace the names of uploaded machines and of the loaded workload by their contents."""
@@ -95,9 +123,8 @@ class _Names:
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
             if machine is None:
-                raise RuleError(
-                    f"machine must be one of {', '.join(self.machines())}, but got {scenario.machine!r}", key="machine"
-                )
+                known = ", ".join(self.machines()[0])
+                raise RuleError(f"machine must be one of {known}, but got {scenario.machine!r}", key="machine")
             changes["machine"] = machine
         workload = self._service.examples.get("workload")
         if workload is not None and scenario.workload == workload.name:
@@ -131,7 +158,9 @@ def _response(result: Result) -> Response:
 
 def routes(service: Service) -> APIRouter:
     """Everything under /api/v1."""
-    router = APIRouter(responses=REFUSALS)
+    # Told to readers of the schema; `app.Guard` checks the token, of servers that have one.
+    token = HTTPBearer(auto_error=False, description="the token of a server that listens beyond loopback")
+    router = APIRouter(responses=REFUSALS, dependencies=[Security(token)])
     names = _Names(service)
     _machines(router, service, names)
     _models(router, service)
@@ -144,10 +173,11 @@ def routes(service: Service) -> APIRouter:
 
 def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines")
-    async def machines() -> dict[str, Any]:
+    async def machines() -> told.Machines:
         """Presets and uploaded machines: the facts that a picker shows."""
         presets = preset_names()
-        return {
+        known, unreadable = names.machines()
+        listed = {
             "machines": [
                 {
                     **{fact: getattr(m, fact) for fact in ask.MACHINE_FACTS},
@@ -157,9 +187,11 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
                     "estimates": m.device_flops_per_s is not None,
                     "link_bytes_per_s": m.h2d_bytes_per_s.median,
                 }
-                for name, m in names.machines().items()
-            ]
+                for name, m in known.items()
+            ],
+            "unreadable": [{"name": name, "reason": reason} for name, reason in unreadable.items()],
         }
+        return told.Machines.model_validate(listed)
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
@@ -170,28 +202,35 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         return result
 
     @router.post("/machines", status_code=201)
-    async def put_machine(machine: Machine) -> dict[str, str]:
-        """Keep a measured machine under its name (`tune profile --push URL`)."""
+    async def put_machine(machine: Machine, replace: bool = False) -> told.Named:
+        """Keep a measured machine under its name (`tune profile --push URL`).
+
+        409 if another one has the name, unless ``replace`` is true.
+        """
         name = machine.name
-        if name in preset_names() or not MACHINE_NAME.fullmatch(name) or not name.strip():
+        if name in (*preset_names(), service.shown_machine) or not MACHINE_NAME.fullmatch(name) or not name.strip():
             raise RuleError(
                 f"name must be 1 to 80 letters, digits, spaces or .,:()+- and no preset's, but got {shortened(name)}",
                 key="name",
             )
-        await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
-        return {"name": name}
+        text = machine.model_dump_json()
+        if not await asyncio.to_thread(service.store.put_machine, name, text, replace):
+            raise HTTPException(
+                409, f"name must be a new one, but another machine {name!r} is stored: rename it, or add ?replace=true"
+            )
+        return told.Named(name=name)
 
     @router.delete("/machines/{name}")
-    async def forget_machine(name: ask.Name) -> dict[str, str]:
+    async def forget_machine(name: ask.Name) -> told.Named:
         """Take an uploaded machine off the list; presets and the example's stay."""
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, "machine must be one that was uploaded")
-        return {"name": name}
+        return told.Named(name=name)
 
 
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> told.Models:
         """Known models, and the workload that the server was started with."""
         workload = service.examples.get("workload")
         measured = (
@@ -201,12 +240,13 @@ def _models(router: APIRouter, service: Service) -> None:
                 {
                     "name": workload.name,
                     "params": workload.params,
-                    "machine": service.examples["machine"].name,
+                    "machine": service.shown_machine,
                     "label": service.examples.get("label", ""),
                 }
             ]
         )
-        return {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
+        known = {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
+        return told.Models.model_validate(known)
 
 
 def _answers(router: APIRouter, service: Service, names: _Names) -> None:
@@ -217,29 +257,29 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
         result = await _unless_gone(request, service.pool.answer(call, body, light))
         return _response(result)
 
-    @router.post("/simulate")
+    @router.post("/simulate", responses=_answered(told.Simulated))
     async def simulate(request: Request, posted: ask.Simulate) -> Response:
         """One iteration under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
-    @router.post("/answer")
+    @router.post("/answer", responses=_answered(told.AnswerTold))
     async def answer(request: Request, posted: ask.Answer) -> Response:
         """Whether and how to offload: strategies, plan, timelines, and the answer in a sentence."""
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
-    @router.post("/ways-out")
+    @router.post("/ways-out", responses=_answered(told.WaysTold))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
         """Where nothing fits: the nearest changes that do, each simulated."""
         return await computed(request, "ways-out", posted, FULL_COST)
 
-    @router.post("/what-if")
+    @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
         """Return a grid, as JSON or CSV; a larger one is a job."""
         _check_cells(posted, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
-    @router.post("/goodput")
+    @router.post("/goodput", responses=_answered(told.GoodputTold))
     async def goodput(posted: ask.Goodput) -> Response:
         """Return the share of useful time when the job fails, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
@@ -292,7 +332,7 @@ def _job(router: APIRouter, service: Service) -> None:
         results: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
         return results
 
-    @router.get("/jobs/{job}/result")
+    @router.get("/jobs/{job}/result", responses=_answered(told.PlanResult | told.SearchResult | told.Grid, "text/csv"))
     async def result(job: Id) -> Response:
         """Return the result, once it is done."""
         body, is_json = _known(service.store.result(job), "job that is done")
@@ -316,13 +356,13 @@ def _job(router: APIRouter, service: Service) -> None:
         await service.feed.tell("gone", {"id": job})
         return state
 
-    @router.get("/jobs/{job}/events", response_class=StreamingResponse)
+    @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
     async def events_of(job: Id) -> Response:
         """Server-sent events: the job's state at once and after each change, until it has ended."""
         _known(service.store.job(job), "job")
         return _stream(service, _job_events(service, job))
 
-    @router.get("/events", response_class=StreamingResponse)
+    @router.get("/events", response_class=StreamingResponse, responses=EVENTS)
     async def events() -> Response:
         """Server-sent events: every change of any job, every run that is posted."""
         return _stream(service, _all_events(service))
@@ -330,16 +370,31 @@ def _job(router: APIRouter, service: Service) -> None:
 
 async def _submit(service: Service, names: _Names, posted: ask.Scenario, kind: str) -> JobState:
     body = _checked(names, posted, service.quota)
-    return JobState(**await service.jobs.submit(kind, body, _title(posted)))
+    return JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
+
+
+TITLED = {
+    "gpus": "{} GPUs",
+    "micro_batch": "micro-batch {}",
+    "accumulation": "accumulation {}",
+    "sequence": "{} tokens",
+    "zero_stage": "ZeRO-{}",
+    "robust": "robust",
+}
 
 
 def _title(posted: ask.Scenario) -> str:
-    """Return the title in lists: the trained model and its machine."""
+    """Return the title of a job in lists: model, machine and what was chosen."""
     trained = posted.workload if posted.model is None else posted.model
     if isinstance(trained, dict):
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
     names = [source if isinstance(source, str) else getattr(source, "name", "") for source in (trained, posted.machine)]
-    return " on ".join(names)[:160]
+    chosen = [
+        words.format(value)
+        for field, words in TITLED.items()
+        if field in posted.model_fields_set and (value := getattr(posted, field))
+    ]
+    return ", ".join([" on ".join(names), *chosen])[:160]
 
 
 def _known(found: Any, what: str) -> Any:
@@ -407,31 +462,32 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 
 def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/runs", status_code=201)
-    async def post_run(run: ask.Run) -> dict[str, Any]:
-        """Return a training run's measured timeline; with its plan, predicted against measured."""
+    async def post_run(run: ask.Run) -> told.RunSummary:
+        """Store a training run's measured timeline; with its plan, predicted against measured."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
-        return stored
+        return told.RunSummary.model_validate(stored)
 
     @router.get("/runs")
-    async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, Any]:
+    async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> told.Runs:
         """Summaries, newest first."""
-        return {"runs": service.store.runs(limit)}
+        return told.Runs.model_validate({"runs": service.store.runs(limit)})
 
-    @router.get("/runs/{run}")
-    async def run(run: Id) -> dict[str, Any]:
+    @router.get("/runs/{run}", responses=_answered(told.RunTold))
+    async def run(run: Id) -> Response:
         """One run: its summary, its plan, and its timeline as the page draws it."""
-        return await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
+        found = await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
+        return _response(Result(json.dumps(found).encode(), True))
 
     @router.delete("/runs/{run}")
-    async def forget_run(run: Id) -> dict[str, str]:
-        """Take it off the list."""
+    async def forget_run(run: Id) -> told.Identified:
+        """Take a run off the list."""
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
-        return {"id": run}
+        return told.Identified(id=run)
 
-    @router.post("/trace")
+    @router.post("/trace", responses=_answered(told.Trace))
     async def trace(posted: ask.Planned) -> Response:
         """Stock's and the plan's timelines for ui.perfetto.dev."""
         body = {

@@ -1,11 +1,12 @@
 """The way from a scenario to a Machine and a Workload, and the names that stand for them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from ebbtide.simulator.estimates.architecture import KEYS, is_model, language_model
 from ebbtide.simulator.estimates.deepspeed_config import BATCHES
 from ebbtide.simulator.estimates.families import MODELS as MODELS
 from ebbtide.simulator.estimates.job import Job, plan_refusal
@@ -45,6 +46,18 @@ def machine_of(scenario: Scenario) -> Machine:
         changes |= dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), scenario.link_bytes_per_s)
     with _as_asked():
         return machine.with_rates(**changes) if changes else machine
+
+
+@contextmanager
+def _as_sent(model: Mapping[str, Any]) -> Iterator[None]:
+    """Name a model's field at fault as its config does: ``num_hidden_layers``, not ``layers``."""
+    try:
+        yield
+    except RuleError as error:
+        names = KEYS.get(error.key.removeprefix("model."), ())
+        text = language_model(model)
+        sent = next((f"model.{name}" for name in names if name in text), error.key)
+        raise RuleError(str(error), sent) from None
 
 
 _ASKED_AS = {
@@ -157,11 +170,14 @@ def job_of(scenario: Scenario) -> Job:
         ValueError: a model or a DeepSpeed config that cannot be used.
     """
     config = scenario.ds_config
+    if config is not None and is_model(config):
+        raise RuleError("ds_config must be DeepSpeed's, but this is a model's config: send it as model", "ds_config")
     if isinstance(scenario, SearchJob):  # its knobs are batches too
         config = {k: v for k, v in (config or {}).items() if k not in BATCHES}
-    with _as_asked():
+    model = model_of(scenario)
+    with _as_asked(), _as_sent(model):
         job = Job.of_deepspeed(
-            model_of(scenario),
+            model,
             config,
             sequence=scenario.sequence,
             micro_batch=scenario.micro_batch,

@@ -23,7 +23,7 @@ LOG = logging.getLogger("uvicorn.error")
 
 
 def protocol(head_s: float) -> type[HttpToolsProtocol]:
-    """uvicorn's, with an end to a client that never finishes its first request's head."""
+    """Return uvicorn's protocol, with an end to a client that does not finish a request's head."""
 
     class Patient(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
@@ -31,16 +31,35 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
             # asyncio sets it on sockets that name their protocol, and uvicorn's do not: the second
             # packet of an answer would wait for the client's delayed acknowledgement, 40 ms.
             transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
-            loop = asyncio.get_running_loop()
-            self._head_timer = loop.call_later(head_s, self._give_up)
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._await_head()
+
+        def _await_head(self) -> None:
+            """Give the client so long for the head that it has begun."""
+            if self._head_timer is None:
+                self._head_timer = asyncio.get_running_loop().call_later(head_s, self._give_up)
+
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or self.cycle.response_complete:  # the first bytes of a further request
+                self._await_head()
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            self._rest()
+            super().on_headers_complete()
+
+        def _rest(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
         def _give_up(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
+            if not self.transport.is_closing():
                 self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
                 self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_timer.cancel()
+            self._rest()
             super().connection_lost(exc)
 
     return Patient
@@ -99,9 +118,11 @@ def load_example(service: Service, folder: Path) -> None:
         label += ", no GPU"
     elif machine.device_kind == "emulated":
         label += ", no GPU: the device is emulated"
-    if folder == shipped_example():
+    shipped = folder == shipped_example()
+    if shipped:
         label += f" (an example that comes with ebbtide; yours: {OWN_EXAMPLE})"
-    service.examples = {"machine": machine, "workload": workload, "label": label}
+    kind = "example" if shipped else "shown"
+    service.examples = {"machine": machine, "workload": workload, "label": label, "kind": kind}
     plan = None
     try:
         plan = Plan.load(folder / "plan.json")

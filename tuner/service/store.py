@@ -57,6 +57,9 @@ class Store:
         self._writing, self._reading = threading.Lock(), threading.Lock()
         try:
             self._writer = self._connected(path)
+            damage = self._writer.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if damage != "ok":
+                raise sqlite3.DatabaseError(f"it is damaged ({damage})")
             version = self._writer.execute("PRAGMA user_version").fetchone()[0]
             if version > SCHEMA_VERSION:
                 raise StoreError(
@@ -243,17 +246,22 @@ class Store:
         row = self._row("SELECT run FROM runs WHERE id = ?", run)
         return None if row is None else str(row[0])
 
-    def put_machine(self, name: str, machine: str) -> None:
+    def put_machine(self, name: str, machine: str, replace: bool = True) -> bool:
+        """Keep a machine. False: another one has the name, and is not to be replaced."""
+        clash = "REPLACE" if replace else "IGNORE"
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
+            kept = db.execute(f"INSERT OR {clash} INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
+        return kept.rowcount == 1 or self.machine(name) == machine
 
-    def machine(self, name: str) -> dict[str, Any] | None:
+    def machine(self, name: str) -> str | None:
+        """Return a machine as it was stored: another ebbtide may have written it."""
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
-        return None if row is None else dict(json.loads(row[0]))
+        return None if row is None else str(row[0])
 
-    def machines(self) -> dict[str, dict[str, Any]]:
+    def machines(self) -> dict[str, str]:
+        """Return all of them, by name."""
         rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
-        return {row["name"]: json.loads(row["machine"]) for row in rows}
+        return {row["name"]: row["machine"] for row in rows}
 
     def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
         """Finished jobs, runs and machines beyond their age or number go; an open job never."""

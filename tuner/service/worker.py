@@ -89,7 +89,8 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
     except RuleError as error:
         return _invalid(Broken(error.key, str(error)))
     except MemoryError:
-        return _invalid(Broken("", "the request must fit into a worker's memory, but needs more"))
+        rule = "accumulation, layers and subgroups must fit into a worker's memory, but take more: lower accumulation"
+        return _invalid(Broken("accumulation", rule, str(call["body"].get("accumulation"))))
     except (ValueError, ArithmeticError, RecursionError):  # of a library: its text helps nobody
         traceback.print_exc()
         rule = "the numbers must stay within what can be computed, but these do not"

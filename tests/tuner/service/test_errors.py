@@ -12,6 +12,15 @@ from pydantic import BaseModel, ValidationError
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 MODEL = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
+HF = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 MACHINE = preset("h100-node").model_dump(mode="json")
 SPAN = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
 PLAN = {"subgroup_size": 10, "placement": [{"placement": "host", "count": 2}], "staging_slots": 0}
@@ -57,6 +66,18 @@ CASES = [
     ("/simulate", {**LLAMA, "ds_config": {"zero_optimization": {"stage": 9}}}, "ds_config.zero_optimization.stage"),
     ("/simulate", {**LLAMA, "ds_config": {"train_batch_size": "x"}}, "ds_config.train_batch_size"),
     ("/simulate", {**LLAMA, "strategy": "magic"}, "strategy"),
+    ("/simulate", {**LLAMA, "micro_batch": True}, "micro_batch"),
+    ("/simulate", {**LLAMA, "ds_config": {}}, "ds_config"),
+    ("/simulate", {**LLAMA, "ds_config": HF}, "ds_config"),
+    ("/simulate", {**LLAMA, "model": {"train_batch_size": 4}}, "model"),
+    (
+        "/simulate",
+        {**LLAMA, "model": {**HF, "quantization_config": {"load_in_4bit": True}}},
+        "model.quantization_config",
+    ),
+    ("/simulate", {**LLAMA, "model": {**HF, "vocab_size": 10**15}}, "model.vocab_size"),
+    ("/simulate", {**LLAMA, "model": {**HF, "num_hidden_layers": 0}}, "model.num_hidden_layers"),
+    ("/simulate", {**LLAMA, "model": {**HF, "num_attention_heads": 7}}, "model.num_attention_heads"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"ratio": 2}}, "options.ratio"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"workload": 1}}, "options.workload"),
     ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"name": 1}}, "options.name"),
@@ -85,6 +106,22 @@ def test_an_error_names_the_field_that_was_sent(server, path, body, key):
     assert not [word for word in INTERNALS if word in response.text]
 
 
+@pytest.mark.parametrize(
+    ("body", "rule", "value"),
+    [
+        ({"micro_batch": True}, "must be a number", "True"),
+        ({"strategy": "twin_flow", "options": {"ratio": "x"}}, "must be a number, or true or false", "'x'"),
+        ({"machine": "<b>"}, "must be of letters, digits", "'<b>'"),
+        ({"strategy": "magic"}, "", "'magic'"),
+        ({"model": {**HF, "vocab_size": 10**15}}, "at most 999,999,999", "1000000000000000"),
+    ],
+)
+def test_an_error_tells_the_limit_and_the_value(server, body, rule, value):
+    (first, *_) = server.post("/simulate", {**LLAMA, **body}).json()["errors"]
+    assert rule in first["rule"]
+    assert first["value"] == value
+
+
 HALF = json.dumps({"model": {**MODEL, "name": "\ud800"}})
 
 
@@ -102,22 +139,31 @@ def test_a_run_too_short_to_be_drawn_is_refused(server, end_s):
     assert response.json()["errors"][0]["key"] == "spans"
 
 
-@pytest.mark.parametrize("name", ["<script>x", "=cmd|x", "\u202ea", "  ", "a/b", "../../etc"])
+@pytest.mark.parametrize("name", ["..", ".", "<script>x", "=cmd|x", "\u202ea", "  ", "a/b", "../../etc"])
 def test_a_machine_that_nobody_could_ask_for_is_refused(server, name):
     response = server.post("/machines", {**MACHINE, "name": name})
     assert response.status_code == 422
     assert response.json()["errors"][0]["key"] == "name"
 
 
-def test_a_machine_that_is_measured_again_replaces_the_examples(server):
-    name = server.client.get("/models").json()["workloads"][0]["machine"]
-    example = server.client.get(f"/machines/{name}").json()
+def test_a_pushed_machine_takes_neither_the_examples_name_nor_anothers(server):
+    shown = server.client.get("/models").json()["workloads"][0]["machine"]
+    example = server.client.get(f"/machines/{shown}").json()
+    name = example["name"]
+    assert shown == f"{name} (example)"
     try:
         assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201
+        assert server.client.get(f"/machines/{shown}").json() == example
+        assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201, "the same once more"
+        clash = server.post("/machines", {**example, "cpu_cores": 78})
+        assert clash.status_code == 409
+        assert "replace=true" in clash.json()["errors"][0]["rule"]
         assert server.client.get(f"/machines/{name}").json()["cpu_cores"] == 77
+        assert server.post("/machines?replace=true", {**example, "cpu_cores": 78}).status_code == 201
+        assert server.client.get(f"/machines/{name}").json()["cpu_cores"] == 78
     finally:
         server.client.delete(f"/machines/{name}")
-    assert server.client.get(f"/machines/{name}").json() == example
+    assert server.post("/machines", {**example, "name": shown}).status_code == 422
 
 
 def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monkeypatch):

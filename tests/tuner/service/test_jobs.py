@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ebbtide.simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator import Plan, preset, workload_from_model
+from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.configurations.outcome import Question
 from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import jobs
 from ebbtide.tuner.service.pool import Pool, Result
 from ebbtide.tuner.service.requests import Quota
@@ -149,7 +151,7 @@ def test_a_plan_job_is_watched_to_its_end(server):
     machine = preset("rtx4090")
     model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
     work = workload_from_model(model, machine, sequence=2048, micro_batch=1)
-    expected = simulate(build_strategy("ebbtide", work, plan=plan), machine)
+    expected = predict(work, machine, plan, Limits.of(work, machine))  # the mean over clipped steps and others
     assert plan.prediction.iteration_s == pytest.approx(expected.iteration_s)
     assert plan.checkpoint.interval_steps > 0
     assert plan.prediction.iteration_s <= result["quick_iteration_s"] * (1 + 1e-9)

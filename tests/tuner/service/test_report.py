@@ -126,14 +126,14 @@ def test_what_lies_within_the_interval_is_no_difference(plan, seconds, choice):
 
 
 def test_an_empty_timeline_is_drawn_as_nothing():
-    from ebbtide.tuner.service.timeline_view import view
+    from ebbtide.tuner.answer.timeline_view import view
 
     assert view(Timeline((), "measured"))["lanes"] == []
 
 
 def test_of_a_runs_iterations_a_typical_one_is_shown():
     from ebbtide.simulator import Lane, OpKind, Span
-    from ebbtide.tuner.service.timeline_view import window
+    from ebbtide.tuner.answer.timeline_view import window
 
     ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
     spans = tuple(Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i) for i, end in enumerate(ends))
