@@ -3,15 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
 
-def on_startup(**_: Any) -> None:
-    """Link the folders below ``build/docs/ebbtide``, where a wheel has them."""
+@event_priority(100)  # before mkdocstrings looks which packages there are
+def on_config(config: Any) -> Any:
+    """Link the folders below ``build/docs/ebbtide``, where a wheel has them. Return ``config`` unchanged."""
     package = ROOT / "build" / "docs" / "ebbtide"
     package.mkdir(parents=True, exist_ok=True)
     for path in [*(ROOT / "ebbtide").iterdir(), *(ROOT / name for name in FOLDERS)]:
         link = package / path.name
         if path.name != "__pycache__" and not link.exists():
             link.symlink_to(path)
+    return config
