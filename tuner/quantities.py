@@ -18,6 +18,7 @@ _SIZES = {
 }
 _ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
 _DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_LEAST_BARE_SIZE = 10**6  # a smaller number without a unit is more likely of GiB than of bytes
 LONGEST_S = 1e10  # three centuries: nothing planned takes longer
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
@@ -30,12 +31,16 @@ def told_seconds(seconds: float) -> str:
 
 
 def size_bytes(text: str) -> int:
-    """``24GiB``, ``100 GB``, ``1e9``: bytes.
+    """Parse ``24GiB``, ``100 GB`` or ``1e9`` (bytes).
 
     Raises:
-        ValueError: not a positive number with a known unit.
+        ValueError: not a positive number with a known unit, or a small one without any.
     """
-    return int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
+    value = int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
+    number = text.strip()
+    if value < _LEAST_BARE_SIZE and not number[-1].isalpha():
+        raise ValueError(f"a size needs its unit, but got {text!r}: write {number}GiB or {number}GB")
+    return value
 
 
 def directory_bytes(text: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from ebbtide.simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
 from ebbtide.simulator.estimates.families import ALL, MODELS, family_numbers
 from ebbtide.simulator.estimates.modules import built, built_from, is_module
+from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.spelling import spelled
 
 # Our name -> how configs call it, first found first taken.
@@ -56,7 +57,7 @@ def architecture(model: Model) -> Architecture:
     if isinstance(model, Architecture):
         return model
     if isinstance(model, str) and not model.endswith(".json") and not Path(model).exists():
-        name = spelled(model, MODELS, "known model", key="model")
+        name = _known(model)
         model = {**MODELS[name], "_name_or_path": name}
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
@@ -70,6 +71,18 @@ def architecture(model: Model) -> Architecture:
             key="model",
         )
     return _from_hugging_face(model) if "model_type" in model else _from_description(model)
+
+
+def _known(name: str) -> str:
+    """Return the known model that a name means."""
+    try:
+        return spelled(name, MODELS, "known model", key="model")
+    except RuleError as error:
+        hub = f" {name} config.json --local-dir ." if "/" in name else " with its name and config.json"
+        raise ModelError(
+            f"{error} Of any other model, give the config.json: `hf download{hub}`, then --model config.json.",
+            key="model",
+        ) from None
 
 
 def _config_of(model: Any) -> Any:

@@ -248,6 +248,8 @@ class _Resolver:
         if any(enabled == AUTO for enabled, _ in states) or not self.config:
             self.notes.append(f"precision: auto -> {given or 'bf16'}")
             return given or "bf16"
+        if given is None:
+            self.notes.append("precision: fp32, because the config enables neither bf16 nor fp16")
         return given or "fp32"
 
 

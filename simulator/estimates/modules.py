@@ -133,9 +133,21 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that builds a language model, with its encoder if it has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    """Return the class that builds a language model, with its encoder if it has one.
 
+    Raises:
+        ModelError: the config is an encoder's alone, as BERT's.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    masked = type(config) in AutoModelForMaskedLM._model_mapping
+    if masked and not config.is_encoder_decoder and not getattr(config, "is_decoder", False):
+        raise ModelError(
+            f"{config.model_type!r} is an encoder. Estimates from a config are for models that predict the next token. "
+            "Measure an encoder in its own script: tune profile --train-script train.py "
+            "(is_decoder: true in the config makes a decoder of it)",
+            key="model.model_type",
+        )
     pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
     return AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
 

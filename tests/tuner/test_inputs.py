@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
+from ebbtide.simulator.estimates.blocks import ModelError
 
 from tests.tuner.test_cli import run
 
@@ -314,3 +315,46 @@ def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):
     before = model.read_text()
     assert run("plan", "--machine", "rtx4090", "--model", model, "-o", model).exit_code == 2
     assert model.read_text() == before
+
+
+@pytest.mark.parametrize("given", ["24", "80", "1e3"])
+def test_a_size_without_its_unit_is_refused(model, given):
+    done = run("plan", "--machine", "h200", "--model", model, "--gpu-memory", given)
+    assert done.exit_code == 2
+    assert f"write {given}GiB" in " ".join(done.output.split())
+
+
+def test_a_size_in_bytes_needs_no_unit(model):
+    shared = ["--machine", "h200", "--model", model, "--gpu-memory", 24 * 2**30]
+    assert run("plan", *shared).exit_code == 0
+
+
+def test_a_model_of_the_hub_is_told_how_to_be_had():
+    done = run("simulate", "--machine", "h200", "--model", "some-lab/new-model-9b")
+    assert done.exit_code == 2
+    assert "hf download some-lab/new-model-9b config.json" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("enabled", "noted"), [({}, True), ({"bf16": {"enabled": True}}, False)])
+def test_a_config_that_trains_in_fp32_is_told(model, tmp_path, enabled, noted):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **enabled}))
+    done = run("simulate", "--machine", "h200", "--model", model, "--ds-config", path)
+    assert done.exit_code == 0
+    assert ("precision: fp32, because the config enables neither bf16 nor fp16" in done.output) is noted
+
+
+def bert(**changes):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    return {"model_type": "bert", "vocab_size": 1000, **sizes, **changes}
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_an_encoder_is_not_planned_as_a_decoder(family):
+    with pytest.raises(ModelError, match="is an encoder"):
+        workload_from_model(bert(model_type=family), preset("h200"))
+
+
+def test_an_encoder_that_is_made_a_decoder_is_planned():
+    assert workload_from_model(bert(is_decoder=True), preset("h200")).params > 0
