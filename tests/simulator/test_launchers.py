@@ -10,6 +10,7 @@ from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.tuner.inputs import LAUNCHER_OPTIONS
 from ebbtide.tuner.placements.planning import plan
+from ebbtide.tuner.quantities import told_seconds
 from ebbtide.tuner.service.requests import Scenario
 from ebbtide.tuner.service.scenario import workload_of
 from pydantic import ValidationError
@@ -93,8 +94,8 @@ def test_the_comparison_says_what_one_thread_costs():
     assert found.alternatives[0].strategy == "stock ZeRO-3 offload, 1 thread a rank"
     (told,) = [reason for reason in found.reasons if "OMP_NUM_THREADS" in reason]
     usual = plan(job.changed(launcher="deepspeed").workload(on), on)
-    assert f"it takes {usual.alternatives[0].iteration_s * 1e3:.1f} ms" in told
-    assert f"of {found.alternatives[0].iteration_s * 1e3:.1f};" in told
+    assert f"it takes {told_seconds(usual.alternatives[0].iteration_s)}" in told
+    assert f"of {told_seconds(found.alternatives[0].iteration_s)};" in told
     assert "OMP_NUM_THREADS=24" in told
     assert found.alternatives[0].iteration_s > 1.5 * usual.alternatives[0].iteration_s
     assert found.prediction.iteration_s == usual.prediction.iteration_s
