@@ -244,6 +244,7 @@ def read_trained(
             f"{workload}: leave {flag} out, or profile again"
         )
     config = read_config(about.get("ds_config"))
+    _check_kinds(config, about.get("ds_config"), model)
     if workload is not None:
         return Trained(_run_so(_read(Workload, workload, "--workload"), about), None, config)
     from ebbtide.simulator.estimates.job import Job
@@ -257,6 +258,29 @@ def read_trained(
         return Trained(job.workload(machine), job, config)
     except ValueError as error:
         raise BadInputError(f"--model {model}: {error}") from None
+
+
+def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, model: str | None) -> None:
+    """Refuse a model's config as DeepSpeed's, the reverse, and weights that full fine-tuning cannot train.
+
+    Raises:
+        BadInputError: names the flag that the file belongs to.
+    """
+    from ebbtide.simulator.estimates.architecture import is_deepspeed, is_model, quantized
+    from ebbtide.simulator.estimates.deepspeed_keys import read_file
+
+    if config is not None and is_model(config):
+        raise BadInputError(f"--ds-config {config_path} is a model's config. Give it as --model.")
+    if model is None or not Path(model).is_file():
+        return
+    try:
+        given = read_file(model)
+    except ValueError:
+        return  # what reads the model says what is wrong
+    if is_deepspeed(given):
+        raise BadInputError(f"--model {model} is a DeepSpeed config. Give it as --ds-config.")
+    if refusal := quantized(given):
+        raise BadInputError(f"--model {model}: {refusal}")
 
 
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ _SIZES = {
     "tib": 2**40,
 }
 _ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
-_DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATIONS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LEAST_BARE_SIZE = 10**6  # a smaller number without a unit is more likely of GiB than of bytes
 LONGEST_S = 1e10  # three centuries: nothing planned takes longer
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
@@ -82,7 +82,7 @@ def duration_s(text: str) -> float:
     Raises:
         ValueError: not a positive number with a known unit, or centuries.
     """
-    value = _parse(text, _DURATIONS, "a duration such as 4h, 30m or 90s")
+    value = _parse(text, _DURATIONS, "a duration with its unit, such as 4h, 30m or 90s,")
     if value > LONGEST_S:
         raise ValueError(f"a duration must be at most {LONGEST_S:g} s, but got {text!r}")
     return value

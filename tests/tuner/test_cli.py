@@ -71,7 +71,8 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["plan", "--machine", "{binary}", "--workload", "w"], "--machine must be a readable"),
         (["show", "{binary}"], "a plan must be a JSON file"),
         (["simulate", "{good}", "--plan", "p", "--strategy", "s"], "only one of --plan"),
-        (["plan", "{good}", "--mtbf", "-4h"], "a duration such as 4h"),
+        (["plan", "{good}", "--mtbf", "-4h"], "a duration with its unit"),
+        (["plan", "{good}", "--mtbf", "4"], "a duration with its unit, such as 4h"),
         (["show", "{machine}"], "is not a plan this ebbtide can use"),
         (["show", "nowhere.json"], "plan must be a readable JSON file"),
         (["show", "{newer}"], "was written by a newer ebbtide"),
@@ -120,7 +121,7 @@ def test_sizes_and_durations():
     assert size_bytes("24GiB") == 24 * 2**30
     assert size_bytes("1.5 gb") == 1_500_000_000
     assert duration_s("4h") == 14_400
-    assert duration_s("90") == 90
+    assert duration_s("90s") == 90
     for bad in ("", "GiB", "-1GiB", "0", "5 parsecs"):
         with pytest.raises(ValueError, match="is needed"):
             size_bytes(bad)

@@ -98,3 +98,40 @@ def test_a_command_without_an_engine_that_has_the_key_is_told_at_its_end(script,
 )
 def test_times_have_one_form(seconds, text):
     assert told_seconds(seconds) == text
+
+
+@pytest.fixture
+def configs(tmp_path):
+    model = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
+    files = {
+        "model.json": model,
+        "ds.json": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+        "qlora.json": {**model, "quantization_config": {"load_in_4bit": True}},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "model.json", "--ds-config", "model.json"], "is a model's config. Give it as --model."),
+        (["--model", "ds.json"], "is a DeepSpeed config. Give it as --ds-config."),
+        (["--model", "qlora.json"], "quantization_config must be absent"),
+        (["--model", "model.json", "--mtbf", "4"], "a duration with its unit"),
+        (["--model", "model.json", "--mtbf", "4s"], "check its unit"),
+    ],
+)
+def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told, monkeypatch):
+    monkeypatch.chdir(configs)
+    monkeypatch.setattr("ebbtide.tuner.placements.planning.begun", None)
+    done = run("plan", "--machine", "rtx4090", *arguments)
+    assert done.exit_code == 2
+    assert told in done.output

@@ -18,6 +18,7 @@ from ebbtide.simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
+from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
@@ -129,6 +130,32 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
     return rules
 
 
+def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
+    """Refuse failures so frequent that no plan makes progress, before a plan is searched.
+
+    Assumes that steps take their forward and backward only, and that saves cost training nothing.
+
+    Raises:
+        RuleError: less than `LEAST_GOODPUT` of the time would be progress even so.
+    """
+    failures = planned_failures(mtbf_s, restart_s)
+    persist_s = workload.checkpoint_bytes / capacities(machine, workload.ranks_per_node)["storage"]
+    cost, step_s = CheckpointCost(0.0, persist_s=persist_s), workload.forward_s + workload.backward_s
+    steps = best_interval_steps(step_s, cost, failures)
+    _check_progress(failures, cost, expected_goodput(step_s, cost, failures, steps))
+
+
+def _check_progress(failures: Failures, cost: CheckpointCost, goodput: float) -> None:
+    if goodput < LEAST_GOODPUT:
+        raise RuleError(
+            "mtbf_s (--mtbf) must leave time to train between failures, but with "
+            f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
+            f"{cost.persist_s:.1f} s until a checkpoint is durable, {goodput:.1%} of "
+            "the time would be progress: check its unit (4h, 30m, 90s)",
+            key="mtbf_s",
+        )
+
+
 def with_checkpoints(
     plan: Plan,
     workload: Workload,
@@ -151,14 +178,7 @@ def with_checkpoints(
     failures = planned_failures(mtbf_s, restart_s)
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
-    if choice.goodput < LEAST_GOODPUT:
-        raise RuleError(
-            "mtbf_s (--mtbf) must leave time to train between failures, but with "
-            f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
-            f"{choice.cost.persist_s:.1f} s until a checkpoint is durable, {choice.goodput:.1%} of "
-            "the time would be progress: check its unit (4h, 30m, 90s)",
-            key="mtbf_s",
-        )
+    _check_progress(failures, choice.cost, choice.goodput)
     host_peak = plan.prediction.host_peak_bytes + choice.cost.reserved_bytes
     changes = {"stall_s": choice.cost.stall_s, "host_peak_bytes": host_peak}
     prediction = plan.prediction.model_copy(update=changes)

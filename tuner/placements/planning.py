@@ -18,7 +18,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.placements.annealing import anneal, options, reorder
-from ebbtide.tuner.placements.checkpointing import with_checkpoints
+from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.homes import begun, brought
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import STORED
@@ -89,6 +89,8 @@ def plan(
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
+    if mtbf_s is not None:
+        check_failures(workload, machine, mtbf_s, restart_s)
     limits, machine, folders = with_storage(
         workload,
         machine,
