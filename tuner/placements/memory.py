@@ -38,12 +38,9 @@ class ImpossibleError(RuleError):
         short = [_short(name, lacking[name], taken[name]) for name in binding]
         if limits.unified:
             short.append("device and host share one memory here")
-        state_bytes = workload.params * workload.optimizer_state.state_bytes
-        short.append(
-            f"the optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes "
-            f"{size(state_bytes)}"
-        )
-        return cls("; ".join(short), _ADVICE[binding[0]], lacking)
+        state = size(workload.params * workload.optimizer_state.state_bytes)
+        why = f"The optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes {state}"
+        return cls("; ".join(short), f"{why}. {_ADVICE[binding[0]]}", lacking)
 
 
 def _short(name: str, lacking: int, taken: int) -> str:

@@ -5,6 +5,7 @@ import html
 import json
 import re
 from collections.abc import Callable
+from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, get_args
@@ -40,10 +41,14 @@ class ReportCall(BaseModel):
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
     """Return the page, from the service's own form of a run."""
+    about = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
         timelines += predicted(call.plan, call.scenario)
-    return report_html(call.plan, timelines)
+        machine, workload = resolve(call.scenario)
+        about = f"{workload.name} on {machine.device_name or machine.name}"
+        about += ", a preset" if machine.measured_with == "preset" else ", measured"
+    return report_html(call.plan, timelines, about)
 
 
 def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
@@ -193,12 +198,13 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
     ]
 
 
-def report_html(plan: Plan, timelines: list[Timeline]) -> str:
+def report_html(plan: Plan, timelines: list[Timeline], about: str = "") -> str:
     """One file without a network: its script and style are allowed by their hashes alone.
 
     Args:
         timelines: of runs under the plan, measured or predicted; the first measured one is
             compared with the plan's prediction.
+        about: what is trained and on what. Empty: a plan's file does not say.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text() for name in (*SCRIPTS, "style.css", "report.html")}
@@ -214,17 +220,20 @@ def report_html(plan: Plan, timelines: list[Timeline]) -> str:
         "STYLE": style,
         "SCRIPT": script,
         "HEADLINE": html.escape(headline(plan)),
-        "DATA": _data(plan, timelines),
+        "DATA": _data(plan, timelines, about),
     }
     # In one pass: what is put in is never searched for another placeholder.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda m: fields[m.group(1)], text["report.html"])
 
 
-def _data(plan: Plan, timelines: list[Timeline]) -> str:
+def _data(plan: Plan, timelines: list[Timeline], about: str) -> str:
     measured = next((t for t in timelines if t.source == "measured"), None)
     data = {
         "plan": plan.model_dump(mode="json"),
         "digest": plan.digest,
+        "about": about,
+        "date": datetime.now().astimezone().date().isoformat(),
+        "fits": [other.fits for other in plan.alternatives],
         "counts": {kind: plan.count(kind) for kind in get_args(Placement)},
         "measured": None if measured is None else {"iteration_s": measured.iteration_s, **measured.phases()},
         "timelines": [view(timeline) for timeline in timelines],

@@ -376,7 +376,7 @@ def test_plan_trace_and_report_are_downloaded(page, server):
         with page.expect_download() as saved:
             page.click(f"#{button}")
         contents[button] = Path(saved.value.path()).read_text()
-    assert json.loads(contents["save-plan"])["placement"]
+    assert json.loads(contents["save-plan"])["ways"]
     assert json.loads(contents["save-trace"])["traceEvents"]
     assert "Content-Security-Policy" in contents["save-report"]
 
@@ -534,6 +534,35 @@ def test_every_select_shows_its_value(page, server):
     assert dict(page.evaluate(SHOWN))["c-keep_activations"] == "kept"
 
 
+def test_a_plan_file_is_taken_for_a_plan_and_a_profile_for_none(page, server, tmp_path):
+    asked = {"model": "Llama 3 8B", "machine": "h100-node"}
+    plan = server.post("/answer", {**asked, "peers": False}).json()["plan"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    opened(page, server)
+    page.click("#upload summary")
+    with page.expect_response(lambda r: '"ways"' in (r.request.post_data or "")):
+        page.set_input_files("#file", path)
+    page.wait_for_function("() => document.querySelector('#effort').textContent === 'The plan of plan.json.'")
+    assert "plan.json is the plan that is shown" in page.inner_text("#file-told")
+    settled(page)
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps({"layers": [1], "subgroups": [1]}))
+    page.set_input_files("#file", path)
+    assert "tune serve --show" in page.inner_text("#file-told")
+
+
+def test_an_uploaded_machine_is_listed_and_deleted_on_the_page(page, server):
+    machine = server.client.get("/machines/rtx4090").json()
+    server.post("/machines", {**machine, "name": "desk 4"})
+    page.goto(server.url + "/?view=work")
+    card = page.locator("[data-machine='desk 4']")
+    card.get_by_role("button").click()
+    card.get_by_role("button").click()
+    card.wait_for(state="detached")
+    assert server.client.get("/machines/desk%204").status_code == 404
+
+
 def test_where_offloading_is_not_advised_sentence_tile_timeline_and_button_agree(page, server):
     opened(page, server, "/?model=Llama+3.2+1B&machine=h200")
     assert page.inner_text("#sentence").startswith("Do not offload")
@@ -549,7 +578,9 @@ def test_where_stock_does_not_fit_nothing_is_a_multiple_of_its_speed(page, serve
     opened(page, server, "/?model=Llama+3+8B&machine=rtx4090")
     assert "stock does not: it needs" in page.inner_text("#sentence")
     assert "does not fit" in page.inner_text("#tiles")
+    settled(page)
     assert "×" not in page.inner_text("#table")
+    assert "Against stock" not in page.inner_text("#table")
 
 
 def test_a_plan_comes_with_what_to_type(page, server):

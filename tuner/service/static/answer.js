@@ -47,6 +47,7 @@ export class AnswerView {
     try {
       await this.openPin(query.get("pin"));
       this.plan = await this.place(query);
+      this.planFrom = "The plan that a job found.";
     } catch (error) {
       this.refuse(error);
       return;
@@ -116,6 +117,14 @@ export class AnswerView {
     sweep(this.controls.scenario(), wanted, values, this.sweeping.signal, (points) => {
       drawSweep(at("swept-chart"), wanted, points, there, (value) => this.controls.take({ [wanted.key]: value }));
     });
+  }
+
+  // A plan file that somebody opened, on the scenario that the controls show; returns what is told of it.
+  show(plan, name) {
+    this.plan = plan;
+    this.planFrom = `The plan of ${name}.`;
+    this.ask();
+    return `${name} is the plan that is shown, for the model and machine above. Move a control to search again.`;
   }
 
   // By hand: what is asked is no longer a job's.
@@ -244,7 +253,7 @@ export class AnswerView {
     at("sentence").textContent = answer.sentence;
     at("context").textContent = context(answer);
     const advised = answer.verdict === "offload";
-    this.effort(this.plan ? "The plan that a job found." : advised && isOptimum(answer) ? OPTIMUM : "");
+    this.effort(this.plan ? this.planFrom : advised && isOptimum(answer) ? OPTIMUM : "");
     at("save-plan").classList.toggle("primary", advised);
     at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan all the same";
     at("tiles").replaceChildren(...tiles(answer));

@@ -17,14 +17,20 @@ function showView(name) {
 }
 
 // What was pasted or opened; `name`: of the file.
-function take(controls, text, name = "") {
+function take(controls, view, text, name = "") {
   if (!text.trim()) return;
   try {
-    at("file-told").textContent = controls.add(JSON.parse(text), name.replace(/\.json$/, ""));
+    const content = JSON.parse(text);
+    at("file-told").textContent = isPlan(content) ? view.show(content, name || "pasted plan") : controls.add(content, name.replace(/\.json$/, ""));
     at("pasted").value = "";
   } catch (error) {
     at("file-told").textContent = `${name || "What is pasted"} must be JSON, but: ${error.message}`;
   }
+}
+
+// What `tune plan` writes.
+function isPlan(content) {
+  return Boolean(content) && typeof content === "object" && "subgroup_size" in content && ("ways" in content || "placement" in content);
 }
 
 // A style sheet that did not arrive is asked for once more: the page would be a heap of words.
@@ -55,12 +61,12 @@ async function start() {
   });
   at("file").addEventListener("change", async () => {
     const [file] = at("file").files;
-    if (file) take(controls, await file.text(), file.name);
+    if (file) take(controls, view, await file.text(), file.name);
   });
   at("pasted").addEventListener("input", (event) => {
-    if (event.inputType === "insertFromPaste") take(controls, at("pasted").value);
+    if (event.inputType === "insertFromPaste") take(controls, view, at("pasted").value);
   });
-  at("pasted").addEventListener("change", () => take(controls, at("pasted").value));
+  at("pasted").addEventListener("change", () => take(controls, view, at("pasted").value));
   at("config-gone").addEventListener("click", () => controls.addConfig(null));
   at("search").addEventListener("click", () => submit("plan", { ...controls.scenario(), robust: true }));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));

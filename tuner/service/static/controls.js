@@ -343,6 +343,7 @@ export class Controls {
   add(content, name) {
     if (content === null || typeof content !== "object" || Array.isArray(content)) throw new Error("it must be an object, as in config.json");
     if (isDeepSpeed(content)) return this.addConfig(content);
+    if (content.layers && content.subgroups) throw new Error("this is a profiled workload, which a server shows that was started with tune serve --show FOLDER");
     const kind = content.h2d_bytes_per_s ? "machine" : "model";
     const called = String(content.name || content._name_or_path || name || "pasted").slice(0, 60);
     this.keepUpload(kind, called, content);

@@ -22,9 +22,14 @@ function kind(schema, all) {
   return schema && schema.$ref ? schema.$ref.split("/").pop() : s.type || "any";
 }
 
+// A description of the source, without its quotes of code.
+function plain(text) {
+  return (text || "").replaceAll("`", "");
+}
+
 function limits(schema) {
   const s = schema.anyOf ? schema.anyOf[0] : schema;
-  const told = [["minimum", "≥"], ["exclusiveMinimum", ">"], ["maximum", "≤"], ["exclusiveMaximum", "<"]].filter(([key]) => key in s).map(([key, sign]) => `${sign} ${s[key]}`);
+  const told = [["minimum", "≥"], ["exclusiveMinimum", ">"], ["maximum", "≤"], ["exclusiveMaximum", "<"]].filter(([key]) => key in s).map(([key, sign]) => `${sign} ${s[key] >= 1e9 ? s[key].toExponential() : s[key]}`);
   if ("default" in schema && schema.default !== null) told.push(`default ${JSON.stringify(schema.default)}`);
   return told.join(", ");
 }
@@ -34,14 +39,14 @@ function fields(schema, all) {
   if (!properties) return element("p", { class: "hint" }, kind(schema, all));
   const rows = Object.entries(properties).map(([name, one]) => element("tr", {},
     element("th", { scope: "row" }, element("code", {}, name)), element("td", {}, kind(one, all)),
-    element("td", {}, [required.includes(name) ? "must be given" : "", limits(one), one.description || ""].filter(Boolean).join("; "))));
-  return element("div", { class: "scroll", tabindex: 0 }, element("p", { class: "hint" }, description || ""), element("table", { class: "strategies fields" }, element("tbody", {}, ...rows)));
+    element("td", {}, [required.includes(name) ? "must be given" : "", limits(one), plain(one.description)].filter(Boolean).join("; "))));
+  return element("div", { class: "scroll", tabindex: 0 }, element("p", { class: "hint" }, plain(description)), element("table", { class: "strategies fields" }, element("tbody", {}, ...rows)));
 }
 
 function route(path, method, operation, all) {
   const body = operation.requestBody && operation.requestBody.content["application/json"];
   const good = operation.responses["200"] || operation.responses["201"];
-  const parts = [element("p", {}, operation.description || operation.summary || "")];
+  const parts = [element("p", {}, plain(operation.description || operation.summary))];
   if (operation.parameters) parts.push(element("p", { class: "hint" }, `Parameters: ${operation.parameters.map((one) => `${one.name} (${kind(one.schema, all)})`).join(", ")}`));
   if (body) parts.push(element("h3", {}, "Request"), fields(body.schema, all));
   for (const [type, content] of Object.entries(good.content || {})) {

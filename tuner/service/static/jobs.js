@@ -40,12 +40,33 @@ export class WorkView {
       const [{ jobs }, { runs }] = await Promise.all([call("/jobs"), call("/runs")]);
       this.jobs = new Map(jobs.reverse().map((job) => [job.id, job]));
       this.runs = runs;
+      await this.readMachines();
     } else if (kind === "job") {
       this.jobs.set(data.id, { ...this.jobs.get(data.id), ...data });
       if (data.id === this.opened && !OPEN.includes(data.state)) this.fill(data.id, this.openJob);
     } else if (kind === "run") this.runs.unshift(data);
     else if (kind === "gone") this.forget(data.id);
     this.render();
+  }
+
+  // Uploaded machines, those too that this ebbtide cannot read; what the server was started with stays.
+  async readMachines() {
+    const { machines, unreadable } = await call("/machines");
+    const own = machines.filter((m) => !m.preset && !/ \((example|shown)\)$/.test(m.name));
+    const cards = [
+      ...unreadable.map((m) => this.machineCard(m.name, `cannot be read: ${m.reason}`)),
+      ...own.map((m) => this.machineCard(m.name, m.device_name)),
+    ];
+    at("machines-panel").hidden = !cards.length;
+    at("machines").replaceChildren(...cards);
+  }
+
+  machineCard(name, told) {
+    return element("article", { class: "card", "data-machine": name }, element("p", { class: "card-title" }, name), element("p", { class: "hint" }, told),
+      element("div", { class: "actions" }, this.sure("Delete", async () => {
+        await call(`/machines/${encodeURIComponent(name)}`, { method: "DELETE" });
+        await this.readMachines();
+      })));
   }
 
   forget(id) {
@@ -125,8 +146,9 @@ export class WorkView {
     title.lastChild.className = `state ${job.state}`;
     title.lastChild.textContent = job.state;
     when.textContent = `${new Date(job.created_s * 1e3).toLocaleString()}${attempt}`;
-    note.hidden = job.note === job.state;
-    note.textContent = job.note;
+    const waiting = job.state === "queued" ? this.before(job) : "";
+    note.hidden = !waiting && job.note === job.state;
+    note.textContent = waiting || job.note;
     const phase = OPEN.includes(job.state) ? "open" : job.state;
     if (actions.dataset.phase !== phase) {
       actions.dataset.phase = phase;
@@ -135,6 +157,12 @@ export class WorkView {
       if (focused) title.firstChild.focus(); // what was pressed is gone
     }
     if (phase === "open") actions.firstChild.value = job.share;
+  }
+
+  // What a queued job waits for.
+  before(job) {
+    const earlier = [...this.jobs.values()].filter((other) => OPEN.includes(other.state) && other.created_s < job.created_s).length;
+    return earlier ? `waits for ${earlier} ${earlier === 1 ? "job" : "jobs"} before it` : "the next one to start";
   }
 
   actions(job, phase) {

@@ -13,9 +13,10 @@ function showReport() {
   const data = JSON.parse(find("data").textContent);
   const { plan } = data;
   const versions = Object.entries(plan.versions).map(([name, v]) => `${name} ${v}`).join(", ");
-  find("about").textContent = `Plan ${data.digest}${versions ? `, made with ${versions}` : ""}.`;
+  find("about").textContent = `${data.about ? `${data.about}. ` : ""}Plan ${data.digest}${versions ? `, made with ${versions}` : ""}; report of ${data.date}.`;
+  document.title = data.about ? `ebbtide: ${data.about}` : document.title;
   find("planned").append(facts(planned(data)));
-  const rows = rowsOf(plan);
+  const rows = rowsOf(data);
   if (rows.length) drawTable(find("table"), rows);
   else find("table").append(element("p", { class: "hint" }, "This plan carries no prediction."));
   find("reasons").append(...plan.reasons.map((text) => element("li", {}, text)));
@@ -34,22 +35,26 @@ function planned({ plan, counts }) {
   const checkpoint = plan.checkpoint.interval_steps ? `every ${plan.checkpoint.interval_steps} steps` : "only when the training script saves";
   const rows = [
     ["Subgroups", `${placed}; of ${plan.subgroup_size.toLocaleString("en-US")} parameters each`],
-    ["Staging slots on the GPU", `${plan.staging_slots}, ${plan.prefetch} filled before the norm is known`],
+    ...(plan.staging_slots ? [["Staging buffers on the GPU", `${plan.staging_slots}, ${plan.prefetch} filled during backward`]] : []),
     ["Updates while the next forward runs", plan.overlap_forward ? "yes" : "no"],
     ["Checkpoints", checkpoint],
   ];
-  if (plan.prediction) rows.push(["Peak memory", `${gib(plan.prediction.device_peak_bytes)} of the GPU, ${gib(plan.prediction.host_peak_bytes)} of the host`]);
+  if (plan.prediction) {
+    const { device_peak_bytes: device, host_peak_bytes: host, limits } = plan.prediction;
+    const one = limits.host && !limits.device; // a machine without a GPU
+    rows.push(["Peak memory", one ? `${gib(device + host)}, of ${gib(limits.host)} that may be used` : `${gib(device)} of GPU memory, ${gib(host)} of host memory`]);
+  }
   return rows;
 }
 
-function rowsOf(plan) {
+function rowsOf({ plan, fits }) {
   if (!plan.prediction) return [];
-  const all = [{ ...plan.prediction, role: "plan", strategy: "ebbtide" }, ...plan.alternatives];
+  const all = [{ ...plan.prediction, role: "plan", strategy: "ebbtide", fits: true }, ...plan.alternatives.map((p, i) => ({ ...p, fits: fits[i] }))];
   const stock = all.find((p) => p.strategy === "zero3_offload" || p.strategy.startsWith("stock ZeRO"));
   return all.map((p) => ({
-    ...p, setting: "", fits: !p.note, reason: p.note, tokens_per_s: null,
-    speedup: stock ? stock.iteration_s / p.iteration_s : null,
-  })).sort((a, b) => a.iteration_s - b.iteration_s);
+    ...p, setting: "", reason: p.note, tokens_per_s: null,
+    speedup: stock && stock.fits ? stock.iteration_s / p.iteration_s : null,
+  })).sort((a, b) => b.fits - a.fits || a.iteration_s - b.iteration_s);
 }
 
 function showMeasured(find, { plan, measured }) {

@@ -7,22 +7,23 @@ const COLUMNS = ["Strategy", "Iteration", "Against stock", "Tokens/s", "GPU memo
 export function drawTable(host, rows) {
   const most = Math.max(...rows.map((r) => r.speedup || 0));
   const tokens = rows.some((row) => row.tokens_per_s);
-  const columns = COLUMNS.filter((name) => tokens || name !== "Tokens/s");
+  const against = rows.some((row) => row.speedup); // where stock does not fit, nothing is a multiple of its speed
+  const columns = COLUMNS.filter((name) => (tokens || name !== "Tokens/s") && (against || name !== "Against stock"));
   const head = element("tr", {}, ...columns.map((name, i) =>
     element("th", { scope: "col", class: i && name !== "Fits" ? "number" : null }, name)));
-  const body = rows.map((row) => line(row, most, tokens));
+  const body = rows.map((row) => line(row, most, tokens, against));
   host.replaceChildren(element("table", { class: "strategies blocks" },
     element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
 // Each cell knows its column's name: on a narrow page a row is a block of its own.
-function line(row, most, tokens) {
+function line(row, most, tokens, against) {
   const number = (text, name) => element("td", { class: "number", "data-name": name }, text);
   const role = row.role === "plan" ? "chosen" : "";
   return element("tr", { class: `${role} ${row.fits ? "" : "unfit"}`.trim(), "data-strategy": row.strategy, "data-label": row.label },
     element("th", { scope: "row" }, strategyName(row)),
     number(seconds(row.iteration_s), "Iteration"),
-    number(speed(row.speedup, most), "Against stock"),
+    against ? number(speed(row.speedup, most), "Against stock") : null,
     tokens ? number(row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "Tokens/s") : null,
     number(gib(row.device_peak_bytes), "GPU memory"),
     number(gib(row.host_peak_bytes), "Host memory"),
@@ -30,7 +31,7 @@ function line(row, most, tokens) {
 }
 
 function speed(ratio, most) {
-  if (!ratio) return "–"; // stock does not fit: nothing is a multiple of its speed
+  if (!ratio) return "unknown";
   const cell = element("span", { class: "speed" }, times(ratio));
   const svg = shape("svg", { width: 64, height: 8, class: "bar-cell", "aria-hidden": "true" });
   svg.append(shape("rect", { width: 64, height: 8, rx: 2, class: "bar-track" }));
