@@ -48,6 +48,20 @@ def seen_in(tmp_path, text, described=TWO, name="train.log"):
     return read_observations(path, described)
 
 
+def test_the_lines_of_older_deepspeed_are_read():
+    """Versions before 0.9 wrote other names, and the rank twice."""
+    line = (
+        "[2023-06-21 07:39:09,439] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
+        "forward_microstep: 27.48 | backward_microstep: 73.59 | step_microstep: 72.59\n"
+        "[2023-06-21 07:39:09,443] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
+        "forward: 27.41 | backward: 73.44 | backward_inner: 50.99 | backward_allreduce: 22.40 | step: 72.82\n"
+    )
+    log = read_log(5 * line)
+    assert log.iterations == 5
+    assert [seconds[0] for seconds in log.phases_s.values()] == pytest.approx([0.02741, 0.07344, 0.07282])
+    assert {len(seconds) for seconds in log.phases_s.values()} == {3}
+
+
 def test_the_loop_is_what_the_times_of_day_show(tmp_path):
     """Samples per second leave out what the loop does after a step: here, one second."""
     (seen,) = seen_in(tmp_path, REAL)

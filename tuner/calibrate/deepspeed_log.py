@@ -27,7 +27,8 @@ LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL = 2, 0.2
 # A number that another process wrote into, or that was cut, is none.
 _TIMER = re.compile(r" \| (\w+): (\d+(?:\.\d+)?)(?![\w.])")
 _GLOBAL = re.compile(rf"time \(ms\)((?:{_TIMER.pattern})+)")
-_NAMES = {"fwd": "forward", "bwd": "backward", "step": "step"}
+# Versions before 0.9 wrote the names of the phases whole.
+_NAMES = ({"fwd": "forward", "bwd": "backward", "step": "step"}, {n: n for n in ("forward", "backward", "step")})
 # What torchrun prints where it sets the variable, and how environments are written elsewhere.
 _THREADS = re.compile(r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b")
 _STEP = re.compile(
@@ -62,12 +63,12 @@ class DeepSpeedLog:
 
 def read_log(text: str) -> DeepSpeedLog:
     """Reads what there is; a log without such lines gives empty lists."""
-    phases: dict[str, list[float]] = {phase: [] for phase in _NAMES.values()}
+    phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
     for line in _GLOBAL.finditer(text):
         timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
-        if set(_NAMES) <= set(timers):  # timers of single micro-batches have other names
-            for key, phase in _NAMES.items():
-                phases[phase].append(timers[key] / 1e3)
+        # Timers of single micro-batches have other names.
+        for key, phase in next((names for names in _NAMES if names.keys() <= timers.keys()), {}).items():
+            phases[phase].append(timers[key] / 1e3)
     count = len(phases["step"])
     threads = _THREADS.search(text)
     steps = [match.groups() for match in _STEP.finditer(text)]
