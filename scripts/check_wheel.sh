@@ -48,7 +48,7 @@ from pathlib import Path
 
 if not any(Path(path).name == "packages.pth" for path in Path(sys.argv[1]).rglob("*.pth")):
     names = {d.name.lower() for d in distributions()}
-    surplus = names & {"optuna", "matplotlib", "pandas", "transformers"}
+    surplus = names & {"matplotlib", "pandas", "transformers"}
     assert not surplus, f"a training node must not need {surplus}"
 begin = time.perf_counter()
 import ebbtide.runtime

@@ -19,7 +19,7 @@ export PYTHONPATH="$packages:$PWD${PYTHONPATH:+:$PYTHONPATH}" PATH="$packages/bi
 "$python" - <<'EOF'
 import importlib, sys
 needed = ["torch", "triton", "deepspeed", "pydantic", "numpy", "scipy", "pandas", "matplotlib",
-          "numba", "optuna", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "ninja"]
+          "numba", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "ninja"]
 missing, broken = [], []
 for name in needed:
     try:

@@ -10,7 +10,7 @@ __all__ = ["ImpossibleError", "plan"]
 
 
 def __getattr__(name: str) -> Any:
-    # optuna and numba load on first use, so that `tune --help` stays fast.
+    # numba loads on first use, so that `tune --help` stays fast.
     if name == "plan":
         from ebbtide.tuner.placements.planning import plan
 

@@ -15,7 +15,7 @@ from ebbtide.runtime.hardware.cores import cpu_name
 from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.versions import versions
 
-_PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optuna")
+_PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy")
 
 
 def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:

@@ -21,7 +21,6 @@ for _name in (
     "torch.distributed.nn.functional",
     "torch._dynamo",
     "matplotlib.pyplot",
-    "optuna",
     "ebbtide.profiler.machine",
     "ebbtide.runtime.zero.attach",
     "ebbtide.runtime.checkpoint.deepspeed.engine",

@@ -10,11 +10,9 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.offloading import offloading
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations.answer import Answer
-from ebbtide.tuner.configurations.decision import Promises
-from ebbtide.tuner.configurations.outcome import PLANNED, Outcome, Question
+from ebbtide.tuner.configurations.deciding import explore, promise, tightened
+from ebbtide.tuner.configurations.evaluation import PLANNED, Outcome, Question
 from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
-from ebbtide.tuner.configurations.study import explore
-from ebbtide.tuner.configurations.verify import Verified, _config, other_machine
 
 LLAMA = {
     "model_type": "llama",
@@ -204,13 +202,12 @@ PIPELINED = {"device": "nvme", "pipeline_read": True}
 )
 def test_no_simulation_beats_its_bounds(given, free):
     asked = question(ds_config=given, device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
-    promises = Promises(asked)
     knobs = [k for k in KNOBS if k != "offload" or free == k]
     base = Configuration(gpus=2, offload="none" if free == "offload" else free)
     every = list(Space.of(base, knobs, 16))
     lacking = simulated = 0
     for c in every[:: max(1, len(every) // 40)]:
-        bounds, found = promises.tight(c), asked.answer(c)
+        bounds, found = tightened(asked, c, promise(asked, c)), asked.answer(c)
         assert bool(bounds.refused) == found.refused
         if found.refused:
             continue
@@ -223,15 +220,6 @@ def test_no_simulation_beats_its_bounds(given, free):
     assert lacking > 2 or "activation_checkpointing" in given  # which then fit
 
 
-def test_verdicts_do_not_depend_on_the_seed():
-    space, machine = Space.of(Configuration(gpus=4), KNOBS, 8), preset("h100-node")
-    few = LLAMA | {"num_hidden_layers": 4}
-    one, other = (explore(Question(few, machine, sequence=1024, seed=seed), space) for seed in (0, 1))
-    best = one.fitting[0].tokens_per_s
-    assert other.fitting[0].tokens_per_s == pytest.approx(best, rel=0.01)
-    assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in one.remarks()[1:]]
-
-
 CONFIGS = {
     "none": {},
     "precision": {"fp16": {"enabled": True}},
@@ -242,7 +230,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("given", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters", "nvme"])
-def test_a_configuration_is_the_same_in_search_simulate_plan_and_verify(given, offload):
+def test_a_configuration_is_the_same_in_search_simulate_and_plan(given, offload):
     c = Configuration(micro_batch=2, accumulation=2, gpus=2, offload=offload)
     asked = question(ds_config=given)
     found = asked.answer(c)
@@ -251,9 +239,9 @@ def test_a_configuration_is_the_same_in_search_simulate_plan_and_verify(given, o
     usual = workload_from_model(
         LLAMA, preset("h100-node"), given or None, micro_batch=2, gradient_accumulation_steps=2, **shape
     )
-    run = _config(asked, found)
-    for work in (usual, workload_from_model(LLAMA, preset("h100-node"), run, **shape)):
-        name, options = offloading(run).strategy(3)
+    emitted = workload_from_model(LLAMA, preset("h100-node"), found.deepspeed, **shape)
+    for work in (usual, emitted):
+        name, options = offloading(found.deepspeed).strategy(3)
         if offload in PLANNED:
             name, options = "ebbtide", {"plan": found.plan}
         simulated = simulate_fast(build_strategy(name, work, **options), preset("h100-node"))
@@ -287,38 +275,12 @@ def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
     assert fits.host_peak_bytes <= small["host_memory_bytes"]
 
 
-def test_a_search_that_is_cut_short_says_so_and_is_kept(tmp_path):
-    import optuna
-
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
+def test_a_search_that_is_cut_short_says_so():
     space = Space.of(Configuration(gpus=4), ("micro_batch", "accumulation", "gpus"), 64)
-    found = explore(question(), space, trials=6, storage=storage)
+    found = explore(question(), space, trials=3)
     assert not found.complete
-    assert any("not decided: only 6 of " in r for r in found.remarks())
-    (summary,) = optuna.get_all_study_summaries(storage)
-    assert summary.n_trials == 6
-    explore(question(), space, trials=6, storage=storage)
-    (summary,) = optuna.get_all_study_summaries(storage)
-    assert summary.n_trials == 6, "the same question is the same study, each trial once"
-
-
-def test_another_question_is_another_study(tmp_path):
-    import optuna
-
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
-    free = ("gpus", "offload")
-    wide = {**LLAMA, "hidden_size": 1024}
-    questions = [
-        question(),
-        Question(wide, preset("h100-node"), sequence=1024),
-        Question(LLAMA, preset("h100-node"), sequence=512),
-        question(host_memory_bytes=2**33),
-        question(ds_config={"fp16": {"enabled": True}}),
-    ]
-    for asked in questions:
-        explore(asked, Space.of(Configuration(gpus=1), free), storage=storage)
-    explore(questions[0], Space.of(Configuration(gpus=2), free), storage=storage)
-    assert len(optuna.get_all_study_summaries(storage)) == len(questions) + 1
+    assert len(found.outcomes) == 3
+    assert any("not decided: only 3 of " in r for r in found.remarks())
 
 
 def test_the_command_writes_what_it_prints(tmp_path):
@@ -356,19 +318,14 @@ def test_the_command_writes_what_it_prints(tmp_path):
         (["--free", "colour"], "--free must name some of"),
         (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "multiple of the 4 GPUs"),
         (["--global-batch", "1000000000", "--free", "micro_batch,accumulation"], "at most 1024"),
-        (["--study-storage", "nonsense"], "--study-storage must be a storage URL"),
-        (["--study-storage", ""], "--study-storage must be a storage URL"),
-        (["--study-storage", "sqlite:////nodir/x.db"], "--study-storage must be a storage URL"),
         (["--gpu-memory", "900GiB"], "must be at most what the machine has"),
         (["--host-memory", "90TiB"], "must be at most what the machine has"),
         (["--gpu-memory", "1GiB"], "nothing fits"),
-        (["--verify", "1"], "must be a Hugging Face config.json with a model_type"),
+        (["--trials", "0"], "--trials"),
     ],
 )
 def test_what_cannot_be_searched_ends_with_one_line(tmp_path, words, message):
-    plain = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 32000}
-    model = plain if "--verify" in words else LLAMA
-    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     common = ["search", "--machine", "h100-node", "--model", str(tmp_path / "config.json")]
     free = [] if "--free" in words else ["--free", "recompute"]
     ended = CliRunner().invoke(main, [*common, *free, *words])
@@ -411,7 +368,7 @@ def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):
     for free in ("offload", "recompute"):
         ended = searched(tmp_path, config, "--free", free)
         assert ended.exit_code == 2, ended.output
-        assert re.search(rule, ended.stderr), ended.stderr
+        assert re.search(rule, ended.output), ended.output
 
 
 @pytest.mark.parametrize(
@@ -467,54 +424,3 @@ def test_activation_offload_is_searched_with_what_it_goes_with(tmp_path):
     record = json.loads(ended.stdout)
     assert record["best"]["configuration"]["offload"] != "none"
     assert any("left out: 1 configurations: activation_checkpointing" in r for r in record["remarks"])
-
-
-def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
-    from io import StringIO
-
-    from ebbtide.profiler.hardware import look
-    from ebbtide.tuner.configurations import report
-    from rich.console import Console
-
-    here = look(False)
-    this = preset("h100-node").model_copy(
-        update={
-            "device_kind": "emulated",
-            "device_name": here.cpu_name,
-            "unified_memory": True,
-            "gpus_per_node": here.gpus,
-            "cpu_cores": here.cores,
-            "host_memory_bytes": here.host_memory_bytes,
-            "device_memory_bytes": here.device_memory_bytes,
-        }
-    )
-    assert not other_machine(this) or here.gpu_name
-    elsewhere = other_machine(preset("h100-node"))
-    assert "predictions are for h100-node" in elsewhere
-    ran = [Verified(outcome(2.0), iteration_s=16.0)]
-    for told, cell in ((elsewhere, "another machine"), ("", "-94%")):
-        out = StringIO()
-        report.show(answer(outcome(2.0)), ran, Console(file=out, width=300), told)
-        assert cell in out.getvalue()
-        assert ("-94%" in out.getvalue()) == (not told)
-    assert report.as_json(answer(outcome(2.0)), ran, elsewhere)["verified_elsewhere"] == elsewhere
-
-
-def test_what_runs_has_no_value_that_only_a_trainer_can_fill_in():
-    given = {
-        "bf16": {"enabled": "auto"},
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-        "zero_optimization": {"reduce_bucket_size": "auto", "sub_group_size": "auto"},
-    }
-    asked = question(ds_config=given)
-    run = _config(asked, asked.answer(Configuration()))
-    assert "auto" not in json.dumps(run)
-    assert run["bf16"] == {"enabled": True}
-    assert run["optimizer"]["params"] == {"weight_decay": 0.1}
-    assert run["zero_optimization"]["reduce_bucket_size"] == 2048**2
-    assert workload_from_model(LLAMA, preset("h100-node"), run, sequence=1024) == asked.workload(
-        Configuration()
-    ).model_copy(update={"provenance": workload_from_model(LLAMA, preset("h100-node"), run, sequence=1024).provenance})

@@ -72,7 +72,7 @@ def test_a_build_lock_that_was_left_over(tmp_path, monkeypatch):
 
 def test_versions_out_of_range(monkeypatch):
     monkeypatch.setattr(
-        software, "requires", lambda _: ["torch>=99", "numpy", "nowhere>=1", 'optuna>=4; extra == "tune"']
+        software, "requires", lambda _: ["torch>=99", "numpy", "nowhere>=1", 'pandas>=2; extra == "tune"']
     )
     told = {finding.name: finding for finding in software.versions()}
     assert told["torch"].fix == "pip install 'torch>=99'"

@@ -12,7 +12,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 
 @click.command(
     epilog="Example: tune search --machine h100-node --model config.json --global-batch 256 "
-    "--free micro_batch,accumulation,recompute,offload --verify 2"
+    "--free micro_batch,accumulation,recompute,offload"
 )
 @MACHINE
 @click.option("--model", required=True, help="A Hugging Face config.json, or a plain description.")
@@ -45,9 +45,6 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     show_default=True,
     help="Simulations at the most; what bounds decide takes none.",
 )
-@click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
-@click.option("--verify", type=click.IntRange(min=0), default=0, help="Run the best K for real.")
-@click.option("--seed", default=0, show_default=True, help="Of the short search for each plan.")
 @click.option("-o", "--output", help="Everything that was simulated, as JSON.")
 @JSON
 @guarded
@@ -59,9 +56,6 @@ def search(
     free: str | None,
     global_batch: int | None,
     trials: int,
-    study_storage: str | None,
-    verify: int,
-    seed: int,
     output: str | None,
     as_json: bool,
     gpu_memory: int | None,
@@ -74,12 +68,10 @@ def search(
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report
+    from ebbtide.tuner.configurations.deciding import explore
+    from ebbtide.tuner.configurations.evaluation import Question
     from ebbtide.tuner.configurations.fixed import fixed_knobs
-    from ebbtide.tuner.configurations.outcome import Question
     from ebbtide.tuner.configurations.space import Configuration, Space
-    from ebbtide.tuner.configurations.study import explore
-    from ebbtide.tuner.configurations.verify import other_machine
-    from ebbtide.tuner.configurations.verify import verify as run_for_real
     from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
@@ -93,7 +85,6 @@ def search(
         gpu_memory,
         host_memory,
         memory_margin,
-        seed,
         started=started_by(base),
         storage=dict(storage),
     )
@@ -103,16 +94,14 @@ def search(
         offload="optimizer" if ds_config is None else "none",  # a config that says nothing of it
     )
     space = Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
-    answer = explore(question, space, trials=trials, storage=study_storage)
-    verified = run_for_real(question, answer.fitting[:verify]) if verify else []
-    elsewhere = other_machine(on) if verified else ""
-    record = report.as_json(answer, verified, elsewhere)
+    answer = explore(question, space, trials=trials)
+    record = report.as_json(answer)
     if output is not None:
         with written("--output", output):
             write_config(record, output)
     if as_json:
         click.echo(json.dumps(record, indent=1))
     else:
-        report.show(answer, verified, wide_console(), elsewhere)
+        report.show(answer, wide_console())
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.tuner.configurations.outcome import Outcome
+from ebbtide.tuner.configurations.evaluation import Outcome
 from ebbtide.tuner.configurations.space import Space
 
 NEAR = 0.05  # of the best: close enough to be named for what it saves

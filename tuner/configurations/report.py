@@ -1,33 +1,23 @@
 """What ``tune search`` prints and writes."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ebbtide.simulator.limits import size
 from ebbtide.tuner.configurations.answer import Answer
-from ebbtide.tuner.configurations.outcome import Outcome
-from ebbtide.tuner.configurations.verify import Verified
+from ebbtide.tuner.configurations.evaluation import Outcome
 from rich.console import Console
 from rich.table import Table
 
 
-def show(answer: Answer, verified: Sequence[Verified], console: Console, elsewhere: str = "") -> None:
-    """The answer in words, the Pareto front, what each knob costs, then what was run for real.
-
-    Args:
-        elsewhere: how the machine that runs differs from the one of the predictions.
-    """
+def show(answer: Answer, console: Console) -> None:
+    """Print the answer in words, the Pareto front, and the cost of each knob's values."""
     for remark in answer.remarks():
         console.print(remark)
     if not answer.fitting:
         return
     console.print(_front(answer))
     console.print(_costs(answer))
-    if verified:
-        if elsewhere:
-            console.print(f"warning: {elsewhere}")
-        console.print(_measured(verified, compared=not elsewhere))
     console.print(
         "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in another order."
     )
@@ -70,26 +60,8 @@ def _value(value: object) -> str:
     return f"{value:.0e}" if isinstance(value, int) and value >= 10**6 else str(value)
 
 
-def _measured(verified: Sequence[Verified], compared: bool) -> Table:
-    table = Table(title="run for real: predicted and measured iteration")
-    for column in ("configuration", "predicted", "measured", "error"):
-        table.add_column(column, justify="left" if column == "configuration" else "right")
-    for v in verified:
-        predicted = f"{v.outcome.iteration_s * 1e3:.0f} ms"
-        if v.failure:
-            table.add_row(v.outcome.configuration.text(), predicted, f"failed: {v.failure}", "")
-        else:
-            table.add_row(
-                v.outcome.configuration.text(),
-                predicted,
-                f"{v.iteration_s * 1e3:.0f} ms",
-                f"{v.error:+.0%}" if compared else "another machine",
-            )
-    return table
-
-
-def as_json(answer: Answer, verified: Sequence[Verified], elsewhere: str = "") -> dict[str, Any]:
-    """The same for other programs; every configuration that was simulated is in it."""
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Return the answer for other programs, with every configuration that was simulated."""
     return {
         "remarks": answer.remarks(),
         "complete": answer.complete,
@@ -99,10 +71,6 @@ def as_json(answer: Answer, verified: Sequence[Verified], elsewhere: str = "") -
         "best": _row(answer.fitting[0]) if answer.fitting else None,
         "front": [_row(o) for o in answer.front],
         "costs": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.costs().items()},
-        "verified": [
-            {**_row(v.outcome), "measured_s": v.iteration_s or None, "failure": v.failure or None} for v in verified
-        ],
-        "verified_elsewhere": elsewhere or None,
         "outcomes": [_row(o) for o in answer.outcomes],
     }
 

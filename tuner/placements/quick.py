@@ -1,6 +1,6 @@
 """A search that is short enough for a training loop: what `plan="auto"` and re-planning call.
 
-Needs neither optuna nor pandas nor matplotlib.
+Needs neither pandas nor matplotlib.
 """
 
 from dataclasses import dataclass

@@ -16,9 +16,9 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
         ValueError: an unknown name, or knobs of which no configuration results.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
-    from ebbtide.tuner.configurations.outcome import Question
+    from ebbtide.tuner.configurations.deciding import explore
+    from ebbtide.tuner.configurations.evaluation import Question
     from ebbtide.tuner.configurations.report import as_json
-    from ebbtide.tuner.configurations.study import explore
 
     machine = machine_of(request)
     question = Question(
@@ -27,7 +27,6 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
         dict(loaded(request.ds_config)),
         request.sequence,
         margin=request.memory_margin,
-        seed=request.seed,
         started=started_by(request),
         storage=storage_of(request),
     )
@@ -39,7 +38,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
     )
     if not answer.fitting:
         raise RuleError(answer.remarks()[0], "device_memory_bytes")
-    return as_json(answer, [])
+    return as_json(answer)
 
 
 def space_of(request: SearchJob, machine: Machine) -> Any:

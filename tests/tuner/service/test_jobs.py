@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.configurations.outcome import Question
+from ebbtide.tuner.configurations.evaluation import Question
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import jobs

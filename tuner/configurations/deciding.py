@@ -1,0 +1,255 @@
+"""The configurations that have to be simulated until every verdict is certain.
+
+Each value of each free knob is a contest: which of the configurations that have it is the fastest? A bound
+of a configuration's speed, from its workload alone, is known in microseconds. The configurations are taken
+by their bounds, the highest first. One is simulated if its bound still beats the leader of one of its contests.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES
+from ebbtide.simulator.update.footprint import Holding, moved_out
+from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.tiers import TIERS
+from ebbtide.simulator.update.way import plain_ways
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.placements.moves import STORED
+
+MOST = 3000  # simulations
+SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated
+SHOWN = 0.005  # of the fastest of all: the table rounds to percents
+APART = 0.03  # of the fastest, and of memory: closer ones are one point of the front
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Bounds: no simulation of the configuration is faster or takes less.
+
+    Attributes:
+        device_bytes: bytes of its peak on the device.
+        missing_bytes: bytes that both memories lack at the least. Above 0 it cannot fit.
+        refused: why it cannot be simulated. Empty: it can.
+        tight: whether the bound of every plan is in it.
+    """
+
+    tokens_per_s: float = 0.0
+    device_bytes: int = 0
+    missing_bytes: int = 0
+    refused: str = ""
+    tight: bool = False
+
+
+def promise(question: Question, c: Configuration) -> Promise:
+    """Return bounds from the workload alone. No bound here depends on its subgroups."""
+    try:
+        work = question.workload(c.changed(sub_group_size=10**9))
+        name, options = question.strategy(c)
+    except ModelError as error:
+        return Promise(refused=str(error))
+    busy_s = work.pipeline_idle_s + work.forward_s + work.backward_s
+    if name == "zero_infinity":  # the baseline computes nothing beside the update
+        busy_s += work.params * Bytes.of(work).adams / question.machine.rate("host_adam_params_per_s")
+    if options.get("optimizer") == "nvme" and not options["pipelined"]:  # reads, updates and writes in turn
+        rates = capacities(question.machine, work.ranks_per_node)
+        state_bytes = work.params * work.optimizer_state.state_bytes
+        busy_s += (state_bytes + work.params * FP32_BYTES) / rates["storage_read"] + state_bytes / rates["storage"]
+    planned, limits = name == "ebbtide", question.limits(work)
+    device, missing = _of_a_plan(work, limits) if planned else _of_stock(work, limits, name, options)
+    return Promise((work.tokens_per_iteration or 0) / busy_s, device, missing, tight=not planned)
+
+
+def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
+    """Return the promise with the bound of every plan, which takes milliseconds."""
+    if loose.tight or loose.refused:
+        return loose
+    work = question.workload(c)
+    try:  # if nothing fits otherwise, plans under ZeRO-3 keep parameters in host memory
+        homes = None if work.zero_stage == 3 else ()
+        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes, homes)
+    except ValueError:  # the workload alone does not fit: its simulation says how much is missing
+        return replace(loose, tight=True)
+    best = (work.tokens_per_iteration or 0) / bound.iteration_s
+    return replace(loose, tokens_per_s=min(loose.tokens_per_s, best), tight=True)
+
+
+def _moved_bytes(work: Workload) -> int:
+    return moved_out(work, [layer.params for layer in work.layers]) * work.wire_bytes
+
+
+def _of_a_plan(work: Workload, limits: Limits) -> tuple[int, int]:
+    """Return the least device peak of any plan, and the bytes that are missing at the least."""
+    device = work.device_base_bytes + work.activation_bytes
+    held = Holding.of_workload(work)
+    kinds = zip(plain_ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
+    stores = limits.storage_bytes is not None
+    here = ((way.placement, each) for way, *each in kinds if way.parameters == "device")
+    least = min(sum(each) for placement, each in here if stores or placement not in STORED)
+    beyond_both = device + work.params * least - limits.total_bytes
+    device = max(0, device - _moved_bytes(work)) if work.zero_stage == 3 else device
+    return device, max(0, beyond_both, *limits.missing(device, 0).values())
+
+
+def _of_stock(work: Workload, limits: Limits, name: str, options: dict[str, object]) -> tuple[int, int]:
+    """Return the same for DeepSpeed's own strategies."""
+    state = work.params * work.optimizer_state.state_bytes
+    device = work.device_base_bytes + (0 if options.get("activations") == "cpu" else work.activation_bytes)
+    device += state if name == "no_offload" else 0
+    host = 0
+    if name == "zero_infinity" and options["optimizer"] == "cpu":
+        host = state + work.params * HOST_GRADIENT_BYTES
+    if options.get("parameters") == "cpu":
+        device = max(0, device - _moved_bytes(work))
+        host += work.params * work.wire_bytes
+    return device, sum(limits.missing(int(device), int(host)).values())
+
+
+@dataclass
+class Contests:
+    """The outcomes so far, and the fastest of each contest.
+
+    Attributes:
+        most: number of simulations after which the rest stays undecided.
+        seen: called with the number of outcomes.
+    """
+
+    question: Question
+    space: Space
+    most: int
+    seen: Callable[[int], None]
+    outcomes: dict[Configuration, Outcome] = field(default_factory=dict)
+    complete: bool = True
+    _leaders: dict[object, float] = field(default_factory=dict)
+
+    def of(self, c: Configuration) -> Iterator[object]:
+        """Yield the contests of a configuration: all, offloading or not, and each knob's value."""
+        yield "all"
+        for knob in self.space.free:
+            value = getattr(c, knob)
+            yield knob, value
+            if knob == "offload":
+                yield "stays", value == "none"
+
+    def simulate(self, c: Configuration) -> Outcome | None:
+        """Simulate a configuration once; None if no simulation is left."""
+        if c not in self.outcomes:
+            if len(self.outcomes) == self.most:
+                self.complete = False
+                return None
+            found = self.outcomes[c] = self.question.answer(c)
+            if found.fits:
+                for contest in self.of(c):
+                    self._leaders[contest] = max(self._leaders.get(contest, 0.0), found.tokens_per_s)
+            self.seen(len(self.outcomes))
+        return self.outcomes[c]
+
+    def beats(self, c: Configuration, tokens_per_s: float) -> bool:
+        """Return whether a configuration of that speed would win one of its contests."""
+        shown = SHOWN * self._leaders.get("all", 0.0)
+        leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
+        return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
+
+    def dominated(self, bounds: Promise) -> bool:
+        """Return whether an outcome is as fast as a promise, with no more device memory."""
+        enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
+        lean = bounds.device_bytes * (1 + APART)
+        found = self.outcomes.values()
+        return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
+
+    def open(self, contest: object) -> bool:
+        """Return whether nothing of a contest fits."""
+        return contest not in self._leaders
+
+
+def explore(
+    question: Question, space: Space, *, trials: int = MOST, progress: Callable[[int, int], object] = lambda *_: None
+) -> Answer:
+    """Find the fastest configuration, and the fastest with each value of each free knob.
+
+    Args:
+        trials: most simulations. If they do not suffice, the answer is not complete.
+        progress: called with the number of configurations simulated, and the most there will be.
+
+    Raises:
+        ValueError: trials < 1, more memory than the machine has, or nothing that can be simulated.
+    """
+    if trials < 1:
+        raise ValueError(f"--trials must be >= 1, but got {trials}")
+    every = list(space)
+    promises = {c: promise(question, c) for c in every}
+    refused = Counter(bounds.refused for bounds in promises.values() if bounds.refused)
+    if refused.total() == len(every):
+        raise ValueError(next(iter(refused)))
+    most = min(trials, len(every))
+    contests = Contests(question, space, most, lambda done: progress(done, most))
+    may = [c for c in every if not (promises[c].refused or promises[c].missing_bytes)]
+    _by_speed(contests, may, promises)
+    _by_need(contests, [c for c in every if not promises[c].refused], promises)
+    _front(contests, may, promises)
+    progress(len(contests.outcomes), len(contests.outcomes))
+    answer = Answer(space, tuple(contests.outcomes.values()), contests.complete, refused, len(every))
+    return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
+
+
+def _by_speed(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
+    """Simulate in the order of the bounds. A loose bound is made tight first and takes its turn again."""
+    turns = [(-promises[c].tokens_per_s, number) for number, c in enumerate(may)]
+    heapq.heapify(turns)
+    while turns:
+        _, number = heapq.heappop(turns)
+        c = may[number]
+        if not contests.beats(c, promises[c].tokens_per_s):
+            continue
+        if not promises[c].tight:
+            promises[c] = tightened(contests.question, c, promises[c])
+            heapq.heappush(turns, (-promises[c].tokens_per_s, number))
+        elif contests.simulate(c) is None:
+            return
+
+
+def _by_need(contests: Contests, every: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
+    """Find what lacks least memory, of all and of offloading or not, if nothing of these fits."""
+    by_need = sorted(every, key=lambda c: promises[c].missing_bytes)
+    for contest in ("all", ("stays", True), ("stays", False)):
+        some = [c for c in by_need if contest in contests.of(c)]
+        least = float("inf")
+        for c in some if contests.open(contest) else ():
+            if promises[c].missing_bytes >= least * (1 - SLACK):
+                break
+            found = contests.simulate(c)
+            if found is None:
+                return
+            least = min(least, found.missing_bytes)
+
+
+def _front(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
+    """Simulate until no other configuration can be as fast with less device memory; the leanest first."""
+    lean = _least_and_most_accumulated(may)
+    for c in sorted(lean, key=lambda c: (promises[c].device_bytes, -promises[c].tokens_per_s)):
+        if c in contests.outcomes or contests.dominated(promises[c]):
+            continue
+        promises[c] = tightened(contests.question, c, promises[c])
+        if not contests.dominated(promises[c]) and contests.simulate(c) is None:
+            return
+
+
+def _least_and_most_accumulated(some: Sequence[Configuration]) -> list[Configuration]:
+    """Return the ends of those that differ in accumulation alone: those between are on no front.
+
+    Accumulation makes steps rarer, and its sum takes memory from the second micro-batch on.
+    """
+    by_rest: dict[Configuration, list[Configuration]] = {}
+    for c in some:
+        by_rest.setdefault(c.changed(accumulation=1), []).append(c)
+    ends = [sorted(same, key=lambda c: c.accumulation) for same in by_rest.values()]
+    return list(dict.fromkeys(c for same in ends for c in (same[0], same[-1])))

@@ -1,0 +1,216 @@
+"""The predicted iteration of one configuration: `Job.changed`, the planner, the simulator."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ebbtide.simulator import Machine, Workload, build_strategy
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.deepspeed_config import BATCHES
+from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.limits import Limits, Peaks
+from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.search import Score, Search
+from ebbtide.tuner.placements.storage import named, with_storage
+
+PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
+EFFORT = 0.1  # share of a search's first guesses: of hundreds of configurations each has one
+_PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Prediction of a configuration.
+
+    Attributes:
+        why_not: empty if it fits. Otherwise what is missing, or why it cannot be simulated.
+        plan: the plan of offloaded state.
+        missing_bytes: bytes that both memories lack together.
+        refused: whether it cannot be simulated with any memory.
+        deepspeed: the whole DeepSpeed config.
+    """
+
+    configuration: Configuration
+    iteration_s: float = 0.0
+    tokens_per_s: float = 0.0
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    why_not: str = ""
+    plan: Plan | None = field(default=None, repr=False)
+    missing_bytes: int = 0
+    refused: bool = False
+    deepspeed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model on a machine. Answers for any configuration.
+
+    Attributes:
+        ds_config: DeepSpeed's config for what no knob decides: precision, clipping, buckets. Empty: bf16.
+        device_memory_bytes, host_memory_bytes: memory of one rank. None: the machine's.
+        storage: directories for state that memory cannot hold, and bytes of a node.
+        started: fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
+        margin: share of both memories that stays free. None: the tuner's own.
+    """
+
+    model: Architecture | Mapping[str, Any] | str | Path
+    machine: Machine
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    sequence: int = 2048
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    margin: float | None = None
+    started: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, int] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def job(self) -> Job:
+        """The job without a configuration. If no config is given, bf16 as in all of `tune`."""
+        given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
+        config = given if self.ds_config else {"bf16": {"enabled": True}}
+        return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
+
+    def of(self, c: Configuration) -> Job:
+        """Return the job of a configuration.
+
+        Raises:
+            ModelError: they do not go together.
+        """
+        return self.job.changed(
+            micro_batch=c.micro_batch,
+            accumulation=c.accumulation,
+            zero_stage=c.zero_stage,
+            recompute=c.recompute,
+            offload=c.offload,
+            sub_group_size=c.sub_group_size,
+            data_parallel=c.gpus,
+        )
+
+    def workload(self, c: Configuration) -> Workload:
+        """Return one rank's iteration.
+
+        Raises:
+            ModelError: it cannot be estimated.
+        """
+        shape = Configuration(**{**vars(c), "offload": "optimizer"})
+        if shape not in self._known:
+            self._known[shape] = self.of(c).workload(self.machine)
+        found: Workload = self._known[shape]
+        return found
+
+    def limits(self, work: Workload) -> Limits:
+        """Return the bytes that a plan may take.
+
+        Raises:
+            ValueError: more is given than the machine has.
+        """
+        asked = {
+            "device_memory_bytes": self.device_memory_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
+            "margin": self.margin,
+        }
+        return with_storage(work, self.machine, self.storage, **asked)[0]
+
+    @cached_property
+    def _on(self) -> Machine:
+        """The machine with the storage that is given."""
+        return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
+
+    def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
+        """Return the strategy that simulates a configuration: ``ebbtide`` where a plan can be made.
+
+        Raises:
+            ModelError: the config offloads what cannot be simulated with this.
+        """
+        if c.offload not in self._known:
+            job = self.of(c)
+            self._known[c.offload] = (job.offload, bool(plan_refusal(job.deepspeed(), job.offload)))
+        moved, unplanned = self._known[c.offload]
+        if moved.activations and not c.recompute:
+            raise ModelError(
+                "activation_checkpointing.cpu_checkpointing moves activations that are computed "
+                "again (recompute), but got kept ones: remove it, or leave --keep-activations out"
+            )
+        stock: tuple[str, dict[str, Any]] = moved.strategy(c.zero_stage)
+        if c.offload in PLANNED and not unplanned:
+            return "ebbtide", {"parameters": moved.parameters}
+        return stock
+
+    def answer(self, c: Configuration) -> Outcome:
+        """Simulate one configuration. An outcome that cannot be simulated, or does not fit, says why."""
+        try:
+            work, (name, options) = self.workload(c), self.strategy(c)
+        except ModelError as error:
+            return Outcome(c, why_not=str(error), refused=True)
+        limits, plan = self.limits(work), None
+        if name == "ebbtide":
+            plan, nearest = self._planned(c)
+            if plan is None:
+                return self._outcome(c, work, limits, nearest)
+            options = {"plan": plan}
+        result = simulate_fast(build_strategy(name, work, **options), self._on)
+        return self._outcome(c, work, limits, result, result.iteration_s, plan)
+
+    def _outcome(
+        self,
+        c: Configuration,
+        work: Workload,
+        limits: Limits,
+        peaks: Peaks,
+        seconds: float = 0.0,
+        plan: Plan | None = None,
+    ) -> Outcome:
+        return Outcome(
+            c,
+            seconds,
+            (work.tokens_per_iteration or 0) / seconds if seconds else 0.0,
+            peaks.device_peak_bytes,
+            peaks.host_peak_bytes,
+            limits.shortfall(peaks),
+            plan,
+            limits.missing_bytes(peaks),
+            deepspeed=self.of(c).deepspeed(),
+        )
+
+    def _planned(self, c: Configuration) -> tuple[Plan | None, Score]:
+        """Return the plan with the best first guess and its score. None: nothing fits, the score lacks least.
+
+        More micro-batches than a few change neither what fits nor what runs beside the update.
+        """
+        few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
+        key = ("plan", few)
+        if key not in self._known:
+            work, away = self.workload(few), self.strategy(few)[1]["parameters"] == "cpu"
+            limits = self.limits(work)
+            self._known[key] = self._best_of(begun(work, self._on, limits, freely=away, effort=EFFORT))
+        found: tuple[Plan | None, Score] = self._known[key]
+        return found
+
+    def _best_of(self, search: Search) -> tuple[Plan | None, Score]:
+        if not search.fits:
+            return None, min(search.scores.values(), key=search.limits.missing_bytes)
+        best = search.best()
+        folders = named(self.machine, self.storage) if self.storage and "stored" in best.placements else {}
+        return best.plan(search.workload, **folders), search.score(best)
+
+    def spread(self, outcome: Outcome) -> float:
+        """Return the share of an iteration's time within which nine runs in ten are expected."""
+        name, options = self.strategy(outcome.configuration)
+        if outcome.plan is not None:
+            options = {"plan": outcome.plan}
+        work = self.workload(outcome.configuration)
+        _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
+        return high_s / outcome.iteration_s - 1
