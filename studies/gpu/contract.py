@@ -18,6 +18,7 @@ from ebbtide.simulator import Plan
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.many_engines import answer_once
+from studies.bench.record import write_record
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 from studies.trials.offload_trial import same_sums
 
@@ -38,6 +39,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "no persistent parameters": {"stage3_param_persistence_threshold": 0},
     "gradients larger than a bucket": {"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 10_000},
     "ZeRO-1": {"stage": 1},
+    "parameters in host memory": {"offload_param": {"device": "cpu"}, "homes": ("host", "device")},
+    "frozen parameters": {"frozen": True},
 }
 PLACEMENTS = {
     "all three": ["host", "device", "resident"],
@@ -46,7 +49,8 @@ PLACEMENTS = {
     "resident": ["resident"],
 }
 RESUMED = "saved and resumed in another placement"
-IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3")
+STORED, AUTO = "stored", "auto"
+IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3", "parameters in host memory", "frozen parameters")
 
 
 def contract(suite: Suite) -> Figures:
@@ -54,21 +58,28 @@ def contract(suite: Suite) -> Figures:
     settle()
     rows: list[Figures] = []
     names = IN_REHEARSAL if suite.emulated else tuple(CONFIGURATIONS)
-    left_out = []
+    left_out = list(names)
     for name in names:
         try:
             suite.left_s()
         except OutOfTimeError:
-            left_out.append(name)
-            continue
+            break
         rows += _configuration(name, suite)
+        left_out.remove(name)
+        # A section that is killed later, or hangs, loses nothing of this.
+        write_record(suite.out / "contract.json", "gpu.contract", _figures(rows, left_out) | {"size": suite.size})
+    return _figures(rows, left_out)
+
+
+def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
+    """Return the record of the rows so far; ``correct`` is None if nothing was compared."""
     compared = [row for row in rows if row["identical"] is not None]
     differing = [row for row in compared if not row["identical"]]
     return {
         "rows": rows,
         "compared": len(compared),
         "differing": len(differing),
-        "left_out": left_out,
+        "left_out": list(left_out),
         "correct": not differing if compared else None,
         "summary": f"{len(compared) - len(differing)} of {len(compared)} bit-identical",
     }
@@ -82,19 +93,26 @@ def settle() -> None:
 
 
 def _configuration(name: str, suite: Suite) -> list[Figures]:
-    options = CONFIGURATIONS[name]
-    stock = train(start(**options))
-    control = differing(train(start(**options)), stock)
+    options = dict(CONFIGURATIONS[name])
+    homes = options.pop("homes", ())
+    try:
+        stock = train(start(**options))
+        control = differing(train(start(**options)), stock)
+    except Exception as error:  # it says nothing of ebbtide, and the other configurations still run
+        failed = f"{type(error).__name__}: {error}"
+        return [{"configuration": name, "placement": "stock", "identical": None, "failed": failed}]
     rows = []
     placements = dict(itertools.islice(PLACEMENTS.items(), 2 if suite.emulated else None))
     ways: dict[str, Callable[[], Outcome]] = {
         of: lambda pattern=pattern, of=of: train(  # type: ignore[misc]
-            attached(start(**options), pattern, suite.emulated, seed=of)
+            attached(start(**options), pattern, suite.emulated, seed=of, homes=homes)
         )
         for of, pattern in placements.items()
     }
     if name == "clipping":
         ways[RESUMED] = lambda: _resumed(options, suite.emulated)
+        ways[STORED] = lambda: _stored(options, suite.emulated)
+        ways[AUTO] = lambda: _automatic(options, suite.emulated)
     for of, run in ways.items():
         row: Figures = {"configuration": name, "placement": of, "control_differing": control}
         try:
@@ -123,24 +141,49 @@ def _resumed(options: dict[str, Any], emulated: bool) -> Outcome:
     return state, losses + more, norms + more_norms
 
 
-def start(stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, **options: Any) -> Any:
-    """Return a DeepSpeed engine on a tiny model, always from the same weights."""
+def _stored(options: dict[str, Any], emulated: bool) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(attached(start(**options), ["stored", "host"], emulated, storage_dir=folder))
+
+
+def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
+    """Train under ``auto``, which switches to its own plan before the last steps."""
+    import ebbtide.runtime
+    from ebbtide.profiler import measure_machine
+
+    engine = start(**options)
+    machine = measure_machine(fresh=True, seconds=0.5 if emulated else 5.0, elements=100_000 if emulated else 4_000_000)
+    ebbtide.runtime.attach(engine, "auto", device="emulated" if emulated else "cuda", machine=machine)
+    return train(engine)
+
+
+def start(
+    stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, *, frozen: bool = False, **options: Any
+) -> Any:
+    """Return a DeepSpeed engine on a tiny model, always from the same weights.
+
+    Args:
+        frozen: every second parameter is not trained.
+    """
     import deepspeed
 
     torch.manual_seed(0)
     config = ds_config(2, subgroup, learning_rate=1e-3, **{"stage": stage, **options})
     model = ByteGPT(SIZES["tiny"])
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config={**config, **(extra or {})})[0]
+    for parameter in list(model.parameters())[1::2] if frozen else ():
+        parameter.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config={**config, **(extra or {})})[0]
 
 
-def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") -> Any:
+def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **fields: Any) -> Any:
     """Return the engine under a plan that repeats the placements, with random delays before each op."""
     import ebbtide.runtime
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
     guesses = {"speculate": early, "speculate_visits": early}
-    plan = plan_of(engine, pattern, device_sums=1, **guesses)
+    plan = plan_of(engine, pattern, device_sums=1, **(guesses | fields))
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
@@ -154,7 +197,10 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]
     slots = 2 if "device" in placements else 0
+    homes = fields.pop("homes", ())
     values = {"staging_slots": slots, "prefetch": min(1, slots)} | fields
+    if homes:
+        values["parameter_home"] = Plan.home_runs([homes[i % len(homes)] for i in range(count)])
     return Plan.from_fields({"subgroup_size": subgroup, "placement": Plan.runs(placements), **values})
 
 

@@ -2,15 +2,16 @@
 
 import argparse
 import json
+import math
 import tarfile
 import threading
 
 import pytest
 import torch
 
-from studies.gpu import command
+from studies.gpu import command, contract
 from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
-from studies.gpu.smoke import Synchronisations, kernel_bits, ops, overlap
+from studies.gpu.smoke import Synchronisations, _unequal, kernel_bits, ops, overlap
 from studies.gpu.speed import against_control
 from studies.gpu.suite import OutOfTimeError, Suite
 from studies.trials.offload_trial import make_engine, same_sums
@@ -255,6 +256,63 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
     assert against_control(row("a"), row("b"), row("c"))["correct"] is None
     assert against_control(row("a"), {"failed": "x"}, row("c"))["correct"] is None
     assert against_control(row("a"), row("b"), row("a"))["correct"] is True
+
+
+@pytest.fixture
+def short_contract(monkeypatch):
+    """Two configurations of one placement each."""
+    monkeypatch.setattr(contract, "IN_REHEARSAL", ("clips hard", "frozen parameters", "parameters in host memory"))
+    monkeypatch.setattr(contract, "PLACEMENTS", {"all three": ["host", "device", "resident"]})
+    monkeypatch.setattr(contract, "settle", lambda: None)
+
+
+def test_frozen_parameters_and_those_in_host_memory_have_stocks_bits(suite, short_contract, only_rank):
+    found = contract.contract(suite)
+    assert [row["configuration"] for row in found["rows"]] == list(contract.IN_REHEARSAL)
+    assert found["correct"] is True, found["rows"]
+    assert found["left_out"] == []
+    record = json.loads((suite.out / "contract.json").read_text())
+    assert record["rows"] == found["rows"]
+
+
+def test_stored_state_and_auto_have_stocks_bits(only_rank):
+    stock = contract.train(contract.start())
+    assert contract.differing(contract._stored({}, emulated=True), stock) == []
+    assert contract.differing(contract._automatic({}, emulated=True), stock) == []
+
+
+def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no_others(
+    suite, short_contract, monkeypatch
+):
+    """One raise of stock's lost all rows, and so did a kill."""
+    asked = []
+
+    def start(**options):
+        asked.append(options)
+        if len(asked) == 1:
+            raise RuntimeError("no deterministic kernel")
+        if len(asked) > 6:
+            raise KeyboardInterrupt  # as a kill
+        return options
+
+    monkeypatch.setattr(contract, "start", start)
+    monkeypatch.setattr(contract, "attached", lambda engine, *_, **__: engine)
+    monkeypatch.setattr(contract, "train", lambda engine: ({}, [], []))
+    with pytest.raises(KeyboardInterrupt):
+        contract.contract(suite)
+    record = json.loads((suite.out / "contract.json").read_text())
+    assert [(row["placement"], row["identical"]) for row in record["rows"]] == [("stock", None), ("all three", True)]
+    assert record["rows"][0]["failed"] == "RuntimeError: no deterministic kernel"
+    assert (record["compared"], record["correct"]) == (1, True)
+    assert record["left_out"] == ["parameters in host memory"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_compared_by_bits(dtype):
+    values = torch.tensor([0.0, 1.0, math.nan, math.inf], dtype=dtype)
+    assert _unequal(values, values.clone()) == 0
+    assert _unequal(values, torch.tensor([-0.0, 1.0, math.nan, math.inf], dtype=dtype)) == 1
+    assert _unequal(values, torch.tensor([0.0, 1.0, 2.0, math.inf], dtype=dtype)) == 1
 
 
 def test_overlap_is_time_in_which_two_lanes_work():
