@@ -64,7 +64,7 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
-from ebbtide.runtime.hardware.launcher import LOCAL_SIZES
+from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, remove_left_buffers
 from filelock import FileLock
 from hypothesis import settings
 
@@ -116,6 +116,11 @@ def pytest_configure(config):
     """
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
+
+
+def pytest_sessionfinish():
+    """Remove what killed processes of the tests have left in shared memory: 66 MiB each."""
+    remove_left_buffers()
 
 
 def pytest_collection_modifyitems(items):

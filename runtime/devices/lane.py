@@ -58,7 +58,9 @@ class Completion:
                 f"{self.label!r} must be issued within {WAIT_DEADLINE_S:.0f} s, but was not: a lane is stuck"
             )
         if self.error is not None:
-            raise BackgroundError(f"{self.label!r} failed in the background") from self.error
+            first_line, *_ = str(self.error).splitlines() or [""]
+            why = f"{type(self.error).__name__}: {first_line}"
+            raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
         """Block until the op has ended."""

@@ -1,7 +1,10 @@
 """Traces of launchers and DeepSpeed jobs on a host: ranks, ports, shared memory."""
 
+import contextlib
 import os
+import re
 import socket
+import time
 from pathlib import Path
 
 # Each launcher's variable for the number of ranks on this host: DeepSpeed's, torchrun's, MPI's.
@@ -12,6 +15,8 @@ LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
+SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
+_YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
 
 def local_ranks() -> int:
@@ -44,5 +49,40 @@ def remove_shared_buffers(port: int) -> None:
     Its collectives on the host keep 66 MiB per rank there. Neither a killed rank nor one that
     ends normally removes them: some hundred runs fill the machine's memory.
     """
-    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - it is there
+    for buffer in SHARED.glob(f"deepspeed_*_{port}_*"):
         buffer.unlink(missing_ok=True)
+
+
+def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
+    """Return this user's DeepSpeed buffers in shared memory that no process uses any more.
+
+    A killed rank leaves 66 MiB there. The name says the port of the job and not its process, so all
+    of this user's processes are asked for what they have mapped.
+    """
+    found = [path for path in sorted(SHARED.glob("deepspeed_*")) if _is_ours(path)]
+    if not found:
+        return []
+    used = set[str]()
+    for maps in processes.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+            used.update(re.findall(rf"{SHARED}/(deepspeed_\S+)", maps.read_text(errors="replace")))
+    return [path for path in found if path.name not in used]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return about.st_uid == os.getuid() and time.time() - about.st_ctime > _YOUNG_S
+
+
+def remove_left_buffers() -> int:
+    """Remove the buffers of ended processes (`left_shared_buffers`) and return the number of bytes."""
+    freed = 0
+    for path in left_shared_buffers():
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+    return freed

@@ -26,6 +26,7 @@ from ebbtide.runtime.zero.checks.guard import (
     ConfigError,
     check_config,
     check_engine,
+    check_model,
     for_a_plan,
     leave_to_stock,
     stored_at,
@@ -89,6 +90,8 @@ def initialize(
     if automatic and leave_to_stock(config):
         return deepspeed.initialize(*args, config=config, **kwargs)
     check_config(config)
+    given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    check_model(given.get("model"), config)
     storage = stored_at(config)
     config = for_a_plan(config)
     # PyTorch's pinned allocator rounds up to powers of two and gives nothing back; `attach` page-locks
@@ -103,7 +106,6 @@ def initialize(
             # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
             # are bucketed cannot be seen in a sum of two; in one of more it can.
             zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
-        given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
         check_host_memory(plan, config, client=given.get("optimizer"))
     with waits_are_told():
         result = deepspeed.initialize(*args, config=config, **kwargs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide.runtime.hardware.launcher import remove_left_buffers
 from ebbtide.simulator import Machine, Plan, Workload
 
 Figures = dict[str, Any]
@@ -241,3 +242,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    remove_left_buffers()

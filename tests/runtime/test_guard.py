@@ -277,3 +277,24 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
     with pytest.raises(InterruptedError):
         ebbtide.runtime.initialize(config=made, plan=plan)
     assert configs[0]["zero_optimization"].get("reduce_bucket_size") == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("plan", ["auto", Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)])
+def test_mixtures_of_experts_are_refused_before_an_engine_is_built(monkeypatch, stage, plan):
+    """For a large model that takes minutes."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    monkeypatch.setattr(deepspeed, "initialize", built)
+    monkeypatch.setattr(MoE, "__init__", torch.nn.Module.__init__)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), MoE())
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    config["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError, match="mixture-of-experts layers, which no plan takes under ZeRO-1 or 2"):
+        ebbtide.runtime.initialize(model=model, config=config, plan=plan)
+
+
+def built(model, config=None, **_):
+    pytest.fail("an engine was built")

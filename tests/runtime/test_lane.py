@@ -79,3 +79,11 @@ def test_a_stuck_lane_is_told_instead_of_waited_for(lane, monkeypatch):
 def test_what_is_done_needs_no_wait():
     assert Completion.done().ended
     Completion.done().wait_host()
+
+
+def test_the_cause_stands_in_the_errors_own_line(lane):
+    """The last line of a trace is all that many people see."""
+    failed = Completion("state read s0")
+    lane.submit(lambda: int("a flipped bit"), [], failed)
+    with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):
+        failed.wait_host()

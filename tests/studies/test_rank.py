@@ -1,3 +1,4 @@
+import mmap
 import os
 import subprocess
 import sys
@@ -5,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ebbtide.runtime.hardware import launcher
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.tuner.doctor import memory
 
 from studies.bench.rank import become_only_rank
 from studies.trials.phase_process import PhaseProcess, report
@@ -55,6 +58,22 @@ def test_only_the_job_s_own_buffers_are_removed():
         assert not mine.exists()
     finally:
         theirs.unlink()
+
+
+def test_what_no_process_has_mapped_is_left_and_what_one_has_is_not(monkeypatch, tmp_path):
+    port = free_port()
+    names = [f"deepspeed_allreduce_buffer_0_left_{port}_{rank}" for rank in range(3)]
+    monkeypatch.setattr(launcher, "SHARED", tmp_path)
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(4096))
+    with (tmp_path / names[1]).open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert launcher.left_shared_buffers() == []  # too young: they may be mapped in a moment
+        monkeypatch.setattr(launcher, "_YOUNG_S", -1.0)
+        assert [path.name for path in launcher.left_shared_buffers()] == [names[0], names[2]]
+        found = memory.shared_memory()[0]
+        assert (found.state, names[0] in found.fix, "2 buffers" in found.detail) == ("slow", True, True)
+        assert launcher.remove_left_buffers() == 2 * 4096
+    assert [path.name for path in tmp_path.iterdir()] == [names[1]]
 
 
 def test_a_launcher_s_rank_is_kept(child_environment):

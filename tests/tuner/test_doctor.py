@@ -255,3 +255,11 @@ def test_one_stream_and_one_queue_are_slow(monkeypatch):
     assert hardware.queues() == []
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert hardware.queues()[0].state == "slow"
+
+
+def test_parameters_on_a_drive_are_said_to_be_deepspeeds():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "/d"}}
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    assert "DeepSpeed's own swapper" in " ".join(finding.detail for finding in under_a_plan(config))
+    zero["offload_param"] = {"device": "cpu"}
+    assert "swapper" not in " ".join(finding.detail for finding in under_a_plan(config))

@@ -42,5 +42,6 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
         *hardware.links(),
         memory.host_memory(mine.free_bytes, plan, ranks),
         memory.limits(mine),
+        *memory.shared_memory(),
         *(storage.checkpoint_folder(folder) if folder is not None else ()),
     ]

@@ -45,3 +45,16 @@ def limits(mine: "Usable") -> Finding:
         fix = "raise the container's memory limit (docker run --memory)"
         return slow("cgroup", f"{detail}, where the machine has {mine.machine_bytes / GIB:.1f} GiB", fix)
     return ok("cgroup", detail)
+
+
+def shared_memory() -> list[Finding]:
+    """Name the shared memory that killed training processes have left."""
+    from ebbtide.runtime.hardware.launcher import left_shared_buffers
+
+    left = left_shared_buffers()
+    size = sum(path.stat().st_size for path in left if path.exists())
+    if not left:
+        return []
+    detail = f"{size / GIB:.2f} GiB in {len(left)} buffers of training processes that ended: {left[0]}"
+    shown = " ".join(map(str, left[:4])) + (" ..." if len(left) > 4 else "")
+    return [slow("shared memory", detail, f"rm {shown}")]

@@ -20,6 +20,11 @@ _ON_ONE_STREAM = (
     "zero_optimization.overlap_comm is false: gathers and reductions run on the stream of the "
     "computation, which then stands still at each module whose parameters are still being updated"
 )
+_SWAPPED = (
+    "offload_param.device is nvme: parameters stay on the drive, read and written by DeepSpeed's own swapper "
+    "with its buffers and aio settings. A plan places the optimizer's state only, in DeepSpeed's subgroups as they "
+    "are, and its prediction does not count the drive's time for parameters"
+)
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
@@ -27,7 +32,7 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     reads otherwise than DeepSpeed.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
-    from ebbtide.simulator.estimates.deepspeed_keys import as_deepspeed_reads, at
+    from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
     from ebbtide.simulator.estimates.offloading import left_to_stock, replaced_by_a_plan
 
     refusal = _deepspeeds_own(given)
@@ -44,6 +49,8 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     hints = [key for key in _HINTS if at(config, key) is not None]
     told = [ok(NAME, f"trains under a plan, {_whose_bits(config)}")]
     told += [ok(NAME, sentence) for sentence in replaced_by_a_plan(config).values()]
+    if at(config, f"{ZERO}.offload_param.device") == "nvme":
+        told.append(ok(NAME, _SWAPPED))
     if hints:
         told.append(ok(NAME, f"hints, of which a plan says its own: {', '.join(hints)}"))
     if at(config, "zero_optimization.overlap_comm") is False:

@@ -20,6 +20,10 @@ from ebbtide.simulator.estimates.offloading import (
 
 logger = logging.getLogger("ebbtide")
 
+_EXPERTS = (
+    "the model has DeepSpeed's mixture-of-experts layers, which no plan takes under ZeRO-1 or 2. "
+    'Remove the key "ebbtide" (or do not attach a plan): DeepSpeed itself trains it.'
+)
 _SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fast_init")
 
 
@@ -93,6 +97,17 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def check_model(model: Any, config: Mapping[str, Any]) -> None:
+    """Check the model before DeepSpeed builds an engine of it, which takes minutes for a large one.
+
+    Raises:
+        ConfigError: the model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.
+    """
+    stage = at(as_deepspeed_reads(config), f"{ZERO}.stage") or 0
+    if stage < 3 and hasattr(model, "modules") and private.has_experts(model):
+        raise ConfigError(_EXPERTS)
+
+
 def check_engine(engine: Any) -> UpdateRule:
     """Check a live engine; return the rule of its optimizer.
 
@@ -119,9 +134,7 @@ def check_engine(engine: Any) -> UpdateRule:
             f"engine.optimizer must be DeepSpeed's own ZeRO optimizer, but got {type(optimizer).__name__}"
         )
     if getattr(optimizer, "has_moe_layers", False):
-        raise ConfigError(
-            "the model must have no mixture-of-experts layers under ZeRO-1 or 2, but has: train it without ebbtide"
-        )
+        raise ConfigError(_EXPERTS)
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         raise ConfigError(
             "torch_autocast.dtype must not be fp16, whose scaler steps the optimizer itself: use "

@@ -193,6 +193,13 @@ def check_members(optimizer: Any) -> None:
         )
 
 
+def has_experts(model: Any) -> bool:
+    """Return whether a model has DeepSpeed's mixture-of-experts layers, as its engine asks it."""
+    from deepspeed.moe.layer import MoE
+
+    return any(isinstance(module, MoE) for module in model.modules())
+
+
 def on_cuda() -> bool:
     """DeepSpeed trains on CUDA here."""
     from deepspeed.accelerator import get_accelerator
