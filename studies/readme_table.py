@@ -20,6 +20,7 @@ UNFITTED = "nothing_fitted.predicted"  # the shipped presets
 AS_LOGGED = "nothing_fitted.as_logged"  # rows whose log does not say their build: blocking
 UNSEEN = "random_triples.other campaigns"
 OF_ONE = "random_triples.same campaign"
+TRAINING_FAMILIES = {"a100": "A100", "h100": "H100", "consumer": "consumer cards", "offloaded": "offloaded state"}
 
 # Study to its named figures ("a.b": b of a), in the order of the table, with how each is written.
 FIGURES: dict[str, dict[str, str]] = {
@@ -146,6 +147,16 @@ FIGURES: dict[str, dict[str, str]] = {
         f"{UNFITTED}.h100x4.iteration.median_abs_pct_error": "H100 iteration {:.1f}%",
         f"{UNFITTED}.h100x4.iteration.p90_abs_pct_error": "p90 {:.0f}%",
         f"{UNFITTED}.h100x4.memory.median_abs_pct_error": "memory {:.1f}%",
+        **{
+            f"training.families.{family}.held_out.{figure}": text
+            for family, name in TRAINING_FAMILIES.items()
+            for figure, text in (
+                ("median_abs_pct_error", f"training on {name}, held out: {{:.1f}}%"),
+                ("p90_abs_pct_error", "p90 {:.0f}%"),
+                ("one_share.median_abs_pct_error", "(one share of the peak for every GPU: {:.0f}%)"),
+            )
+        },
+        "training.memory.held_out.median_abs_pct_error": "its memory {:.1f}%",
         f"{UNSEEN}.a100.runs_left_out.median_abs_pct_error": "calibrated on 3 runs (200 random "
         "choices) of other campaigns: A100 {:.1f}%",
         f"{UNSEEN}.a100.runs_left_out.p90_abs_pct_error": "p90 {:.0f}%",
