@@ -87,6 +87,16 @@ class TrainedAs(Page):
     sequence: int | None = Field(None, ge=1)
     recompute: bool | None = None
 
+    @property
+    def in_words(self) -> str:
+        """The settings as a line for people."""
+        parts = [self.precision, f"micro-batch {self.micro_batch}", f"accumulation {self.accumulation}"]
+        if self.sequence is not None:
+            parts.append(f"{self.sequence} tokens per sample")
+        if self.recompute is not None:
+            parts.append(f"gradient_checkpointing={self.recompute}")
+        return ", ".join(parts)
+
 
 class Workload(Shown, Page):
     """One rank's share of one training iteration, in forward order.

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from ebbtide.simulator import preset, workload_from_model
+from ebbtide.tuner.answer.report import show_plan, wide_console
 from ebbtide.tuner.answer.use import trainer, use
 from ebbtide.tuner.placements.planning import plan
 from ebbtide.tuner.service.scenario import MODELS
@@ -54,3 +55,10 @@ def test_a_plan_knows_what_it_was_made_for(planned):
     work, made = planned
     assert made.trained_as == work.trained_as
     assert made.trained_as.recompute is True
+
+
+def test_a_plan_that_is_shown_names_what_it_counts_on(planned, capsys):
+    _, made = planned
+    show_plan(made, wide_console())
+    told = capsys.readouterr().out
+    assert "bf16, micro-batch 2, accumulation 4, 512 tokens per sample, gradient_checkpointing=True" in told

@@ -119,6 +119,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         + (f"; {sum(plan.guessed)} updated before the norm" if any(plan.guessed) else "")
         + (f"; {staying} sums of micro-batches stay on the device" if staying else "")
     )
+    if plan.trained_as is not None:
+        console.print(f"the plan counts on {plan.trained_as.in_words}", markup=False)
     if plan.checkpoint.interval_steps:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
     if plan.prediction is not None:

@@ -208,21 +208,8 @@ def _next(emitted: str | None, work: Workload) -> str:
     from ebbtide.tuner.answer.use import command, trainer
 
     if emitted is None:
-        return f"{_counts_on(work)}to train with it: the same with --emit-deepspeed ds.json"
+        return "to train with it: the same with --emit-deepspeed ds.json"
     return f"to train with it: {command(work, emitted)}\nwith the Hugging Face Trainer: {trainer(work, emitted)}"
-
-
-def _counts_on(work: Workload) -> str:
-    """Return the settings of a step that the plan counts on, as a line. Empty: they are not known."""
-    steps = work.trained_as
-    if steps is None:
-        return ""
-    parts = [f"{steps.precision}", f"micro-batch {steps.micro_batch}", f"accumulation {steps.accumulation}"]
-    if steps.sequence is not None:
-        parts.append(f"{steps.sequence} tokens per sample")
-    if steps.recompute is not None:
-        parts.append(f"gradient_checkpointing={steps.recompute}")
-    return f"the plan counts on {', '.join(parts)}\n"
 
 
 def _check_paths(output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]) -> None:
