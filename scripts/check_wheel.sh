@@ -28,6 +28,9 @@ else
 fi
 
 cd "$folder"
+if [ -n "${PACKAGES:-}" ]; then
+    PATH=$(cd "$PACKAGES/../../../bin" && pwd):$PATH # its ninja: another version builds everything again
+fi
 PATH=$folder/venv/bin:$PATH
 python - ebbtide-*.whl <<'PYTHON'
 import sys, zipfile
