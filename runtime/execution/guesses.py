@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.gradients import Segment
-from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.execution.subgroup_state import StagingSlot, SubgroupState
 from ebbtide.runtime.kernels.step import UpdateStep
 
 
@@ -35,6 +37,36 @@ class Guess:
     source: tuple[torch.Tensor, ...]
     into: tuple[torch.Tensor, ...]
     dropped: bool = False
+
+
+@dataclass(slots=True)
+class Visit:
+    """A subgroup in a staging slot.
+
+    Attributes:
+        home: Its state when it came, which goes back there unless the update is early.
+        into: The slot's buffers for its state.
+        wire: The slot's buffer for an early update's new parameters.
+        came: The end of the copy that brings the state.
+        guess: The early update. None: it waits for the norm.
+    """
+
+    home: tuple[torch.Tensor, ...]
+    into: tuple[torch.Tensor, ...]
+    wire: torch.Tensor | None
+    came: Completion
+    guess: Guess | None = None
+
+    @classmethod
+    def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
+        """Return the visit of a subgroup to a slot."""
+        wire = None if slot.wire is None else slot.wire[: state.elements]
+        return cls(state.state, slot.views(state.elements), wire, came)
+
+    @property
+    def dropped(self) -> bool:
+        """True if the early update was wrong. What of the visit has not begun then does nothing."""
+        return self.guess is not None and self.guess.dropped
 
 
 class Guesses:

@@ -14,7 +14,7 @@ from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
 from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
-from ebbtide.runtime.execution.step_template import gradient_template, step_template
+from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState, place, place_sums, staging_slots
 from ebbtide.runtime.hardware.launcher import local_ranks
@@ -228,21 +228,19 @@ class Session:
             plan = plan.with_bits(early=False)
         plan = self._place_sums(plan, states)
         arrival = self._arrival(plan)
-        template = step_template(sizes, wire, plan, arrival)
         gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
         return plan, Executor(
             self.device,
             states,
+            plan,
             slots,
-            template,
             threads,
             rule,
             gradients,
             self._store,
             host_slots(plan.host_slots, stored, tensors),
             spares_of(self.device, states, plan.guessed),
-            plan.prefetch,
             arrival,
         )
 

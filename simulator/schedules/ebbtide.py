@@ -91,7 +91,8 @@ class EbbtideLoop(PlannedLoop):
         self.bytes = Bytes.of(workload)
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         arrival = arrival or arrival_order(self.layers_of)
-        self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add)
+        self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add, self._arrived)
+        self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient home
         self.sums: dict[int, int] = {}  # number of a part -> the op that brought its gradient home
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
@@ -118,7 +119,7 @@ class EbbtideLoop(PlannedLoop):
             after = self._add(step, subgroup, [after, *sums], part.elements)
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
-        self.issue.home[subgroup] = self.sums[part.number] = after
+        self.at_home[subgroup] = self.sums[part.number] = after
         if part.last and micro_step == self.boundary:
             self.issue.gradient(subgroup)
 
@@ -149,7 +150,12 @@ class EbbtideLoop(PlannedLoop):
         self.issue.backward(self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        return self.issue.norm(norm)
+        done = self.issue.norm(norm)
+        self.issue.ahead(norm)
+        return done
+
+    def _arrived(self, subgroup: int) -> list[int]:
+        return [self.at_home[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
         """Append an op behind some others.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from ebbtide.simulator.update.recipes import RECIPES, Placement, Recipe, recipe_of
+from ebbtide.simulator.update.recipes import RECIPES, Placement, Recipe, Slot, recipe_of
 
 # A way's code is the sum of these.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
@@ -38,6 +39,18 @@ class Way(NamedTuple):
     def recipe(self) -> Recipe:
         """The ops of an update in this way."""
         return recipe_of(self.placement, self.parameters, guessed=self.early, summed=self.sum_on_device)
+
+    @property
+    def redo(self) -> Recipe:
+        """The ops of an update in this way that no early update precedes, or a wrong one.
+
+        On the host, early or not, new parameters wait in a buffer of their own.
+        """
+        plain = self._replace(early=False).recipe
+        update = plain.steps[0]
+        if not self.early or update.takes != Slot.PARAMETER:
+            return plain
+        return replace(plain, steps=(replace(update, takes=None), *self.recipe.steps[1:]))
 
     @property
     def plain(self) -> Way:

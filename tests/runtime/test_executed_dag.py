@@ -13,11 +13,12 @@ from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
 from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
-from ebbtide.runtime.execution.step_template import gradient_template, step_template
+from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
+from ebbtide.simulator.update.recipes import Slot
 from ebbtide.simulator.update.way import ways
 from ebbtide.tuner.placements.moves import VISITING
 from hypothesis import given, settings
@@ -73,15 +74,14 @@ def executor_for(workload, plan):
             zip(workload.subgroups, plan.placements, plan.parameter_homes, plan.summed_on_device, strict=True)
         )
     ]
-    template, gradients = (
-        cut(workload.subgroups, workload.wire_dtype, plan) for cut in (step_template, gradient_template)
-    )
+    gradients = gradient_template(workload.subgroups, workload.wire_dtype, plan)
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
     guesses = spares_of(device, states, plan.guessed)
     count = sum(p in VISITING for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
-    return Executor(device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch)
+    stored = [StagingSlot(()) for _ in range(plan.host_slots)]
+    return Executor(device, states, plan, slots, 1, rule, gradients, host_slots=stored, guesses=guesses)
 
 
 def executed(workload, plan):
@@ -141,7 +141,8 @@ def backward(executor, workload):
 
 
 def ops_of(executor):
-    return [t.op for t in (*executor.template, *executor.gradients._template.values())]
+    issued = (op for op, _ in (*executor._own, *executor._ahead))
+    return [*issued, *(t.op for t in executor.gradients._template.values())]
 
 
 def simulated(workload, plan):
@@ -203,30 +204,31 @@ def test_the_executed_dag_is_the_simulated_one(seed):
     assert run[0] == expected[0]
 
 
-def test_buffers_of_two_updates_at_once_are_never_the_same():
-    """The k-th use of a slot waits for the op that gave it back: so says the schedule; the buffer
-    that the executor takes for it must be that slot's.
-    """
-    rng = random.Random(5)
+def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
+    """Each op takes the buffer that its subgroup has by the machine, whatever other subgroups do."""
+    rng, uses, add = random.Random(5), Counter(), Executor._add
+    given = {}
+
+    def noted(self, step, subgroup, waits):
+        holds = self.issue.holds
+        if step.takes is not None:
+            number = holds[step.takes, subgroup]
+            behind = given.get((step.takes, number))
+            assert behind is None or behind in waits
+            uses[step.takes] += behind is not None
+        end = add(self, step, subgroup, waits)
+        if step.gives_back is not None:
+            given[step.gives_back, holds[step.gives_back, subgroup]] = end
+        return end
+
+    monkeypatch.setattr(Executor, "_add", noted)
     for _ in range(20):
-        workload, plan = random_case(rng)
-        executor = executor_for(workload, plan)
-        executor.parameter_slots = [torch.empty(90) for _ in executor.parameter_slots]
-        executor.outgoing_slots = [torch.empty(90) for _ in executor.outgoing_slots]
-        waits, _ = simulated(workload, plan)
-        for users, slots, update, copy in (
-            (executor._incoming, executor.parameter_slots, OpKind.UPDATE_HOST, OpKind.PARAMETER_H2D),
-            (executor._outgoing, executor.outgoing_slots, OpKind.UPDATE_DEVICE, OpKind.PARAMETER_D2H),
-        ):
-            uses, count = [(step, s) for step in range(STEPS) for s in users], len(slots)
-            for number, (step, s) in enumerate(uses[count:], start=count):
-                before = uses[number - count]
-                assert (before[0], copy, before[1], 0) in waits[step, update, s, 0]
-                mine, theirs = (executor._parameter_out(i, n) for n, i in ((step, s), before))
-                assert mine.data_ptr() == theirs.data_ptr()
+        given.clear()
+        executed(*random_case(rng))
+    assert set(uses) == set(Slot)
 
 
-@pytest.mark.parametrize("forgotten", ["now", "before", "needs_arrival", "after", "reduced"])
+@pytest.mark.parametrize("forgotten", ["all waits", "the first wait", "arrival", "after", "reduced"])
 def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     workload = Workload(
         name="w",
@@ -235,14 +237,18 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
         gradient_accumulation_steps=2,
     )
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 4), staging_slots=0)
-    cut = "gradient_template" if forgotten in ("after", "reduced") else "step_template"
-    whole = globals()[cut](workload.subgroups, "bf16", plan)
-
-    def without(*_):
-        return [dataclasses.replace(t, **{forgotten: ()}) for t in whole]
-
     assert executed(workload, plan)[0] == simulated(workload, plan)[0]
-    monkeypatch.setitem(globals(), cut, without)
+    add, whole = Executor._add, gradient_template(workload.subgroups, "bf16", plan)
+    if forgotten in ("after", "reduced"):
+        less = [dataclasses.replace(t, **{forgotten: ()}) for t in whole]
+        monkeypatch.setitem(globals(), "gradient_template", lambda *_: less)
+    elif forgotten == "arrival":
+        monkeypatch.setattr(Executor, "_arrived", lambda *_: [])
+    else:
+        first = 1 if forgotten == "the first wait" else None
+        monkeypatch.setattr(
+            Executor, "_add", lambda own, step, s, waits: add(own, step, s, waits[first:] if first else [])
+        )
     assert executed(workload, plan)[0] != simulated(workload, plan)[0]
 
 

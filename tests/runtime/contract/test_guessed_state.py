@@ -77,8 +77,7 @@ def written(engine, number):
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
     executor.wait_state(subgroup)
-    for completion in filter(None, executor._current):
-        completion.wait_host()
+    executor.wait_under_way()
     executor.states[subgroup].state[1].mul_(0.5)
     executor.state_written([subgroup])
 

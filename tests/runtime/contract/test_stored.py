@@ -254,9 +254,7 @@ def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
 
         monkeypatch.setattr(ExtentStore, "read", read)
     else:
-        monkeypatch.setattr(
-            Executor, "_host_slot", lambda self, s, _: self.host_slots[0].views(self.states[s].elements)
-        )
+        monkeypatch.setattr(Executor, "_host_slot", lambda self, s: self.host_slots[0].views(self.states[s].elements))
     ours = outcome(attached(start(), ["stored"], LAST, seed=3))
     assert not same(ours, stock("clipping"))
 

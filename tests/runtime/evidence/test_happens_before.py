@@ -14,9 +14,10 @@ from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.gradients import GradientHomes
-from ebbtide.runtime.execution.step_template import GradientOp, TemplateOp
-from ebbtide.runtime.execution.visits import Visits
+from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.zero.fetches import Partitions
+from ebbtide.simulator.update.issue import Issue
+from ebbtide.simulator.update.recipes import Slot, Wait
 
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
@@ -117,24 +118,26 @@ def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys,
 # -- each wait taken away in turn ----------------------------------------------------------------
 
 
-def without(**changes):
-    """The template without some of its waits."""
-    made = ebbtide.runtime.execution.session.step_template
+def without(wait, whole=Issue._issue):
+    """Ops that begin in their order, but do not wait for what a step says."""
 
-    def template(*args, **kwargs):
-        return [dataclasses.replace(op, **changes) for op in made(*args, **kwargs)]
+    def issue(self, step, *others):
+        return whole(self, dataclasses.replace(step, waits=step.waits & ~wait), *others)
 
-    return ebbtide.runtime.execution.session, "step_template", template
+    return Issue, "_issue", issue
 
 
-def submitted_without(**changes):
-    """Ops that are begun in their order, but do not wait for some of the others."""
-    whole = Executor._submit
+def taken_at_once(*slots, whole=Issue._take):
+    """Buffers that are taken while somebody may use them."""
 
-    def submit(self, position, item, waits, **options):
-        whole(self, position, dataclasses.replace(item, **changes), waits, **options)
+    def take(self, step, subgroup, waits):
+        if step.takes in slots:
+            free = self._free[step.takes]
+            free[0] = free[0]._replace(behind=None)
+            self._left.pop((step.takes, subgroup), None)
+        return whole(self, step, subgroup, waits)
 
-    return Executor, "_submit", submit
+    return Issue, "_take", take
 
 
 def unordered_lanes(self, lanes=CudaDevice.lanes):
@@ -181,20 +184,16 @@ def brought_at_once(self, params, executor, bring=Partitions.bring):
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 
 
-def come_at_once(self, state, come=Visits.come):
-    """Into a slot that somebody may be in."""
-    return come(self, state)[0], []
-
-
 MUTANTS = {
     "a gradient is copied before it is there": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
-    "an update does not wait for its gradient": ("ZeRO-3, clipping", without(needs_arrival=False)),
+    "an update does not wait for its gradient": ("ZeRO-3, clipping", (Executor, "_arrived", lambda *_: [])),
     "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
-    "ops do not wait for those of their step": ("ZeRO-3, clipping", submitted_without(now=())),
+    "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
     "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
-    "a visit comes while another leaves": ("ZeRO-3, clipping", (Visits, "come", come_at_once)),
+    "a visit comes while another leaves": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
+    "new parameters go where others are copied from": ("ZeRO-3, clipping", taken_at_once(Slot.PARAMETER)),
     "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
     "a sum is added to while it leaves": ("sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
     "a parameter is read before it is copied": ("ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
@@ -205,12 +204,10 @@ MUTANTS = {
 }
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
-    # Of the step before, parameters have come home: its forward has waited for them, and the norm.
-    "ops do not wait for those of the step before": ("ZeRO-3, clipping", submitted_without(before=())),
     # Attaching ends with copies between host and device that hold the host up until all is there.
     "lanes begin before their memory is theirs": ("ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
     # The norm has been read on the host before updates start, after all gradients of its stream.
-    "updates do not wait for the norm": ("ZeRO-3, clipping", without(needs_norm=False)),
+    "updates do not wait for the norm": ("ZeRO-3, clipping", without(Wait.NORM)),
     # The passes have waited for their copies, and the norm has been read behind them.
     "a parameter is written while it is copied": (
         "ZeRO-3, offloaded_parameters",
@@ -221,20 +218,30 @@ SPARE = {
 
 # -- the list of waits, from the code ------------------------------------------------------------
 
-TEMPLATES = {
-    "now": "ops do not wait for those of their step",
-    "before": "ops do not wait for those of the step before",
-    "needs_norm": "updates do not wait for the norm",
-    "needs_arrival": "an update does not wait for its gradient",
+GRADIENTS = {
     "reduced": "a gradient is copied before it is there",
     "after": "the next sum is fetched before the last is home",
 }
-NO_WAITS = {"op", "ahead", "needs_gradient", "guessed", "summed"}  # which, and when
+NO_WAITS = {"op", "summed"}  # which, and when
+STEPS = {
+    Wait.NORM: "updates do not wait for the norm",
+    Wait.GRADIENT: "an update does not wait for its gradient",
+    Wait.PREVIOUS: "ops do not wait for those of their step",
+    Slot.STAGING: "a visit comes while another leaves",
+    Slot.PARAMETER: "new parameters go where others are copied from",
+    # On lanes of their own kind: tests/runtime/test_executed_dag.py, and the drive's own order.
+    Slot.OUTGOING: "",
+    Slot.STATE: "",
+    # Of the host, and of gradients.
+    Wait.GATE: "",
+    Wait.SUM: "",
+    Wait.LAST: "",
+}
 STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters", "updates_of", "current_event"}
 # Who makes a stream wait: the mutant that takes it away; "": its waits are in other rows.
 WAITERS = {
     "devices/lane.py: wait_on": "",
-    "devices/lane.py: _execute": "",  # those of the templates
+    "devices/lane.py: _execute": "",  # those of ops
     "devices/base.py: training_waits": "",
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
     "devices/cuda.py: moment": "",  # the clock's
@@ -266,11 +273,10 @@ def waiters():
 
 def test_every_wait_in_the_code_has_its_mutant():
     """A new one is in neither table until there is one that takes it away."""
-    fields = {f.name for kind in (TemplateOp, GradientOp) for f in dataclasses.fields(kind)}
-    assert fields == TEMPLATES.keys() | NO_WAITS
+    assert {f.name for f in dataclasses.fields(GradientOp)} == GRADIENTS.keys() | NO_WAITS
+    assert {*Wait, *Slot} == STEPS.keys()
     assert set(waiters()) == WAITERS.keys()
-    named = {*TEMPLATES.values(), *filter(None, WAITERS.values())}
-    named.add("a visit comes while another leaves")  # in the order in which slots are given back
+    named = {*GRADIENTS.values(), *filter(None, [*STEPS.values(), *WAITERS.values()])}
     assert named == MUTANTS.keys() | SPARE.keys()
 
 

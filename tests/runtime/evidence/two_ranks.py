@@ -6,7 +6,7 @@ import os
 import pytest
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.visits import Visits
+from ebbtide.simulator.update.recipes import Slot, Wait
 
 from studies.bench.many_engines import freeze_heap
 from tests.runtime import fake_cuda
@@ -16,9 +16,8 @@ from tests.runtime.evidence.test_happens_before import (
     Partitions,
     brought_at_once,
     checked,
-    come_at_once,
     nothing,
-    submitted_without,
+    taken_at_once,
     with_gradients,
     without,
 )
@@ -41,9 +40,9 @@ MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
     "a gradient is copied before it is reduced": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
-    "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
-    "ops do not wait for those of their step": ("ZeRO-3", submitted_without(now=())),
-    "a visit comes while another leaves": ("ZeRO-3", (Visits, "come", come_at_once)),
+    "an update does not wait for its gradient": ("ZeRO-3", (Executor, "_arrived", lambda *_: [])),
+    "ops do not wait for those of their step": ("ZeRO-3", without(Wait.PREVIOUS)),
+    "a visit comes while another leaves": ("ZeRO-3", taken_at_once(Slot.STAGING)),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "a parameter is read before it is copied": (
         "ZeRO-3, parameters on the host",
