@@ -12,6 +12,7 @@ from ebbtide.simulator import Plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.doctor import examination, hardware, memory, software, storage
 from ebbtide.tuner.doctor.finding import bad, ok
+from ebbtide.tuner.doctor.known_wrong import known_wrong
 from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
@@ -172,7 +173,7 @@ def test_known_wrong_results_are_told_for_the_config(tmp_path, monkeypatch):
     both = software.known_results({**config, "gradient_accumulation_steps": "auto"})
     assert [finding.state for finding in both] == ["bad", "slow"]
     for fine in ({**zero, "stage": 3}, {"stage": 2}):
-        alone = {"gradient_accumulation_steps": 1, "zero_optimization": fine}
+        alone = {"gradient_accumulation_steps": 1, "zero_optimization": fine, "optimizer": {"type": "AdamW"}}
         assert [finding.state for finding in software.known_results(alone)] == ["ok"]
     muon = {**config, "optimizer": {"type": "Muon"}}
     monkeypatch.setattr(software, "version", lambda _: "0.19.7")
@@ -263,3 +264,19 @@ def test_parameters_on_a_drive_are_said_to_be_deepspeeds():
     assert "DeepSpeed's own swapper" in " ".join(finding.detail for finding in under_a_plan(config))
     zero["offload_param"] = {"device": "cpu"}
     assert "swapper" not in " ".join(finding.detail for finding in under_a_plan(config))
+
+
+@pytest.mark.parametrize(
+    ("params", "issues"),
+    [({}, {8495}), ({"decay_mom_rate": 0.1}, {8495, 8589}), ({"cycle_momentum": False, "decay_mom_rate": 0.1}, set())],
+)
+def test_what_onecycle_does_to_betas_is_told(params, issues):
+    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "OneCycle", "params": params}}
+    assert {row.issue for row in known_wrong("0.19.8", config)} == issues
+    assert known_wrong("0.19.8", config | {"scheduler": {"type": "WarmupLR"}}) == []
+
+
+def test_a_clients_scheduler_after_load_state_is_told_on_condition():
+    (row,) = known_wrong("0.19.8", {"zero_optimization": {"stage": 3}})
+    assert "resumes with load_state" in str(row)
+    assert known_wrong("0.19.8", {"zero_optimization": {"stage": 2}}) == []

@@ -71,6 +71,16 @@ def _optimizer(config: Config) -> str:
     return str((config.get("optimizer") or {}).get("type", "")).lower()
 
 
+def _scheduled(config: Config) -> Mapping[str, Any]:
+    """Return the parameters of the config's scheduler."""
+    return (config.get("scheduler") or {}).get("params") or {}
+
+
+def _cycles_momentum(config: Config) -> bool:
+    kind = (config.get("scheduler") or {}).get("type")
+    return kind == "OneCycle" and _scheduled(config).get("cycle_momentum", True) is not False
+
+
 def _accumulates_in_fp32(config: Config) -> bool:
     return (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
 
@@ -144,6 +154,22 @@ TABLE = (
         0,
         "DeepSpeed's CPU Adagrad leaves the weight decay out in its scalar loop",
         lambda c: _optimizer(c) == "adagrad" and _offloads(c),
+    ),
+    KnownWrong("", "", 8495, "the OneCycle scheduler replaces every group's second beta with 0.99", _cycles_momentum),
+    KnownWrong(
+        "",
+        "",
+        8589,
+        "the OneCycle scheduler lets the first beta grow past 1 in its decay phase",
+        lambda c: _cycles_momentum(c) and bool(_scheduled(c).get("decay_mom_rate")),
+    ),
+    KnownWrong(
+        "",
+        "",
+        0,
+        "losses part from those of the unbroken run from the second update on (huggingface/accelerate#3869)",
+        lambda c: _stage(c) == 3 and not c.get("optimizer") and not c.get("scheduler"),
+        "the script gives Accelerate its own optimizer and scheduler and resumes with load_state",
     ),
 )
 
