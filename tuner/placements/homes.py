@@ -15,6 +15,7 @@ from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOME, STORED
 from ebbtide.tuner.placements.search import Search, evenly
+from ebbtide.tuner.quantities import told_seconds
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
 
@@ -100,8 +101,8 @@ def brought(search: Search) -> list[str]:
         return [told + "with all of them on the device nothing fits"]
     saved_s = search.whole_s - search.best_s
     return [
-        told + f"{saved_s * 1e3:.1f} ms less than with all of them on the device "
-        f"({saved_s * 1e3 / (size / GIB):.2f} ms for each GiB)"
+        told + f"{told_seconds(saved_s)} less than with all of them on the device "
+        f"({told_seconds(saved_s / (size / GIB))} for each GiB)"
     ]
 
 

@@ -14,6 +14,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.placements.moves import VISITING
 from ebbtide.tuner.placements.search import SPECULATES, Candidate, Search
+from ebbtide.tuner.quantities import told_seconds
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 FEW = 8  # of the best plans without guesses, with which the search begins
@@ -111,7 +112,7 @@ def about_guesses(search: Search, made: Plan, plain_s: float) -> list[str]:
     if not count or times is None:
         return [f"no update begins before the norm is known: with {rate} that is no faster in this memory"]
     return [
-        f"{count} of {made.subgroup_count} subgroups are updated before the norm is known, which saves "
-        f"{(plain_s - told.iteration_s) * 1e3:.1f} ms if {rate}: an iteration takes "
-        f"{times.right_s * 1e3:.1f} ms if no step clips, {times.mean_s(1.0) * 1e3:.1f} ms if every step clips"
+        f"{count} of {made.subgroup_count} subgroups are updated early, before the norm is known, which saves "
+        f"{told_seconds(plain_s - told.iteration_s)} if {rate}: an iteration takes "
+        f"{told_seconds(times.right_s)} if no step clips, {told_seconds(times.mean_s(1.0))} if every step clips"
     ]
