@@ -334,7 +334,7 @@ def untrained(command, side, steps, seed, deterministic):
 def calibrated(machine, seen):
     from ebbtide.tuner.calibrate.calibration import Calibrated
 
-    return Calibrated(machine, changes=(), contradictions=(), unexplained=(), left_pct=0.0)
+    return Calibrated(machine, changes=(), contradictions=(), unexplained=(), before_pct=0.0, left_pct=0.0)
 
 
 def outcome(ground, recorder, arguments):

@@ -261,7 +261,7 @@ def test_what_is_left_is_told_as_a_ratio(tmp_path):
     header = ",".join(f"{phase}_ms" for phase in ms)
     text = "\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n"
     done, _ = calibrated(tmp_path, text)
-    assert "their phases are now off by a factor of 4.0 (median)" in done.output
+    assert "and are now off by a factor of 4.0 (median)" in done.output
     assert "runs contradict each other: step took 4.00 times" in done.output
     told = json.loads(calibrated(tmp_path, text, "--json")[0].stdout)
     assert told["left_pct"] == pytest.approx(300, rel=0.15)

@@ -24,6 +24,16 @@ from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
+# Rates that are uncertain independently of each other.
+APART = (
+    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.2),
+    Knob("issuing a layer", ("layer_issue_s",), 0.3),
+    Knob("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
+    Knob("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.2),
+    Knob("host updates", ("stock_host_adam_params_per_s", "host_adam_params_per_s"), 0.25),
+    Knob("host updates on one thread", ("stock_host_adam_thread_params_per_s",), 0.3),
+    Knob("network", ("network_bytes_per_s",), 0.5),
+)
 # Rates that no run of offloaded training tells, and that predictions depend on all the same.
 BESIDE = (Knob("DRAM", ("dram_bytes_per_s",), 0.1), Knob("device updates", ("device_adam_params_per_s",), 0.1))
 # Of the products' spread, what a layer's estimated time has: products and what the host needs to
@@ -102,7 +112,7 @@ def model_spread(machine: Machine) -> float:
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
     """Standard deviation of the logarithm of ``seconds`` that the rates' spreads make."""
     variance = 0.0
-    for knob in (*knobs_of(machine), *BESIDE):
+    for knob in (*knobs_of(machine, APART), *BESIDE):
         width = knob_sigma(machine, knob)
 
         def of(turn: float, knob: Knob = knob) -> float:

@@ -88,9 +88,13 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
         )
     if not calibrated.changes:
         click.echo("no rate was changed: the runs do not tell more than the machine does")
-    factor = 1 + calibrated.left_pct / 100
-    left = f"{calibrated.left_pct:.1f}%" if factor < LARGE_MISS else f"a factor of {factor:.1f}"
-    click.echo(f"{runs} runs: their phases are now off by {left} (median); wrote {out}")
+    before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
+    click.echo(f"{runs} runs: their phases were off by {before} and are now off by {left} (median); wrote {out}")
+
+
+def _miss(percent: float) -> str:
+    factor = 1 + percent / 100
+    return f"{percent:.1f}%" if factor < LARGE_MISS else f"a factor of {factor:.1f}"
 
 
 def _loop_change(before: Machine, after: Machine) -> list[Change]:
