@@ -126,7 +126,7 @@ class Contests:
     question: Question
     space: Space
     most: int
-    seen: Callable[[int], None]
+    seen: Callable[[int], object]
     outcomes: dict[Configuration, Outcome] = field(default_factory=dict)
     complete: bool = True
     _leaders: dict[object, float] = field(default_factory=dict)
