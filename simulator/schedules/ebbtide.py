@@ -10,7 +10,7 @@ from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import Bytes, Step, Wait, recipe_of, slot_limits
+from ebbtide.simulator.update.recipes import Bytes, Step, Wait, slot_limits
 from ebbtide.simulator.workload import Workload
 
 
@@ -84,10 +84,8 @@ class EbbtideLoop(PlannedLoop):
         super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
         self.plan = plan
         once = workload.adds_on_device
-        self.recipes = [
-            recipe_of(w.placement, w.parameters, fused=fused, guessed=w.early, summed=w.sum_on_device or once)
-            for w in plan.ways
-        ]
+        ways = [way._replace(sum_on_device=once or way.sum_on_device) for way in plan.ways]
+        self.recipes = [way.recipe if fused else way.unfused for way in ways]
         self.bytes = Bytes.of(workload)
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         arrival = arrival or arrival_order(self.layers_of)

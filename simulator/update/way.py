@@ -41,6 +41,11 @@ class Way(NamedTuple):
         return recipe_of(self.placement, self.parameters, guessed=self.early, summed=self.sum_on_device)
 
     @property
+    def unfused(self) -> Recipe:
+        """The ops of an update in this way with stock's separate passes on the host."""
+        return recipe_of(self.placement, self.parameters, fused=False, guessed=self.early, summed=self.sum_on_device)
+
+    @property
     def redo(self) -> Recipe:
         """The ops of an update in this way that no early update precedes, or a wrong one.
 
