@@ -149,6 +149,7 @@ def test_links_and_locked_memory(monkeypatch):
 def test_tune_run_begins_with_the_fast_part(monkeypatch):
     started = []
     monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    monkeypatch.setattr("ebbtide.tuner.commands.run._watch_for_engines", lambda: None)
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setattr(examination, "fast_part", lambda: [bad("ninja", "missing", "install it")])
     refused = CliRunner().invoke(main, ["run", "--", "true", "--flag"])
