@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.simulator import Layer, Machine, Plan, Quantity, Way, Workload
 from ebbtide.simulator.machine import OUT_OF_PLACE
+from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.optimizer import ADAM
 from torch import nn
@@ -39,6 +42,8 @@ class Setting:
         forward_s, backward_s: of one layer.
         memory_share: device memory beyond parameters and gradients, over the size of all state.
         host_adam_out_of_place: speed of out-of-place updates over that of in-place ones.
+        layers_per_subgroup: A subgroup holds the weights of so many layers, a divisor of ``layers``.
+        micro_batches: gradient accumulation steps.
     """
 
     layers: int = 16
@@ -52,6 +57,8 @@ class Setting:
     memory_share: float = 0.3
     duplex_factor: float = 1.0
     host_adam_out_of_place: float = OUT_OF_PLACE
+    layers_per_subgroup: int = 1
+    micro_batches: int = 1
 
     def scaled(self, factor: float) -> "Setting":
         """Return the same balance with a model of another size, in ``factor`` times the time."""
@@ -64,13 +71,23 @@ class Setting:
         )
 
     @property
-    def subgroup(self) -> int:
-        """Elements of each subgroup: one layer's weight."""
+    def weight(self) -> int:
+        """Elements of a layer's weight."""
         return self.hidden**2
 
     @property
+    def subgroup(self) -> int:
+        """Elements of each subgroup."""
+        return self.layers_per_subgroup * self.weight
+
+    @property
+    def subgroups(self) -> int:
+        """Number of subgroups."""
+        return self.layers // self.layers_per_subgroup
+
+    @property
     def params(self) -> int:
-        return self.layers * self.subgroup
+        return self.layers * self.weight
 
     @property
     def given_s(self) -> tuple[float, float]:
@@ -113,14 +130,20 @@ class Setting:
         )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
-        """Return the workload. ``forward_s``, ``backward_s``: of all layers, measured without concurrent updates."""
-        layer = Layer(params=self.subgroup, forward_s=forward_s / self.layers, backward_s=backward_s / self.layers)
+        """Return the workload.
+
+        Args:
+            forward_s, backward_s: of all layers and micro-batches, measured without concurrent updates.
+        """
+        passes = self.layers * self.micro_batches
+        layer = Layer(params=self.weight, forward_s=forward_s / passes, backward_s=backward_s / passes)
         return Workload(
             name="sleeping layers",
             layers=(layer,) * self.layers,
-            subgroups=(self.subgroup,) * self.layers,
+            subgroups=(self.subgroup,) * self.subgroups,
             subgroup_size=self.subgroup,
-            tokens_per_iteration=ROWS,
+            gradient_accumulation_steps=self.micro_batches,
+            tokens_per_iteration=ROWS * self.micro_batches,
             device_base_bytes=2 * self.params,
             provenance="emulated: layers of given duration, phases measured without updates",
         )
@@ -181,7 +204,8 @@ def start(setting: Setting, **zero: Any) -> Any:
     from studies.bench.byte_gpt import ds_config, stock_engine
 
     torch.manual_seed(0)
-    config = ds_config(ROWS, setting.subgroup, reduce_bucket_size=setting.subgroup, **zero)
+    micro_batches = setting.micro_batches
+    config = ds_config(ROWS, setting.subgroup, accumulation=micro_batches, reduce_bucket_size=setting.weight, **zero)
     return stock_engine(PacedModel(setting), config)
 
 
@@ -216,6 +240,40 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
     device = EmulatedDevice(setting.rates())
     ebbtide.runtime.attach(engine, plan, device=device)
     return kernels_of(engine, device)
+
+
+class ReducedBeside(GradientOps):
+    """Gradients that cross while backward goes on, as from a GPU's reduction stream.
+
+    The emulated device has one training stream, which waits for every sum that is fetched. Here the
+    training thread adds gradients up itself, immediately, and the lanes keep to the given rates with
+    copies of nobody's bytes. A figure of several micro-batches would else say that backward waits for
+    the link.
+    """
+
+    def _send(self, item: GradientOp, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
+        home.copy_(source)
+        super()._send(item, offset, torch.empty_like(home), source)
+
+    def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        item = self._template[OpKind.GRADIENT_H2D, subgroup, True]
+        there, lane = torch.empty_like(base), item.op.lane
+        stream = self._lanes[lane].stream
+        self._submit(item, offset, base.nbytes, lambda: self._device.copy(there, torch.empty_like(there), lane, stream))
+        return base + gradient
+
+
+@contextmanager
+def reduced_beside() -> Iterator[None]:
+    """Inside, plans are executed with `ReducedBeside`."""
+    import ebbtide.runtime.execution.executor as executor
+
+    kept = executor.GradientOps
+    executor.GradientOps = ReducedBeside  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        executor.GradientOps = kept  # type: ignore[misc]
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
@@ -282,27 +340,31 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Return the borders of the phases of one step."""
-        inputs, targets = batch(self.setting, self.steps)
-        self.steps += 1
+        """Return the borders of the phases of one step, as if all forwards came before all backwards."""
         if self._kernels is not None:
             self._kernels.synchronized()  # the step before has read its norm
-        begun = time.perf_counter()
-        loss = self.engine(inputs, targets)
-        forward = time.perf_counter()
-        self.engine.backward(loss)
-        backward = time.perf_counter()
+        forward_s = backward_s = backward = 0.0
+        for inputs, targets in batches(self.setting, self.steps):
+            if backward:
+                self.engine.step()  # of a micro-batch that is not the last
+            begun = time.perf_counter()
+            loss = self.engine(inputs, targets)
+            forward = time.perf_counter()
+            self.engine.backward(loss)
+            backward = time.perf_counter()
+            forward_s, backward_s = forward_s + forward - begun, backward_s + backward - forward
+        self.steps += 1
         set_clipping(self.engine, self.clips, self.steps - 1)
         self.engine.step()
         stepped = time.perf_counter()
         if settle:
             self.engine.optimizer.wait()
-        return begun, forward, backward, stepped
+        return backward - backward_s - forward_s, backward - backward_s, backward, stepped
 
     def workload(self, steps: int) -> Workload:
         """Return the workload with phases measured while no update runs."""
         plan = Plan(
-            subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.layers), overlap_forward=False
+            subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )
         result = self.measure(plan, steps, settle=True)
         return self.setting.workload(result.forward_s, result.backward_s)
@@ -317,11 +379,12 @@ class Bench:
         return state
 
 
-def batch(setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of step ``number``."""
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = torch.randn(2, ROWS, setting.hidden, generator=generator).bfloat16()
-    return inputs, targets
+def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield inputs and targets of each micro-batch of step ``number``."""
+    for micro_batch in range(setting.micro_batches):
+        generator = torch.Generator().manual_seed(number * setting.micro_batches + micro_batch)
+        inputs, targets = torch.randn(2, ROWS, setting.hidden, generator=generator).bfloat16()
+        yield inputs, targets
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
@@ -338,9 +401,10 @@ def stock_state(
 
     engine = start(setting, **zero)
     for number in range(steps):
-        engine.backward(engine(*batch(setting, number)))
-        set_clipping(engine, clips, number)
-        engine.step()
+        for inputs, targets in batches(setting, number):
+            engine.backward(engine(inputs, targets))
+            set_clipping(engine, clips, number)
+            engine.step()
     state = state_of(engine)
     engine.destroy()
     return state

@@ -66,3 +66,17 @@ def test_fidelity(tmp_path, run):
     assert len(found["rows"]) == 2
     assert found["rows"][0] != found["rows"][1], "two plans were drawn"
     assert (tmp_path / "f.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_fidelity_of_subgroups_of_many_layers(tmp_path, run):
+    found = run("fidelity", tmp_path / "m.json", "--many-layers", "--plans", "4", "--steps", "1")
+    assert found["bit_identical"] is True
+    assert [(row["micro_batches"], row["layers_per_subgroup"]) for row in found["rows"]] == [
+        (1, 4),
+        (1, 8),
+        (8, 4),
+        (8, 8),
+    ]
+    # All are on the host, and a subgroup's gradient that leaves as a whole arrives later.
+    assert all(row["predicted_s"] < row["predicted_whole_s"] for row in found["rows"])
