@@ -133,7 +133,7 @@ def _machine(rng, number, workload):
 
 
 def encode(plan):
-    return "".join(f"{run.count}{LETTERS[run.placement]}" for run in plan.placement)
+    return "".join(f"{run['count']}{LETTERS[run['placement']]}" for run in Plan.runs(plan.placements))
 
 
 def planned(number):
