@@ -281,6 +281,13 @@ class Workload(Shown, Page):
         fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
         return Workload.model_validate({**self.model_dump(), **fields})
 
+    def cut_as(self, subgroups: Sequence[int], subgroup_size: int) -> "Workload":
+        """Return the workload with a plan's subgroups, or as it is if it cannot be cut so."""
+        if tuple(subgroups) in ((), self.subgroups) or not self.parameters:
+            return self
+        cut = self.recut(subgroup_size)
+        return cut if cut.subgroups == tuple(subgroups) else self
+
     @property
     def expected_clip_rate(self) -> float:
         """Clip rate to plan with: the given one, or 10% if the gradients are clipped at all."""

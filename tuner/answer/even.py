@@ -1,35 +1,49 @@
-"""A quick plan: the best first guess, evenly spread, without the local search."""
+"""A plan while somebody waits: the decision with the least effort."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import distance
-from ebbtide.tuner.placements.homes import begun, brought
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.cuts import QUICK_SIZES
+from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
+from ebbtide.tuner.placements.homes import brought
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements.speculation import about_guesses
 
 
-def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
-    """Return the plan with its prediction and the lower bound. It says whether a search could find a better one.
+def even_plan(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    *,
+    subgroup_sizes: Sequence[int] = QUICK_SIZES,
+    offload_parameters: bool = False,
+    folders: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return a plan with its prediction and lower bound, and say whether a search could find a better one.
 
     Raises:
         ImpossibleError: nothing fits.
     """
-    search = begun(workload, machine, limits)
-    if not search.fits:
-        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    return best_of(search)
+    question = Question(
+        workload, machine, limits, subgroup_sizes, offload_parameters, folders=folders or {}, effort=QUICK
+    )
+    return best_of(decide(question))
 
 
-def best_of(search: Search) -> Plan:
-    """Return the best plan of a started search that found one that fits."""
+def best_of(found: Decision) -> Plan:
+    """Return the plan of a quick decision."""
+    search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
-    made = search.best().plan(workload)
+    made = found.chosen.plan(workload, **found.folders)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
     prediction = predict(workload, machine, made, limits, lambda _: search.fluid.iteration_s)
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
-    why = f"a quick plan, evenly spread: {more}"
-    return made.model_copy(update={"prediction": prediction, "reasons": (why, *brought(search))})
+    made = made.model_copy(update={"prediction": prediction})
+    why = (f"a quick plan: {more}", *about_guesses(search, made, found.plain_s), *brought(search))
+    return made.model_copy(update={"reasons": why})

@@ -112,9 +112,10 @@ def compare(
         plan: None: nothing fits.
         others: also `PEERS`, and the plan less a feature.
     """
+    planned = workload if plan is None else workload.cut_as(plan.subgroups, plan.subgroup_size)
 
     def run(name: str, **setting: Any) -> Simulated:
-        return simulated(name, workload, machine, limits, setting, compile_)
+        return simulated(name, planned if "plan" in setting else workload, machine, limits, setting, compile_)
 
     def row(role: Role, one: Simulated) -> Row:
         return Row(role, *_labelled(one, workload), limits)

@@ -11,8 +11,9 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.answer.even import best_of
-from ebbtide.tuner.placements.homes import begun
-from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements.cuts import QUICK_SIZES
+from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
+from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
 
 # Sizes as they are sold. The least that suffices is offered, and of a GPU no more than it has.
@@ -93,25 +94,25 @@ class _Tried:
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
-    known: dict[tuple[tuple[str, int | bool], ...], Search | None] = field(default_factory=dict)
+    known: dict[tuple[tuple[str, int | bool], ...], Decision | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
-        """Return the change with the best known plan. None: nothing fits."""
-        search = self.fits(changes)
-        if search is None:
+        """With the best plan that is known; None: nothing fits."""
+        found = self.fits(changes)
+        if found is None:
             return None
-        made, tokens = best_of(search), search.workload.tokens_per_iteration
+        made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
         return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
 
-    def fits(self, changes: Changes) -> Search | None:
-        """Return the search in which something fits, or None."""
+    def fits(self, changes: Changes) -> Decision | None:
+        """Return the quick decision. None if nothing fits."""
         key = tuple(changes.items())
         if key not in self.known:
             self.known[key] = self._begun(changes)
         return self.known[key]
 
-    def _begun(self, changes: Changes) -> Search | None:
+    def _begun(self, changes: Changes) -> Decision | None:
         memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
         machine = self.machine.with_rates(**memory) if memory else self.machine
         asked = {k: v for k, v in self.limits.items() if k not in memory}
@@ -124,8 +125,10 @@ class _Tried:
         except ModelError:
             return None
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
-        search = begun(workload, machine, limits)
-        return search if search.fits else None
+        try:
+            return decide(Question(workload, machine, limits, QUICK_SIZES, effort=QUICK))
+        except ImpossibleError:
+            return None
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """The first that fits of steps that each take less memory than the one before."""

@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--subgroup-size",
-    help="keep the workload's (default), auto to search the best one (default with --model), or a number of elements.",
+    default="auto",
+    show_default=True,
+    help="auto to choose the best one, keep for the workload's own, or a number of elements.",
 )
 @click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
@@ -84,7 +86,7 @@ def plan(
     host_memory: int | None,
     memory_margin: float | None,
     offload_param: bool,
-    subgroup_size: str | None,
+    subgroup_size: str,
     robust: bool,
     mtbf: float | None,
     restart: float,
@@ -106,13 +108,12 @@ def plan(
     _check_paths(output, emit_deepspeed, machine, source)
     _tell_interval(checkpoint_dir, mtbf)
     measured = _writing_at(checkpoint_rate, read_machine(machine))
-    automatic = "auto" if source["model"] else "keep"
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
     needs("under ZeRO-3", trained.workload.zero_stage == 3, "clip_rate")
-    work, sizes = _recut(trained.workload, subgroup_size or automatic)
+    work, sizes = _recut(trained.workload, subgroup_size)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory,
         "host_memory_bytes": host_memory,
@@ -244,11 +245,11 @@ def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
 
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
-    """The workload to plan for, and the subgroup sizes that the search may choose from."""
-    from ebbtide.tuner.placements.subgroup_size import SIZES
-
+    """Return the workload to plan for, and the subgroup sizes that may be chosen: None means all that
+    `tune` tries, none means the workload's own.
+    """
     if given in ("keep", "auto"):
-        return work, SIZES if given == "auto" else None
+        return work, None if given == "auto" else ()
     try:
         size = float(given)
     except ValueError:
@@ -257,4 +258,4 @@ def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None
         raise BadInputError(
             f"--subgroup-size must be keep, auto or a whole number of elements > 0, such as 1e8, but got {given}"
         )
-    return work.recut(int(size)), None
+    return work.recut(int(size)), ()

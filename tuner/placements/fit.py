@@ -6,8 +6,9 @@ No plan lacks less. So a job whose program lacks bytes is refused at once, and t
 where plans of whole subgroups are to be looked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from ebbtide.simulator.limits import Limits
@@ -43,19 +44,17 @@ class Fit:
         return sum(share for (_, home), share in self.shares.items() if home == "host")
 
 
-def roomiest(
-    workload: Workload, machine: Machine, limits: Limits, homes: tuple[ParameterHome, ...] = ("device", "host")
-) -> Fit:
+def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:
     """Return the division with the most room left, within the placements that a search may choose.
 
     Args:
-        homes: parameter locations that plans may use.
+        away: fraction of the parameters that live on the host. None: any.
     """
     from scipy.optimize import linprog
 
     held, params = Holding.of_workload(workload), float(workload.params)
     stores = limits.storage_bytes is not None and workload.zero_stage == 3
-    used = [way for way in plain_ways() if _allowed(workload, machine, way, stores) and way.parameters in homes]
+    used = [way for way in plain_ways() if _allowed(workload, machine, way, stores)]
     columns = [plain_ways().index(way) for way in used]
     each = {memory: np.array(row, float)[columns] for memory, row in held.per_param.items()}
     live = 0.0 if workload.live_params is None else workload.live_params / params
@@ -76,8 +75,7 @@ def roomiest(
         [0.0] * (len(used) + 1) + [1.0],
         [[*row, -1.0] for row in rows] + [[*-sends, 1.0, 0.0]],
         [*ends, 0.0],
-        [[1.0] * len(used) + [0.0, 0.0]],
-        [1.0],
+        *_divided(used, away),
         [(0, 1)] * len(used) + [(0, most_sums), (None, None)],
         method="highs",
     )
@@ -87,6 +85,15 @@ def roomiest(
         (way.placement, way.parameters): float(share) for way, share in zip(used, x, strict=False) if share > 1e-9
     }
     return Fit(taken[0] + int(base * params), taken[1], taken[2], shares)
+
+
+def _divided(used: Sequence[Way], away: float | None) -> tuple[Any, Any]:
+    """Return the equations: all elements are somewhere, and so many parameters on the host."""
+    rows, ends = [[1.0] * len(used) + [0.0, 0.0]], [1.0]
+    if away is not None:
+        rows.append([float(way.parameters == "host") for way in used] + [0.0, 0.0])
+        ends.append(away)
+    return rows, ends
 
 
 def _allowed(workload: Workload, machine: Machine, way: Way, stores: bool) -> bool:

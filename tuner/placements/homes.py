@@ -106,13 +106,6 @@ def brought(search: Search) -> list[str]:
     ]
 
 
-def quick_iteration_s(
-    workload: Workload, machine: Machine, limits: Limits, seed: int, effort: float | None = None
-) -> float:
-    """Return the iteration time of the best first guess; ``inf`` if nothing fits."""
-    return begun(workload, machine, limits, seed, effort=effort).best_s
-
-
 def _fewest(search: Search, count: int) -> int:
     """Return how many subgroups' parameters must leave so that all host updates fit, with stored state if needed.
 

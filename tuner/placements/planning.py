@@ -17,25 +17,18 @@ from ebbtide.simulator.versions import versions
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
-from ebbtide.tuner.placements.annealing import anneal, options, reorder
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
-from ebbtide.tuner.placements.homes import begun, brought
-from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.cuts import about_subgroups
+from ebbtide.tuner.placements.decision import QUICK as QUICK
+from ebbtide.tuner.placements.decision import Progress, Question, decide, silently
+from ebbtide.tuner.placements.homes import brought
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Candidate, Search, seconds_of
-from ebbtide.tuner.placements.speculation import about_guesses, fewest, may_guess, with_guesses
-from ebbtide.tuner.placements.storage import about_storage, with_storage
-from ebbtide.tuner.placements.subgroup_size import about_subgroups, best_cut, recuts
+from ebbtide.tuner.placements.speculation import about_guesses
+from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.placements.sums import about_sums
 
 FINALISTS = 8
-REORDERINGS = 400  # of each of the best guesses
-QUICK = 0.1  # effort of `tune plan --quick`
-Progress = Callable[[float, str], object]
-
-
-def _silently(_share: float, _what: str) -> None:
-    """Ignore the progress."""
 
 
 def plan(
@@ -55,17 +48,11 @@ def plan(
     storage: Mapping[str, int] | None = None,
     endurance_bytes: float | None = None,
     effort: float | None = None,
-    progress: Progress = _silently,
+    progress: Progress = silently,
 ) -> Plan:
-    """Searches the best plan for a workload on a machine.
+    """Return the best plan for a workload on a machine.
 
-    Guesses spread placements evenly, around the linear program's split too, with the order of the
-    updates from a model of the host's queue (`ebbtide.tuner.placements.update_orders`); the best are
-    reordered, their slots, prefetch, threads and overlap tried one by one, and what is still far
-    from the bound is annealed (`ebbtide.tuner.placements.annealing`). Where the workload says how many
-    steps clip (``clip_rate``), all of that once more for plans that update before the norm is known
-    (`ebbtide.tuner.placements.speculation`). With gradient accumulation sums stay on the device as far as
-    it has memory left (`ebbtide.tuner.placements.sums`). Deterministic under ``seed``.
+    `ebbtide.tuner.placements.decision` decides, as for every other answer. Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -73,15 +60,14 @@ def plan(
         mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
             bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
-        subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
-            (`ebbtide.tuner.placements.subgroup_size.SIZES`); None: its own.
+        subgroup_sizes: Subgroup sizes to try beside the workload's own. None: those of
+            `ebbtide.tuner.placements.cuts`. Empty: the workload's own alone.
         offload_parameters: the 16-bit parameters may live in host memory between their uses where
             that is faster; where nothing fits otherwise they do anyhow.
         storage: directories for state that memory cannot hold, and what it may take there, of all
             ranks of a node.
         endurance_bytes: that these drives may be written with in their life, together.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
-        effort: share of the evaluations of a search in earnest, above 0 and at most 1 (`QUICK`: a fast
         effort: share of the evaluations of a search in earnest, above 0 and at most 1; None: 1. With
             `QUICK` the plan is there sooner and may be some percent slower.
         progress: called with the share that is done, and with what is.
@@ -91,54 +77,28 @@ def plan(
     """
     if mtbf_s is not None:
         check_failures(workload, machine, mtbf_s, restart_s)
-    limits, machine, folders = with_storage(
+    question = Question.of(
         workload,
         machine,
-        storage,
         device_memory_bytes=device_memory_bytes,
         host_memory_bytes=host_memory_bytes,
-        margin=memory_margin,
+        memory_margin=memory_margin,
+        storage=storage,
+        subgroup_sizes=subgroup_sizes,
+        offload_parameters=offload_parameters,
+        seed=seed,
+        effort=effort,
     )
-    if subgroup_sizes is not None and not machine.unified_memory:
-        progress(0.0, "subgroup sizes")
-        workload, _ = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed, effort)
-    progress(0.0, "first guesses")
-    search = begun(workload, machine, limits, seed, freely=offload_parameters, effort=effort)
-    if not search.fits:
-        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    result = _best_of(search, robust, folders, endurance_bytes, progress)
-    return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
-
-
-def _best_of(
-    search: Search, robust: bool, folders: Mapping[str, Any], endurance_bytes: float | None, progress: Progress
-) -> Plan:
-    """What a search that has begun comes to, with its prediction and its reasons."""
-    _improve(search, progress)
-    chosen = _robust_choice(search) if robust else search.best()
-    plain_s = search.score(chosen).iteration_s
-    if may_guess(search):
-        progress(0.8, "updates before the norm")
-        search, chosen = with_guesses(search, chosen, lambda other: _improve(other, _silently))
-    # Every candidate has as many sums as fit; what they do not bring is left to others.
-    chosen = fewest(search, chosen, "device_sums")
+    found = decide(question, lambda share, what: progress(0.9 * share, what))
+    search, chosen = found.search, found.chosen
+    if robust:
+        chosen = _robust_choice(search)
     progress(0.9, "what the others would take")
-    made = _as_plan(search, chosen, folders)
-    why = about_guesses(search, made, plain_s) + about_sums(search, chosen)
+    made = _as_plan(search, chosen, question.folders)
+    why = about_guesses(search, made, found.plain_s) + about_sums(search, chosen)
     why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search)
-    return _explained(made, search, why)
-
-
-def _improve(search: Search, progress: Progress) -> None:
-    """Improve the first guesses to good plans."""
-    if len(search.choices) == 1:
-        options(search)
-        return
-    search.try_all()
-    progress(0.1, "other orders")
-    reorder(search, search.share_of(REORDERINGS))
-    options(search)
-    anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
+    result = _explained(made, search, why)
+    return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
 
 
 def _robust_choice(search: Search) -> Candidate:

@@ -22,13 +22,15 @@ from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES, Slot
 from ebbtide.simulator.update.way import GUESSED, HOME_CODES, SUMMED, of_codes, plain_ways
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.fit import Fit, roomiest
 from ebbtide.tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from ebbtide.tuner.placements.update_orders import UpdateOrders
 from numpy.typing import NDArray
 
 MOST_CHOICES = 7000  # of few subgroups' placements
 MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
-MOST_POINTS, FEWEST_POINTS, MANY_POINTS = 160, 28, 4000  # of a grid of numbers
+MOST_POINTS, FEWEST_POINTS = 160, 28  # of a grid of numbers
+ROUNDED = (-2, -1, 0, 1, 2)  # subgroups around a division of fractions
 MANY_KINDS = 3  # of placements beside the first: fewer numbers of each are tried
 FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
 SPILLED_POINTS = 91  # numbers of what is not on storage
@@ -418,7 +420,7 @@ class Search:
         points = self.share_of(max(FEWEST_POINTS, MOST_POINTS // len(held)), FEWEST_WITH_LITTLE_EFFORT)
         best = self._grid(held, points, (2, 4))
         if not self.fits and not hopeless:
-            best = self._grid(held, MANY_POINTS, (1,))
+            best = sorted(held, key=self._roomiest_s)
         if not STORED.isdisjoint(self.choices):
             self._least_stored()
         if not self.fits:
@@ -496,6 +498,31 @@ class Search:
             return min(self.score(c).iteration_s for c in tried)
 
         return sorted(held, key=best_s)
+
+    def _roomiest_s(self, fixed: Mapping[int, Placement]) -> float:
+        """Return the best time among plans of whole subgroups near the division with the most room left."""
+        sizes, choices = self.workload.subgroups, self.choices
+        count = len(sizes) - len(fixed)
+        mean = (self.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
+        best_s = math.inf
+        division = self._division
+        left = [
+            division.of(p) * self.workload.params - sum(sizes[i] for i, there in fixed.items() if there == p)
+            for p in choices[1:]
+        ]
+        for changes in product(ROUNDED, repeat=len(left)):
+            numbers = [max(0, round(n / mean) + change) for n, change in zip(left, changes, strict=True)]
+            if sum(numbers) > count:
+                continue
+            made = evenly(dict(zip(choices, (count - sum(numbers), *numbers), strict=True)), 1, fixed)
+            best_s = min(best_s, self.score(made).iteration_s)
+        return best_s
+
+    @cached_property
+    def _division(self) -> Fit:
+        """The division with the most room left, with as many parameters on the host as this search has."""
+        away = sum(n for n, home in zip(self.workload.subgroups, self.homes, strict=False) if home == "host")
+        return roomiest(self.workload, self.machine, self.limits, away=away / self.workload.params)
 
     def _held_apart(self) -> Iterator[dict[int, Placement]]:
         """Yield every choice of placements for the few largest subgroups."""

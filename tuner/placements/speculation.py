@@ -6,7 +6,7 @@ shorter by more than nothing. What was said may be wrong: while its guesses paus
 nearly as quick as the best one without.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,9 @@ def may_guess(search: Search) -> bool:
     return work.zero_stage == 3 and not search.machine.unified_memory and work.expected_clip_rate < 1
 
 
-def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], object]) -> tuple[Search, Candidate]:
+def with_guesses(
+    plain: Search, chosen: Candidate, improve: Callable[[Search], object], more: Sequence[Candidate] = ()
+) -> tuple[Search, Candidate]:
     """The search whose plans guess, and its best with as few guesses as serve; or what is given,
     where that is no worse.
     """
@@ -52,7 +54,11 @@ def with_guesses(plain: Search, chosen: Candidate, improve: Callable[[Search], o
         search.score(replace(candidate, speculate=None, speculate_visits=0))
         for roomier in _with_room(candidate):
             search.score(replace(roomier, **most))
-    search.guess()
+    for candidate in more:
+        search.score(candidate)
+        search.score(replace(candidate, **most))
+    if not more:  # else the best of other cuts show where to look
+        search.guess()
     if not search.fits:
         return plain, chosen
     _spread(search)

@@ -1,0 +1,88 @@
+"""Which sub_group_size to train with: small ones fill and drain the lanes better, large ones cost
+less per op.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.moves import VISITING
+from ebbtide.tuner.placements.search import Candidate, Search
+
+SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
+LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence
+QUICK_SIZES = (2 * 10**8, 5 * 10**7)  # of an answer that somebody waits for
+MOST_SUBGROUPS = 400
+FINER = 1.3  # times as many subgroups: else a smaller size is not tried
+WORTH = 0.995  # smaller subgroups must bring half a percent
+TOLD = 0.97  # and where others were asked for, this to be told
+
+
+def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
+    """Return the workload as it is and with other subgroups, largest first. Sizes that give nearly as many
+    subgroups as a larger one are left out, and so are those that give too many.
+
+    Raises:
+        ValueError: The workload does not know its parameters.
+    """
+    result = {len(workload.subgroups): workload}
+    for size in sorted(sizes, reverse=True):
+        cut = workload.recut(size)
+        count = len(cut.subgroups)
+        if count <= MOST_SUBGROUPS and not any(known <= count < FINER * known for known in result):
+            result[count] = cut
+    return sorted(result.values(), key=lambda w: len(w.subgroups))
+
+
+def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
+    """Return a plan of larger subgroups for smaller ones. Each smaller one is treated as the larger one is
+    that holds its middle element.
+    """
+    ends, begin, owner = list(accumulate(coarse.subgroups)), 0, list[int]()
+    for size in fine.subgroups:
+        owner.append(min(bisect_right(ends, begin + size // 2), len(ends) - 1))
+        begin += size
+    placements = tuple(candidate.placements[c] for c in owner)
+    ratio = max(1, round(len(fine.subgroups) / len(coarse.subgroups)))
+    inside: dict[int, list[int]] = {}
+    for subgroup, c in enumerate(owner):
+        inside.setdefault(c, []).append(subgroup)
+    issue = [s for c in issue_order(candidate.placements, candidate.order or FORWARD) for s in inside.get(c, ())]
+    visiting = sum(p in VISITING for p in placements)
+    slots = max(1, min(candidate.staging_slots * ratio, visiting))
+    return replace(
+        candidate,
+        placements=placements,
+        homes=tuple(candidate.homes[c] for c in owner) if candidate.homes else (),
+        order=order_of(issue, placements),
+        staging_slots=slots,
+        prefetch=min(candidate.prefetch * ratio, slots),
+        speculate=(candidate.speculate or 0) * ratio,
+        speculate_among=(candidate.speculate_among or 0) * ratio,
+        speculate_visits=(candidate.speculate_visits or 0) * ratio,
+        device_sums=None,
+    )
+
+
+def about_subgroups(search: Search) -> list[str]:
+    """Return a sentence with what other subgroups would bring, if those asked for are large.
+
+    Returns:
+        No sentence if the gain is small.
+    """
+    work, machine = search.workload, search.machine
+    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
+        return []
+    from ebbtide.tuner.placements.decision import QUICK, Question, decide
+
+    found = decide(Question(work, machine, search.limits, seed=search.seed, effort=QUICK))
+    other, seconds = found.search.workload, found.iteration_s
+    if other is work or seconds > TOLD * search.best_s:
+        return []
+    return [
+        f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
+        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
+    ]

@@ -1,0 +1,253 @@
+"""The one decision that every answer rests on: which cut into subgroups, and which plan for it.
+
+Every entry point asks `decide`. What may vary is the same for all of them: the subgroup size, placements and
+their order, early updates, sums on the device, buffers, threads and overlap, and where asked for parameter
+locations and storage. So is the memory that stays free. They differ in effort alone: a quick answer compares
+first guesses at a few subgroup sizes, a full one improves the best ones.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ebbtide.simulator.limits import Limits, Peaks
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.annealing import anneal, options, reorder
+from ebbtide.tuner.placements.cuts import QUICK_SIZES, SIZES, WORTH, finer, recuts
+from ebbtide.tuner.placements.fit import roomiest
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.moves import STORED
+from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.speculation import fewest, may_guess, with_guesses
+from ebbtide.tuner.placements.storage import with_storage
+
+FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
+FINALISTS = 2  # cuts that a full answer improves
+NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
+REORDERINGS = 200  # of each of the best guesses
+BESIDE_ANOTHER = 0.35  # of the evaluations, for each finalist
+Progress = Callable[[float, str], object]
+
+
+def silently(_share: float, _what: str) -> None:
+    """Report no progress."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is decided for.
+
+    Attributes:
+        subgroup_sizes: Sizes to try beside the workload's own. Empty: its own alone.
+        offload_parameters: Whether parameters may live on the host although plans fit without.
+        folders: Fields of a plan that stores state.
+    """
+
+    workload: Workload
+    machine: Machine
+    limits: Limits
+    subgroup_sizes: Sequence[int] = SIZES
+    offload_parameters: bool = False
+    folders: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    effort: float = FULL
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        machine: Machine,
+        *,
+        device_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        memory_margin: float | None = None,
+        storage: Mapping[str, int] | None = None,
+        subgroup_sizes: Sequence[int] | None = None,
+        offload_parameters: bool = False,
+        seed: int = 0,
+        effort: float | None = None,
+    ) -> "Question":
+        """Return the question with every default in its place.
+
+        Args:
+            subgroup_sizes: None: all of `SIZES`, in a quick answer `QUICK_SIZES`. Empty: the workload's own.
+        """
+        limits, machine, folders = with_storage(
+            workload,
+            machine,
+            storage,
+            device_memory_bytes=device_memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            margin=memory_margin,
+        )
+        effort = FULL if effort is None else effort
+        if subgroup_sizes is None:
+            subgroup_sizes = QUICK_SIZES if effort <= QUICK else SIZES
+        return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort)
+
+    @property
+    def cuts(self) -> list[Workload]:
+        """The workload with each subgroup size that is tried, the largest first."""
+        if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
+            return [self.workload]
+        return recuts(self.workload, self.subgroup_sizes)
+
+
+@dataclass
+class Level:
+    """First guesses, and what became of them, at one subgroup size.
+
+    Attributes:
+        plain: The search whose plans wait for the norm.
+        search: That one, or the search whose plans update early, if they are faster.
+        chosen: The best plan of ``search``.
+    """
+
+    plain: Search
+    search: Search
+    chosen: Candidate
+
+    @property
+    def seconds(self) -> float:
+        return self.search.score(self.chosen).iteration_s
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan that was chosen.
+
+    Attributes:
+        search: the search that found it, at the subgroup size that was chosen.
+        plain_s: an iteration of the best plan without early updates at that size.
+    """
+
+    question: Question
+    search: Search
+    chosen: Candidate
+    plain_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.search.score(self.chosen).iteration_s
+
+    @property
+    def folders(self) -> Mapping[str, Any]:
+        """Fields of a plan that stores state, if this one does."""
+        return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
+
+
+def decide(question: Question, progress: Progress = silently) -> Decision:
+    """Return the fastest plan that is known after the question's effort.
+
+    Raises:
+        ImpossibleError: nothing fits. If the bytes alone cannot fit, nothing is simulated.
+    """
+    check_bytes(question.workload, question.machine, question.limits)
+    levels = _levels(question, progress)
+    finalists = _finalists(levels)
+    if question.offload_parameters:  # plans with all of them on the device stay in the choice
+        free = [_level(_begun(question, level.search.workload, freely=True), ()) for level in finalists]
+        finalists = _finalists([*finalists, *free])
+    if question.effort > QUICK:
+        for number, level in enumerate(finalists):
+            progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
+            _improve(level, question.effort * (1.0 if len(finalists) == 1 else BESIDE_ANOTHER))
+    best = _largest_of_the_best(finalists)
+    # Every candidate has as many sums as fit; what they do not bring is left to others.
+    chosen = fewest(best.search, best.chosen, "device_sums")
+    return Decision(question, best.search, chosen, min(best.plain.best_s, best.search.score(chosen).iteration_s))
+
+
+def _levels(question: Question, progress: Progress) -> list[Level]:
+    """Return the first guesses at each cut that plans fit with.
+
+    Raises:
+        ImpossibleError: none fits at any.
+    """
+    cuts, levels, known = question.cuts, list[Level](), list[Peaks]()
+    for number, cut in enumerate(cuts):
+        progress(0.5 * number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
+        plain = _begun(question, cut)
+        if plain.fits:
+            levels.append(_level(plain, levels))
+        else:
+            known += plain.scores.values()
+    if levels:
+        return levels
+    if question.subgroup_sizes and (smaller := min(SIZES)) < min(question.subgroup_sizes):
+        return _levels(replace(question, subgroup_sizes=[*SIZES, smaller]), progress)
+    raise ImpossibleError.explain(question.workload, question.limits, known)
+
+
+def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
+    """Refuse a job that no plan can hold, before any simulation.
+
+    Raises:
+        ImpossibleError: the bytes do not fit, however they are divided.
+    """
+    least = roomiest(workload, machine, limits)
+    if limits.missing_bytes(least):
+        raise ImpossibleError.explain(workload, limits, [least])
+
+
+def _begun(question: Question, cut: Workload, *, freely: bool = False) -> Search:
+    """Return the search with its first guesses.
+
+    Args:
+        freely: parameters may live on the host although plans fit without.
+    """
+    effort = min(1.0, question.effort)
+    return begun(cut, question.machine, question.limits, question.seed, freely=freely, effort=effort)
+
+
+def _level(plain: Search, coarser: Sequence[Level]) -> Level:
+    """Return the first guesses at a cut, those of coarser ones among them."""
+    same = [level for level in coarser if bool(level.search.homes) == bool(plain.homes)]
+    for level in same:
+        plain.score(finer(level.plain.best(), level.plain.workload, plain.workload))
+    return _with_early(plain, same)
+
+
+def _with_early(plain: Search, coarser: Sequence[Level]) -> Level:
+    best = plain.best()
+    if not may_guess(plain):
+        return Level(plain, plain, best)
+    seeds = [finer(level.chosen, level.search.workload, plain.workload) for level in coarser]
+    search, chosen = with_guesses(plain, best, lambda _: None, seeds)
+    return Level(plain, search, chosen)
+
+
+def _finalists(levels: Sequence[Level]) -> list[Level]:
+    """Return the most promising levels, the best first."""
+    by_time = sorted(levels, key=lambda level: level.seconds)
+    return [level for level in by_time if level.seconds <= NEAR * by_time[0].seconds][:FINALISTS]
+
+
+def _improve(level: Level, effort: float) -> None:
+    """Improve the plans of a level that are the best so far, early updates or not."""
+    search = level.search
+    search.effort = min(1.0, effort)
+    if len(search.choices) == 1:
+        options(search)
+    else:
+        search.try_all()
+        reorder(search, REORDERINGS)
+        options(search)
+        anneal(search)
+    best = search.best()
+    if search.speculates:
+        for name in ("speculate", "speculate_visits"):
+            best = fewest(search, best, name)
+    elif may_guess(search):
+        search, best = with_guesses(search, best, lambda _: None)
+    if search.score(best).iteration_s < level.seconds:
+        level.search, level.chosen = search, best
+
+
+def _largest_of_the_best(levels: Sequence[Level]) -> Level:
+    """Return the fastest level, or one of larger subgroups that is as fast."""
+    best_s = min(level.seconds for level in levels)
+    near = [level for level in levels if level.seconds * WORTH <= best_s]
+    return min(near, key=lambda level: len(level.search.workload.subgroups), default=levels[0])
