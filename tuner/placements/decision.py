@@ -27,7 +27,7 @@ FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first g
 FINALISTS = 2  # cuts that a full answer improves
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
 REORDERINGS = 200  # of each of the best guesses
-BESIDE_ANOTHER = 0.35  # of the evaluations, for each finalist
+BESIDE_ANOTHER = 0.2  # of the evaluations, for each finalist
 Progress = Callable[[float, str], object]
 
 

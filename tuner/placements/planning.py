@@ -97,7 +97,7 @@ def plan(
     made = _as_plan(search, chosen, question.folders)
     why = about_guesses(search, made, found.plain_s) + about_sums(search, chosen)
     why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search)
-    result = _explained(made, search, why)
+    result = _explained(made, search, why, workload)
     return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
 
 
@@ -185,11 +185,16 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 
-def _explained(made: Plan, search: Search, more: Sequence[str] = ()) -> Plan:
+def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Workload | None = None) -> Plan:
+    """Return the plan with its alternatives and reasons.
+
+    Args:
+        stock: the workload that others train. None: that of the plan.
+    """
     from ebbtide.tuner.answer.reasons import reasons
     from ebbtide.tuner.answer.rows import alternatives, compare
 
-    rows = compare(search.workload, search.machine, search.limits, made)
+    rows = compare(stock or search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
     why += [*brought(search), *search.limits.explained[:2], *more]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})

@@ -57,8 +57,7 @@ def with_guesses(
     for candidate in more:
         search.score(candidate)
         search.score(replace(candidate, **most))
-    if not more:  # else the best of other cuts show where to look
-        search.guess()
+    search.guess()
     if not search.fits:
         return plain, chosen
     _spread(search)

@@ -68,6 +68,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
     name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
         name, options["plan"] = "ebbtide", request.plan
+        workload = workload.cut_as(request.plan.subgroups, request.plan.subgroup_size)
     elif name is None:
         name, moved = strategy_of(request, workload)
         options = {**moved, **options}
@@ -99,8 +100,9 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     decided = verdict(told, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
-    if plan is not None and request.mtbf_s is not None:
-        plan, choice = checkpointed(plan, workload, machine, limits, request.mtbf_s)
+        planned = workload.cut_as(plan.subgroups, plan.subgroup_size)
+        if request.mtbf_s is not None:
+            plan, choice = checkpointed(plan, planned, machine, limits, request.mtbf_s)
     failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
     return {
         "verdict": decided.choice,
@@ -163,20 +165,30 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
         from ebbtide.tuner.placements.planning import plan as search
 
         progress(0.2, "searching the best plan")
-        away = offloads_parameters(request)
         return search(
             workload,
             machine,
             mtbf_s=request.mtbf_s,
-            offload_parameters=away,
+            **_freedom(request),
             storage=storage_of(request),
             endurance_bytes=request.endurance_bytes,
         )
-    quick = even_plan(workload, machine, limits)
+    quick = even_plan(workload, machine, limits, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
-    told = wear(workload, quick, quick.prediction.iteration_s, request.endurance_bytes)
+    told = wear(
+        workload.cut_as(quick.subgroups, quick.subgroup_size),
+        quick,
+        quick.prediction.iteration_s,
+        request.endurance_bytes,
+    )
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
+
+
+def _freedom(request: Scenario) -> dict[str, Any]:
+    """Return what a plan for the scenario may vary beyond the defaults, or less than them."""
+    sizes: dict[str, Any] = {} if request.subgroup_size is None else {"subgroup_sizes": ()}
+    return {"offload_parameters": offloads_parameters(request), **sizes}
 
 
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
@@ -273,7 +285,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     storage = storage_of(request)
     limits, drives, _ = with_storage(workload, machine, storage, margin=request.memory_margin)
     progress(0.05, "a quick plan first")
-    quick = even_plan(workload, drives, limits)
+    quick = even_plan(workload, drives, limits, **_freedom(request))
     assert quick.prediction is not None
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
@@ -285,7 +297,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         mtbf_s=request.mtbf_s,
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
-        offload_parameters=offloads_parameters(request),
+        **_freedom(request),
         storage=storage,
         endurance_bytes=request.endurance_bytes,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),

@@ -62,7 +62,7 @@ def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
     machine, workload = resolve(scenario)
     schedules = (
         build_strategy(stock_offload(workload.zero_stage), workload),
-        build_strategy("ebbtide", workload, plan=plan),
+        build_strategy("ebbtide", workload.cut_as(plan.subgroups, plan.subgroup_size), plan=plan),
     )
     return [simulate(schedule, machine) for schedule in schedules]
 
