@@ -319,7 +319,11 @@ class Bench:
             settle: each step's updates end before the next forward, so that the phases are those
                 of the training loop alone.
         """
-        self._apply(plan)
+        self.apply(plan)
+        return self.measure_on(steps, settle=settle)
+
+    def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
+        """Train ``steps`` steps under the plan that runs after the warm-up: see `measure`."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
     def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
@@ -331,7 +335,8 @@ class Bench:
         mean_s = statistics.fmean(periods)
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
-    def _apply(self, plan: Plan) -> None:
+    def apply(self, plan: Plan) -> None:
+        """Train under a plan from now on."""
         from ebbtide.runtime.zero.attach import switch_plan
 
         if self._kernels is not None:

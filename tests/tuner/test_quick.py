@@ -54,7 +54,7 @@ def test_parameters_move_where_that_is_asked_for():
     """Room for state is worth a fetch for each pass; nobody's parameters move unasked."""
     workload, machine = random_pair(np.random.default_rng(3), counts=(16, 16))
     base = workload.params * workload.wire_bytes
-    workload = workload.model_copy(update={"device_base_bytes": base})
+    workload = workload.model_copy(update={"device_base_bytes": base, "clip_rate": 1.0})
     current = on_the_host(workload)
     stay = quick_plan(workload, machine, current)
     moved = quick_plan(workload, machine, current, move_parameters=True)

@@ -8,7 +8,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import distance
-from ebbtide.tuner.placements.cuts import QUICK_SIZES
+from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.homes import brought
 from ebbtide.tuner.placements.planning import predict
@@ -20,7 +20,7 @@ def even_plan(
     machine: Machine,
     limits: Limits,
     *,
-    subgroup_sizes: Sequence[int] = QUICK_SIZES,
+    subgroup_sizes: Sequence[int] = SIZES,
     offload_parameters: bool = False,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:

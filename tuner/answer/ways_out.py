@@ -11,7 +11,7 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.answer.even import best_of
-from ebbtide.tuner.placements.cuts import QUICK_SIZES
+from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
@@ -126,7 +126,7 @@ class _Tried:
             return None
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
         try:
-            return decide(Question(workload, machine, limits, QUICK_SIZES, effort=QUICK))
+            return decide(Question(workload, machine, limits, SIZES, effort=QUICK))
         except ImpossibleError:
             return None
 

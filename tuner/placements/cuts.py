@@ -2,6 +2,7 @@
 less per op.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ebbtide.tuner.placements.search import Candidate, Search
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence
-QUICK_SIZES = (2 * 10**8, 5 * 10**7)  # of an answer that somebody waits for
+QUICK_COUNTS = (32, 110)  # of subgroups: of the cuts those nearest to them, for an answer that somebody waits for
 MOST_SUBGROUPS = 400
 FINER = 1.3  # times as many subgroups: else a smaller size is not tried
 WORTH = 0.995  # smaller subgroups must bring half a percent
@@ -35,6 +36,22 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
         if count <= MOST_SUBGROUPS and not any(known <= count < FINER * known for known in result):
             result[count] = cut
     return sorted(result.values(), key=lambda w: len(w.subgroups))
+
+
+def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
+    """Return the cuts whose number of subgroups is nearest to `QUICK_COUNTS`."""
+
+    def nearest(count: int) -> Workload:
+        return min(cuts, key=lambda cut: abs(math.log(len(cut.subgroups) / count)))
+
+    return sorted({id(cut): cut for cut in map(nearest, QUICK_COUNTS)}.values(), key=lambda cut: len(cut.subgroups))
+
+
+def merged(workload: Workload, many: int) -> Workload:
+    """Return the workload with ``many`` neighbouring subgroups as one."""
+    sizes = workload.subgroups
+    joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
+    return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})
 
 
 def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:

@@ -14,7 +14,7 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal, options, reorder
-from ebbtide.tuner.placements.cuts import QUICK_SIZES, SIZES, WORTH, finer, recuts
+from ebbtide.tuner.placements.cuts import SIZES, WORTH, finer, quick_cuts, recuts
 from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.homes import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
@@ -72,7 +72,7 @@ class Question:
         """Return the question with every default in its place.
 
         Args:
-            subgroup_sizes: None: all of `SIZES`, in a quick answer `QUICK_SIZES`. Empty: the workload's own.
+            subgroup_sizes: None: `SIZES`. Empty: the workload's own.
         """
         limits, machine, folders = with_storage(
             workload,
@@ -83,8 +83,9 @@ class Question:
             margin=memory_margin,
         )
         effort = FULL if effort is None else effort
-        if subgroup_sizes is None:
-            subgroup_sizes = QUICK_SIZES if effort <= QUICK else SIZES
+        if not 0 < effort <= 1:
+            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 searches in earnest")
+        subgroup_sizes = SIZES if subgroup_sizes is None else subgroup_sizes
         return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort)
 
     @property
@@ -92,7 +93,8 @@ class Question:
         """The workload with each subgroup size that is tried, the largest first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
-        return recuts(self.workload, self.subgroup_sizes)
+        found = recuts(self.workload, self.subgroup_sizes)
+        return quick_cuts(found) if self.effort <= QUICK else found
 
 
 @dataclass
@@ -153,7 +155,7 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     if question.effort > QUICK:
         for number, level in enumerate(finalists):
             progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
-            _improve(level, question.effort * (1.0 if len(finalists) == 1 else BESIDE_ANOTHER))
+            improve(level, question.effort * (1.0 if len(finalists) == 1 else BESIDE_ANOTHER))
     best = _largest_of_the_best(finalists)
     # Every candidate has as many sums as fit; what they do not bring is left to others.
     chosen = fewest(best.search, best.chosen, "device_sums")
@@ -176,8 +178,8 @@ def _levels(question: Question, progress: Progress) -> list[Level]:
             known += plain.scores.values()
     if levels:
         return levels
-    if question.subgroup_sizes and (smaller := min(SIZES)) < min(question.subgroup_sizes):
-        return _levels(replace(question, subgroup_sizes=[*SIZES, smaller]), progress)
+    if question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
+        return _levels(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
     raise ImpossibleError.explain(question.workload, question.limits, known)
 
 
@@ -207,10 +209,11 @@ def _level(plain: Search, coarser: Sequence[Level]) -> Level:
     same = [level for level in coarser if bool(level.search.homes) == bool(plain.homes)]
     for level in same:
         plain.score(finer(level.plain.best(), level.plain.workload, plain.workload))
-    return _with_early(plain, same)
+    return with_early(plain, same)
 
 
-def _with_early(plain: Search, coarser: Sequence[Level]) -> Level:
+def with_early(plain: Search, coarser: Sequence[Level] = ()) -> Level:
+    """Return the first guesses with early updates beside those without."""
     best = plain.best()
     if not may_guess(plain):
         return Level(plain, plain, best)
@@ -225,7 +228,7 @@ def _finalists(levels: Sequence[Level]) -> list[Level]:
     return [level for level in by_time if level.seconds <= NEAR * by_time[0].seconds][:FINALISTS]
 
 
-def _improve(level: Level, effort: float) -> None:
+def improve(level: Level, effort: float) -> None:
     """Improve the plans of a level that are the best so far, early updates or not."""
     search = level.search
     search.effort = min(1.0, effort)

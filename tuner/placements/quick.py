@@ -1,9 +1,9 @@
-"""A search that is short enough for a training loop: what `plan="auto"` and re-planning call.
+"""A decision that is short enough for a training loop: what ``plan="auto"`` and re-planning call.
 
 Needs neither pandas nor matplotlib.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,18 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.order import FORWARD
 from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements.cuts import finer, merged
+from ebbtide.tuner.placements.decision import Level, improve, with_early
 from ebbtide.tuner.placements.homes import begun
 from ebbtide.tuner.placements.moves import STORED, VISITING
+from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.search import Candidate, Search
 
-EVALUATIONS = 400
+EFFORT = 0.2  # of a search's evaluations, while training waits
+MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class QuickPlan:
 
     Attributes:
         plan: ``current`` itself if nothing is better.
-        iteration_s, current_s: the simulator's predictions of both.
+        iteration_s, current_s: predicted mean iterations of both.
     """
 
     plan: Plan
@@ -42,50 +46,68 @@ def quick_plan(
     *,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
-    evaluations: int = EVALUATIONS,
+    effort: float = EFFORT,
     seed: int = 0,
     move_parameters: bool = False,
 ) -> QuickPlan:
-    """The best plan of a short search, with the threads and the overlap of ``current``.
+    """Return the best plan of a short search, with the subgroups, the threads and the overlap of ``current``.
 
-    `ebbtide.tuner.plan` searches longer, with threads and overlap too. Deterministic under ``seed``.
+    `ebbtide.tuner.plan` decides in the same way, with subgroup sizes, threads and overlap too. Deterministic under
+    ``seed``.
 
     Args:
-        current: the plan that runs; what is found is no slower by the simulation, and stores no
-            subgroup that this does not: there is room for no other.
-        device_bytes: device memory of this rank for all of the workload; None: what ``current``
-            takes.
-        host_bytes: host memory of this rank; None: its share of the machine's, or what ``current``
-            takes where that is more.
-        move_parameters: between device and host; else they live where they do under ``current``.
+        current: the plan that runs. What is found is no slower by the simulation, and stores no subgroup that
+            this one does not: there is room for no other.
+        device_bytes: device memory of this rank for all of the workload. None: what ``current`` takes.
+        host_bytes: host memory of this rank. None: its share of the machine's, or what ``current`` takes if that
+            is more.
+        move_parameters: between device and host. Otherwise they live where they do under ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     now = current.parameter_homes if "host" in current.parameter_homes else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
-    new = partial(
-        Search, workload, machine, limits, seed, _fixed(current), storable=stored, speculates=any(current.guessed)
-    )
+    new = partial(Search, workload, machine, limits, seed, _fixed(current), storable=stored, effort=effort)
     search = new(homes=now)
     running = _running(current)
     current_s = search.seconds_anyhow(running)
-    search.score(running)
+    levels = list[Level]()
+    if not (machine.unified_memory or now or stored or move_parameters):
+        levels = _coarser(workload, machine, limits, seed, _fixed(current))
+    search.score(replace(running, early=()))
+    search.guess()
+    for level in levels:
+        search.score(finer(level.plain.best(), level.plain.workload, workload))
+    found = [with_early(search, levels)] if search.fits else []
     if move_parameters:
-        whole = new() if now else search
-        tried = (now,) if now else ()
+        whole, tried = new() if now else search, (now,) if now else ()
         other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
-        search = other if other.best_s < search.best_s else search
-    else:
-        search.guess()
-    if not machine.unified_memory and search.fits:
-        anneal(search, evaluations, search.fluid.iteration_s)
-    best = search.best()
-    best_s = search.score(best).iteration_s
-    if not best_s < current_s:
+        found += [with_early(other)] if other is not search and other.fits else []
+    if not found:
         return QuickPlan(current, current_s, current_s)
-    visits = not VISITING.isdisjoint(best.placements)
+    level = min(found, key=lambda level: level.seconds)
+    if not machine.unified_memory:
+        improve(level, effort)
+    if not level.seconds < current_s:
+        return QuickPlan(current, current_s, current_s)
+    return QuickPlan(_as_plan(current, level.chosen, level), level.seconds, current_s)
+
+
+def _coarser(workload: Workload, machine: Machine, limits: Limits, seed: int, fixed: dict[str, Any]) -> list[Level]:
+    """Return the first guesses for neighbouring subgroups that are planned as one."""
+    levels = list[Level]()
+    for many in MERGED:
+        search = Search(merged(workload, many), machine, limits, seed, fixed)
+        search.guess()
+        if search.fits:
+            levels.append(with_early(search, levels))
+    return levels
+
+
+def _as_plan(current: Plan, best: Candidate, level: Level) -> Plan:
+    visits, search = not VISITING.isdisjoint(best.placements), level.search
     made = current.with_ways(
         of_codes(best.codes),
-        order=best.order,
+        order=best.order or FORWARD,
         staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0,
         prediction=None,
@@ -93,11 +115,12 @@ def quick_plan(
         reasons=(),
         host_slots=best.host_slots,
     )
-    return QuickPlan(made, best_s, current_s)
+    # The runtime pauses early updates by the times that are predicted.
+    return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, search.limits)})
 
 
 def _running(current: Plan) -> Candidate:
-    """Return the running plan as a candidate of the search."""
+    """Return the plan that runs as the search sees it."""
     return Candidate(
         current.placements,
         max(1, current.staging_slots),
@@ -105,19 +128,19 @@ def _running(current: Plan) -> Candidate:
         order=current.order,
         host_slots=current.host_slots,
         device_sums=sum(current.summed_on_device),
+        early=current.guessed if any(current.guessed) else (),
     )
 
 
 def _fixed(current: Plan) -> dict[str, Any]:
-    """Return what stays as it is: the threads, the overlap, and early updates, for which there is memory."""
-    same: dict[str, Any] = {"threads": current.threads, "overlap_forward": current.overlap_forward}
-    return same | ({"early": current.guessed} if any(current.guessed) else {})
+    """Return the fields that stay as they are."""
+    return {"threads": current.threads, "overlap_forward": current.overlap_forward}
 
 
 def _limits(
     workload: Workload, machine: Machine, current: Plan, device_bytes: int | None, host_bytes: int | None
 ) -> Limits:
-    """Return the limits. For storage the limit is what ``current`` takes: its files have that room."""
+    """Return the limits. Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
     return Limits(
         held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,
