@@ -88,7 +88,8 @@ class _Strategy:
         schedule = self.compile_(self.name, self.workload, options)
         result = simulate_fast(schedule, self.machine)
         if isinstance(plan := options.get("plan"), Plan):
-            result = expected(self.workload, self.machine, plan, lambda p: self._of_plan(p, plan, result))
+            work = self.workload.cut_as(plan.subgroups, plan.subgroup_size)
+            result = expected(work, self.machine, plan, lambda p: self._of_plan(p, plan, result))
         lacks = self.limits.shortfall(result)
         return Simulated(self.name, setting, schedule, result, lacks)
 

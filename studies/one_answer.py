@@ -1,0 +1,176 @@
+"""Whether one question has one answer, whoever asks it.
+
+    python -m studies.one_answer --json one_answer.json
+
+Asks the entry points of ebbtide for the plan of the same job, and compares the predicted mean iterations. Nothing
+is measured here: presets, nothing fitted.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ebbtide.tuner
+from click.testing import CliRunner
+from ebbtide.simulator import Machine, Plan, Workload
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.cli import main as tune
+from ebbtide.tuner.placements.storage import with_storage
+from ebbtide.tuner.service import answers
+from ebbtide.tuner.service.requests import Answer, PlanJob
+from ebbtide.tuner.service.scenario import MODELS
+
+from studies.bench.console import publish, study_parser
+
+# Name of the model, machine, and what differs from one GPU, micro-batch 1 and 2048 tokens.
+JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("Llama 3.2 3B", "rtx4090", {}),
+    ("Llama 3 8B", "a100-node", {}),
+    ("Llama 3 8B", "a100-node", {"accumulation": 16}),
+    ("Llama 2 13B", "a100-node", {"gpus": 4}),
+    ("Qwen3 14B", "h100-node", {"gpus": 2}),
+    ("Llama 3 70B", "h200", {"gpus": 8}),
+    ("Llama 3 8B", "gh200", {}),
+    ("Qwen3 4B", "rtx4090", {"accumulation": 4}),
+    ("Llama 2 7B", "a100-node", {"gpus": 2, "device_memory_bytes": 24 * 2**30}),
+    ("Mistral 7B", "h100-node", {"device_memory_bytes": 30 * 2**30}),
+    ("Qwen3 8B", "h100-node", {"gpus": 4, "sequence": 4096}),
+    ("Llama 3 8B", "h100-node", {"storage_bytes": 10**12, "host_memory_bytes": 96 * 2**30}),
+    ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2}),
+)
+FULL, QUICK = ("tune plan", "tuner.plan", "HTTP full", "HTTP job"), ("HTTP quick", "Python quick")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The answers to one question, in predicted seconds of an iteration.
+
+    Attributes:
+        answers: by entry point.
+        possible_s: with every option on.
+        full_spread_pct, quick_spread_pct: of full answers, and of quick ones over the best full one.
+        cpu_s: processor time of ``tuner.plan``.
+    """
+
+    job: str
+    answers: Mapping[str, float]
+    possible_s: float
+    full_spread_pct: float
+    quick_spread_pct: float
+    default_over_possible_pct: float
+    cpu_s: float
+
+
+def main() -> None:
+    parser = study_parser("one_answer", __doc__)
+    parser.add_argument("--jobs", type=int, default=len(JOBS), help="only the first so many")
+    publish("one_answer", parser.parse_args().json, measure(JOBS[: parser.parse_args().jobs]))
+
+
+def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
+    """Return the largest differences, and the answers to each job."""
+    rows = [_asked(*job, effort) for job in jobs]
+    return {
+        "full_spread_pct": max(row.full_spread_pct for row in rows),
+        "quick_spread_pct": max(row.quick_spread_pct for row in rows),
+        "default_over_possible_pct": max(row.default_over_possible_pct for row in rows),
+        "longest_cpu_s": max(row.cpu_s for row in rows),
+        "cannot_be_influenced": [
+            "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's."
+        ],
+        "jobs": [asdict(row) for row in rows],
+        "device_kind": "simulated",
+    }
+
+
+def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | None) -> Asked:
+    scenario = {"model": model, "machine": machine, **about}
+    have = _machine(machine, about)
+    work = _job(model, about).workload(have)
+    storage = {"": int(about["storage_bytes"])} if "storage_bytes" in about else None
+    begun_s = time.process_time()
+    python_s = _seconds(ebbtide.tuner.plan(work, have, storage=storage, effort=effort))
+    cpu_s = time.process_time() - begun_s
+    asked: dict[str, Callable[[], float]] = {
+        "tuner.plan": lambda: python_s,
+        "tune plan": lambda: _by_command(work, have, storage),
+        "HTTP full": lambda: _row(answers.answer(Answer(**scenario, effort="full", timelines=False), _silent)),
+        "HTTP job": lambda: _seconds(Plan.model_validate(answers.plan_job(PlanJob(**scenario), _silent)["plan"])),
+        "HTTP quick": lambda: _row(answers.answer(Answer(**scenario, timelines=False), _silent)),
+        "Python quick": lambda: _quick_s(work, have, storage),
+    }
+    if effort is not None:  # entry points that take none are left to the study
+        asked = {name: asked[name] for name in ("tuner.plan", "HTTP quick", "Python quick")}
+    found = {name: ask() for name, ask in asked.items()}
+    possible_s = _seconds(
+        ebbtide.tuner.plan(work, have, storage=storage, offload_parameters=work.zero_stage == 3, effort=effort)
+    )
+    full = [seconds for name, seconds in found.items() if name in FULL]
+    quick = [seconds for name, seconds in found.items() if name in QUICK]
+    least_s = min([possible_s, *full])
+    return Asked(
+        " ".join([model, machine, *(f"{key}={value}" for key, value in about.items())]),
+        found,
+        possible_s,
+        100 * (max(full) / min(full) - 1),
+        100 * (max(quick) / min(full) - 1),
+        100 * (python_s / least_s - 1),
+        cpu_s,
+    )
+
+
+def _machine(name: str, about: Mapping[str, Any]) -> Machine:
+    memory = {key: about[key] for key in ("device_memory_bytes", "host_memory_bytes") if key in about}
+    return preset(name).with_rates(**memory) if memory else preset(name)
+
+
+def _job(model: str, about: Mapping[str, Any]) -> Job:
+    return Job.of_deepspeed(
+        MODELS[model],
+        sequence=about.get("sequence", 2048),
+        data_parallel=about.get("gpus", 1),
+        accumulation=about.get("accumulation"),
+        zero_stage=about.get("zero_stage"),
+    )
+
+
+def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
+    """Return what ``tune plan --workload`` says."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / f"{name}.json" for name in ("work", "machine", "plan")}
+        work.save(paths["work"])
+        machine.save(paths["machine"])
+        flags = ["plan", "--machine", str(paths["machine"]), "--workload", str(paths["work"]), "-o", str(paths["plan"])]
+        flags += [flag for size in (storage or {}).values() for flag in ("--storage", f"{folder}:{size}B")]
+        done = CliRunner().invoke(tune, [*flags, "--json"])
+        if done.exit_code:
+            raise RuntimeError(done.output)
+        return float(json.loads(paths["plan"].read_text())["prediction"]["iteration_s"])
+
+
+def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
+    limits, drives, folders = with_storage(work, machine, storage)
+    return _seconds(even_plan(work, drives, limits, folders=folders))
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s
+
+
+def _row(answer: Mapping[str, Any]) -> float:
+    return float(next(row["iteration_s"] for row in answer["rows"] if row["role"] == "plan"))
+
+
+def _silent(_share: float, _what: str) -> None:
+    """Report no progress."""
+
+
+if __name__ == "__main__":
+    main()
