@@ -12,7 +12,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.answer.even import best_of
 from ebbtide.tuner.placements.cuts import SIZES
-from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
+from ebbtide.tuner.placements.decision import QUICK, Question, check_bytes, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
 
@@ -94,25 +94,29 @@ class _Tried:
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
-    known: dict[tuple[tuple[str, int | bool], ...], Decision | None] = field(default_factory=dict)
+    known: dict[tuple[tuple[str, int | bool], ...], Question | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
-        """With the best plan that is known; None: nothing fits."""
-        found = self.fits(changes)
-        if found is None:
+        """Return the change with a quick plan. None: nothing fits."""
+        question = self.fits(changes)
+        if question is None:
+            return None
+        try:
+            found = decide(question)
+        except ImpossibleError:
             return None
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
         return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
 
-    def fits(self, changes: Changes) -> Decision | None:
-        """Return the quick decision. None if nothing fits."""
+    def fits(self, changes: Changes) -> Question | None:
+        """Return the question of a quick plan. None if its bytes cannot fit."""
         key = tuple(changes.items())
         if key not in self.known:
             self.known[key] = self._begun(changes)
         return self.known[key]
 
-    def _begun(self, changes: Changes) -> Decision | None:
+    def _begun(self, changes: Changes) -> Question | None:
         memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
         machine = self.machine.with_rates(**memory) if memory else self.machine
         asked = {k: v for k, v in self.limits.items() if k not in memory}
@@ -126,9 +130,10 @@ class _Tried:
             return None
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
         try:
-            return decide(Question(workload, machine, limits, SIZES, effort=QUICK))
+            check_bytes(workload, machine, limits)
         except ImpossibleError:
             return None
+        return Question(workload, machine, limits, SIZES, effort=QUICK)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """The first that fits of steps that each take less memory than the one before."""
@@ -138,7 +143,9 @@ class _Tried:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(steps[middle]) else (middle + 1, high)
-        return self.way(steps[high])
+        # Bytes that fit may not do so in whole subgroups.
+        ways = (self.way(step) for step in steps[high:])
+        return next((way for way in ways if way is not None), None)
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:

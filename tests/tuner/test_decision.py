@@ -1,0 +1,62 @@
+"""One decision for every entry point: refused fast, never worse for more freedom."""
+
+import ebbtide.tuner
+import pytest
+from ebbtide.simulator import Limits
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.placements import decision
+from ebbtide.tuner.placements.cuts import finer, recuts
+from ebbtide.tuner.placements.decision import Question, decide
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.service.scenario import MODELS
+
+LITTLE = 0.11  # effort
+
+
+def job(model, machine, **about):
+    have = preset(machine)
+    return Job.of_deepspeed(MODELS[model], sequence=1024, **about).workload(have), have
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a search has begun")
+
+    monkeypatch.setattr(decision, "begun", never)
+    work, have = job("Llama 2 13B", "rtx4090", accumulation=16)
+    with pytest.raises(ImpossibleError, match="GiB"):
+        decide(Question.of(work, have))
+
+
+def test_smaller_subgroups_fit_where_large_ones_do_not():
+    """8 B parameters and 16 micro-batches, on a GPU of 24 GB and 128 GiB of host memory."""
+    work, have = job("Llama 3 8B", "rtx4090", accumulation=16)
+    with pytest.raises(ImpossibleError):
+        decide(Question.of(work, have, subgroup_sizes=(), effort=LITTLE))
+    found = decide(Question.of(work, have, effort=0.1))
+    assert found.iteration_s < 60
+    assert len(found.search.workload.subgroups) > len(work.subgroups)
+
+
+@pytest.mark.parametrize(("model", "machine", "about"), [("Llama 3.2 1B", "rtx4090", {}), ("Qwen3 4B", "gh200", {})])
+def test_more_freedom_is_never_slower_and_a_quick_answer_is_near(model, machine, about):
+    work, have = job(model, machine, **about)
+    asked = {"memory_margin": 0.3, "effort": LITTLE}
+    plain = ebbtide.tuner.plan(work, have, **asked)
+    free = ebbtide.tuner.plan(work, have, offload_parameters=True, **asked)
+    quick = even_plan(work, have, Limits.of(work, have, margin=0.3))
+    assert free.prediction.iteration_s <= plain.prediction.iteration_s * 1.001
+    assert quick.prediction.iteration_s <= plain.prediction.iteration_s * 1.05
+    assert plain.prediction.clip_rate in (None, 0.1)
+
+
+def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
+    work, have = job("Llama 3.2 1B", "rtx4090")
+    coarse, fine = recuts(work, (2 * 10**8, 5 * 10**7))[-2:]
+    found = decide(Question.of(coarse, have, subgroup_sizes=(), effort=0.1))
+    made = finer(found.chosen, coarse, fine)
+    assert len(made.placements) == len(fine.subgroups) > len(coarse.subgroups)
+    assert set(made.placements) == set(found.chosen.placements)
+    assert made.plan(fine).subgroup_count == len(fine.subgroups)
