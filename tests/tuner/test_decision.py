@@ -2,9 +2,9 @@
 
 import ebbtide.tuner
 import pytest
-from ebbtide.simulator import Limits
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.even import even_plan
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.cuts import finer, recuts

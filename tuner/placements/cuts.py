@@ -11,7 +11,7 @@ from itertools import accumulate
 from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import VISITING
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Candidate
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence
@@ -82,24 +82,3 @@ def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
         speculate_visits=(candidate.speculate_visits or 0) * ratio,
         device_sums=None,
     )
-
-
-def about_subgroups(search: Search) -> list[str]:
-    """Return a sentence with what other subgroups would bring, if those asked for are large.
-
-    Returns:
-        No sentence if the gain is small.
-    """
-    work, machine = search.workload, search.machine
-    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
-        return []
-    from ebbtide.tuner.placements.decision import QUICK, Question, decide
-
-    found = decide(Question(work, machine, search.limits, seed=search.seed, effort=QUICK))
-    other, seconds = found.search.workload, found.iteration_s
-    if other is work or seconds > TOLD * search.best_s:
-        return []
-    return [
-        f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
-        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
-    ]

@@ -14,7 +14,7 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal, options, reorder
-from ebbtide.tuner.placements.cuts import SIZES, WORTH, finer, quick_cuts, recuts
+from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
 from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.homes import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
@@ -26,6 +26,7 @@ from ebbtide.tuner.placements.storage import with_storage
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
 FINALISTS = 2  # cuts that a full answer improves
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
+GLANCE = 500  # evaluations of a quick answer
 REORDERINGS = 200  # of each of the best guesses
 BESIDE_ANOTHER = 0.2  # of the evaluations, for each finalist
 Progress = Callable[[float, str], object]
@@ -156,10 +157,12 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
         for number, level in enumerate(finalists):
             progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
             improve(level, question.effort * (1.0 if len(finalists) == 1 else BESIDE_ANOTHER))
+    else:
+        glance(finalists[0])
     best = _largest_of_the_best(finalists)
     # Every candidate has as many sums as fit; what they do not bring is left to others.
     chosen = fewest(best.search, best.chosen, "device_sums")
-    return Decision(question, best.search, chosen, min(best.plain.best_s, best.search.score(chosen).iteration_s))
+    return Decision(question, best.search, chosen, best.plain.best_s)
 
 
 def _levels(question: Question, progress: Progress) -> list[Level]:
@@ -249,8 +252,35 @@ def improve(level: Level, effort: float) -> None:
         level.search, level.chosen = search, best
 
 
+def glance(level: Level) -> None:
+    """Improve the plans of a level for a moment."""
+    search = level.search
+    if len(search.choices) > 1:
+        anneal(search, GLANCE, search.fluid.iteration_s)
+        level.chosen = min(search.ordered(search.best()), level.chosen, key=lambda c: search.score(c).iteration_s)
+
+
 def _largest_of_the_best(levels: Sequence[Level]) -> Level:
     """Return the fastest level, or one of larger subgroups that is as fast."""
     best_s = min(level.seconds for level in levels)
     near = [level for level in levels if level.seconds * WORTH <= best_s]
     return min(near, key=lambda level: len(level.search.workload.subgroups), default=levels[0])
+
+
+def about_subgroups(search: Search) -> list[str]:
+    """Return a sentence with what other subgroups would bring, if those asked for are large.
+
+    Returns:
+        No sentence if the gain is small.
+    """
+    work, machine = search.workload, search.machine
+    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
+        return []
+    found = decide(Question(work, machine, search.limits, seed=search.seed, effort=QUICK))
+    other, seconds = found.search.workload, found.iteration_s
+    if other is work or seconds > TOLD * search.best_s:
+        return []
+    return [
+        f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
+        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
+    ]

@@ -1,0 +1,1 @@
+"""Whether one question has one answer, whoever asks it."""
