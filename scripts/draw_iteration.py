@@ -15,9 +15,11 @@ from pathlib import Path
 from ebbtide.simulator import (
     Layer,
     Machine,
+    Placement,
     Plan,
     Quantity,
     Timeline,
+    Way,
     Workload,
     build_schedule,
     build_strategy,
@@ -65,14 +67,8 @@ def workload() -> Workload:
 
 
 def plan() -> Plan:
-    placements = ["resident", "host", "device", "host", "device", "host", "device", "host"]
-    return Plan(
-        subgroup_size=PARAMS,
-        placement=Plan.runs(placements),  # type: ignore[arg-type]
-        staging_slots=2,
-        prefetch=2,
-        overlap_forward=True,
-    )
+    placements: list[Placement] = ["resident", "host", "device", "host", "device", "host", "device", "host"]
+    return Plan(subgroup_size=PARAMS, ways=Way.each(placements), staging_slots=2, prefetch=2, overlap_forward=True)
 
 
 def one_iteration(timeline: Timeline) -> Timeline:

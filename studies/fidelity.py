@@ -187,12 +187,13 @@ def random_setting(base: Setting, rng: random.Random) -> Setting:
 def random_plan(work: Workload, rng: random.Random) -> Plan:
     """Any mix of placements, any number of slots, with and without overlap."""
     weights = [rng.random() + 0.1 for _ in range(3)]
-    placements = rng.choices(["host", "device", "resident"], weights, k=len(work.subgroups))
+    kinds: list[Placement] = ["host", "device", "resident"]
+    placements = rng.choices(kinds, weights, k=len(work.subgroups))
     visits = placements.count("device")
     slots = min(rng.randint(1, 6), visits)
     return Plan(
         subgroup_size=work.subgroup_size,
-        ways=Way.each(placements),  # type: ignore[arg-type]
+        ways=Way.each(placements),
         staging_slots=slots,
         prefetch=rng.randint(0, slots),
         # The runtime's slots are always there: it prefetches from the first gradient on.
