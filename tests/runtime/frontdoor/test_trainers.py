@@ -166,9 +166,8 @@ BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "great
 def stored_key(folder, **checkpoint):
     """A plan with one stored subgroup."""
     made = Plan.from_fields(trainers.key_for(trainers.with_trainer(None, max_steps=1)[0])["plan"])
-    runs = Plan.runs(["stored", *["host"] * (made.subgroup_count - 1)])
-    fields = {"placement": runs, "storage_dir": str(folder), "staging_slots": 0, "prefetch": 0}
-    plan = Plan(**{**made.model_dump(), **fields}).model_dump(mode="json")
+    placements = ["stored", *["host"] * (made.subgroup_count - 1)]
+    plan = made.placed(placements, storage_dir=str(folder), staging_slots=0, prefetch=0).model_dump(mode="json")
     key = {"plan": plan, "device": "emulated"}
     return key | ({"checkpoint": checkpoint} if checkpoint else {})
 
