@@ -74,38 +74,34 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# Files that take long, the longest first, and those that wait long: what comes last fills the gaps.
+# Files that wait for browsers and servers, then files that take long. The others fill the gaps.
 FIRST = (
     "studies/test_demo.py",
-    "simulator/test_bounds.py",
     "tuner/service/test_page.py",
     "profiler/test_launch.py",
+    "tuner/service/test_jobs.py",
+    "studies/test_service_load.py",
+    "simulator/test_bounds.py",
     "runtime/evidence/test_happens_before.py",
     "runtime/contract/test_guesses.py",
     "runtime/storage/test_training_faults.py",
     "runtime/contract/test_bits.py",
     "runtime/frontdoor/test_trainers.py",
-    "tuner/test_configurations.py",
     "runtime/contract/test_ranks.py",
     "studies/test_emulated_training.py",
     "runtime/storage/test_checkpoint_kills.py",
     "runtime/evidence/test_ptx.py",
-    "tuner/service/test_jobs.py",
     "studies/test_checkpoint_crash.py",
     "tuner/test_verify.py",
     "studies/test_gpu.py",
     "runtime/contract/test_footprint.py",
     "studies/test_storage_kills.py",
-    "tuner/test_ways_out.py",
     "tuner/test_speculation.py",
     "runtime/storage/test_two_ranks.py",
-    "studies/test_service_load.py",
-    "tuner/test_option_walk.py",
     "tuner/test_golden.py",
     "test_readme.py",
     "studies/test_front_door_kills.py",
     "studies/test_checkpoint_interval.py",
-    "tuner/test_search.py",
     "studies/test_checkpoint_stall.py",
 )
 

@@ -66,7 +66,7 @@ def random_workload(rng, most, zero_stage=3):
 def test_no_plan_whose_steps_wait_beats_the_bound(zero_stage):
     rng = np.random.default_rng(zero_stage)
     near = []
-    for _ in range(8):
+    for _ in range(5):
         work, on = random_workload(rng, 6, zero_stage), random_machine(rng)
         lowest = bound(work, on, PLENTY).iteration_s
         sweep = PlanSweep(work, on)
@@ -192,7 +192,7 @@ def test_no_plan_beats_the_bound_of_its_own_placements_and_homes(seed, most):
         model = Model(work, on, plain_ways(), count)
         for codes, slots, *rest in random_plans(rng, count, 4):
             homes = ["host" if rng.random() < away else "device" for _ in codes]
-            names = list(zip((PLACEMENTS[code] for code in codes), homes, strict=True))
+            names = [Way(PLACEMENTS[code], home) for code, home in zip(codes, homes, strict=True)]
             floor_s = floor_of_names(model, [plain_ways().index(name) for name in names], slots)
             elsewhere = [way.code for way in names]
             plan = (np.array(elsewhere, dtype=np.int8), slots, *rest)
@@ -371,15 +371,15 @@ def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
     assert found_s <= waited_s * (1 + 1e-6)
 
 
-def test_the_first_sums_stay_on_the_device():
-    """None stays behind one that crosses."""
+def test_any_sums_may_stay_on_the_device():
+    """Each subgroup has a way of its own."""
     work = workload(3).model_copy(update={"gradient_accumulation_steps": 2})
-    model = Model(work, machine(), [("host", "device")], 3, sums=True)
-    for stays, can_be in (([1, 1, 0], True), ([0, 0, 0], True), ([1, 0, 1], False)):
+    model = Model(work, machine(), [Way("host")], 3, sums=True)
+    for stays in ([1, 1, 0], [0, 0, 0], [1, 0, 1]):
         window = Window(model, {})
         for x, stay in zip(window.x, stays, strict=True):
             window.rows.equal(1.0, (int(x[stay]), 1.0))
-        assert (window.rows.lowest(window.seconds) is not None) == can_be
+        assert window.rows.lowest(window.seconds) is not None
 
 
 def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
@@ -590,7 +590,7 @@ def test_a_half_duplex_link_slows_both_directions_alike():
 
 def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
     rng, near, below = np.random.default_rng(1), [], 0
-    for _ in range(16):
+    for _ in range(10):
         work, on = balanced(rng)
         model = Model(work, on, plain_ways(), len(work.subgroups), guesses=True)
         for codes, slots, prefetch, threads, *rest in random_plans(rng, len(work.subgroups), 2):
@@ -734,7 +734,7 @@ def test_no_plan_beats_the_bound_where_subgroups_hold_many_layers(micro):
 
 def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
     rng, near, below = np.random.default_rng(2), [], 0
-    for _ in range(12):
+    for _ in range(8):
         work, on = accumulating(rng)
         model = Model(work, on, plain_ways(), len(work.subgroups), sums=True)
         named = {
