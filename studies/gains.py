@@ -50,6 +50,7 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
     by_role = {row.role: row for row in rows}
     stock, plan = by_role["stock"], by_role.get("plan")
     stock_s, plan_s = stock.result.iteration_s, plan and plan.result.iteration_s
+    times = made.prediction.step_times if made and made.prediction else None
     return {
         "model": model,
         "machine": machine,
@@ -61,6 +62,8 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
         "stock_s": stock_s,
         "stock_lacks": stock.simulated.lacks,
         "plan_s": plan_s,
+        "clip_rate": work.expected_clip_rate,
+        "every_step_clips_s": times.mean_s(1.0) if times else plan_s,
         "speedup": plan_s and stock_s / plan_s,
         "tokens_per_s": plan_s and (work.tokens_per_iteration or 0) / plan_s,
     }
