@@ -22,7 +22,6 @@ DRAWS |= {"multinomial", "normal_", "uniform_", "random_", "bernoulli_", "expone
 SEEDS = {"seed", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "setstate"}
 # Processes of their own, and generators that a user asks ebbtide to set.
 MAY_DRAW = {
-    "tuner/configurations/trial.py",
     "runtime/frontdoor/verified.py",
     "runtime/checkpoint/deepspeed/random_state.py",
 }
