@@ -158,7 +158,10 @@ class RecordingFiles(Files):
         assert source.parent == target.parent
         self.note("rename", self.find(source.parent), source.name, target.name, self.find(source))
 
-    def on_exchange(self, _, one, other):
+    def on_rename_folder(self, result, source, target, _flag):
+        self.on_rename(result, source, target)
+
+    def on_exchange(self, _, one, other, _flag):
         self.note("exchange", self.find(one.parent), one.name, other.name)
 
     def on_unlink(self, _, path):
