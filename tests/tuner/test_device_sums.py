@@ -54,7 +54,9 @@ def test_evenly_spread_plans_have_sums_on_the_device_too():
     """As many as fit: what the page's sliders say of a plan that nobody has searched for."""
     hosted = {"device_share": 0.0, "resident_share": 0.0}
     crossing = build_strategy("ebbtide", accumulating(), **hosted)
-    table = what_if(accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[2.9 * GIB / 0.95, 4.0 * GIB / 0.95])
+    table = what_if(
+        accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[2.9 * GIB / 0.95, 4.0 * GIB / 0.95]
+    )
     few_s, many_s = table.iteration_s
     assert few_s == simulate(crossing, machine()).iteration_s
     assert many_s < 0.9 * few_s

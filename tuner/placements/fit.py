@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.limits import MIB, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterHome, Placement
 from ebbtide.simulator.update.footprint import Holding
@@ -71,20 +71,39 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
         rows, ends = [[d + h for d, h in zip(device, host, strict=True)]], [limits.host_bytes / params - base]
     if stores and limits.storage_bytes is not None:
         rows, ends = [*rows, storage], [*ends, limits.storage_bytes / params]
-    found = linprog(
-        [0.0] * (len(used) + 1) + [1.0],
-        [[*row, -1.0] for row in rows] + [[*-sends, 1.0, 0.0]],
-        [*ends, 0.0],
-        *_divided(used, away),
-        [(0, 1)] * len(used) + [(0, most_sums), (None, None)],
-        method="highs",
-    )
-    x = np.array(found.x)[:-1]
+
+    def solved(costs: list[float], room: list[list[float]], least: float | None) -> Any:
+        """Return the solution in which so much more of each memory than there is costs least."""
+        count = len(room[0])
+        equal, totals = _divided(used, away)
+        return linprog(
+            [0.0] * (len(used) + 1) + costs,
+            [[*row, *(-x for x in more)] for row, more in zip(rows, room, strict=True)]
+            + [[*-sends, 1.0, *[0.0] * count]],
+            [*ends, 0.0],
+            [[*row[:-1], *[0.0] * count] for row in equal],
+            totals,
+            [(0, 1)] * len(used) + [(0, most_sums)] + [(least, None)] * count,
+            method="highs",
+        )
+
+    found, count = solved([1.0], [[1.0]] * len(rows), None), 1
+    if found.x[-1] > 0:  # then what lacks least in all, the device's memory first to suffice
+        count = len(rows)
+        each_its_own = [[float(i == j) for j in range(count)] for i in range(count)]
+        found = solved([2.0] + [1.0] * (count - 1), each_its_own, 0.0)
+    x = np.array(found.x)[:-count]
     taken = [int(params * float(np.dot(row, x))) for row in (device, host, storage)]
     shares = {
         (way.placement, way.parameters): float(share) for way, share in zip(used, x, strict=False) if share > 1e-9
     }
-    return Fit(taken[0] + int(base * params), taken[1], taken[2], shares)
+    device_bytes = _within(taken[0] + int(base * params), limits.device_bytes)
+    return Fit(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
+
+
+def _within(taken_bytes: int, limit_bytes: int) -> int:
+    """Return the bytes, or the limit if no more than the program's tolerance lies between."""
+    return limit_bytes if limit_bytes < taken_bytes <= limit_bytes + MIB else taken_bytes
 
 
 def _divided(used: Sequence[Way], away: float | None) -> tuple[Any, Any]:
