@@ -75,7 +75,7 @@ def main() -> None:
 
 def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
     """Return the largest differences, and the answers to each job."""
-    rows = [_asked(*job, effort) for job in jobs]
+    rows = [_asked(model, machine, about, effort) for model, machine, about in jobs]
     return {
         "full_spread_pct": max(row.full_spread_pct for row in rows),
         "quick_spread_pct": max(row.quick_spread_pct for row in rows),

@@ -265,15 +265,15 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Inside, plans are executed with `ReducedBeside`."""
+    """Execute plans, inside the block, with `ReducedBeside`."""
     import ebbtide.runtime.execution.executor as executor
 
-    kept = executor.GradientOps
-    executor.GradientOps = ReducedBeside  # type: ignore[misc]
+    kept = vars(executor)["GradientOps"]
+    vars(executor)["GradientOps"] = ReducedBeside
     try:
         yield
     finally:
-        executor.GradientOps = kept  # type: ignore[misc]
+        vars(executor)["GradientOps"] = kept
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
