@@ -115,7 +115,7 @@ def test_going_on_shows_what_the_script_prints(tune, tmp_path):
     done = tune(*words, "--", "--lr", "1")
     assert done.returncode == 2
     assert done.stdout.endswith("so --lr 1\n")
-    assert "KeyError: 7\nprofiler.script: error:" in done.stderr
+    assert "KeyError: 7\nebbtide.profiler.script: error:" in done.stderr
     assert done.stderr.rstrip().endswith("but it raised KeyError: 7 after 0")
 
 

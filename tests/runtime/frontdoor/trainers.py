@@ -303,7 +303,7 @@ def compare(name: str, **options: Any) -> list[str]:
     different = list(differences(ours[0], stock[0]))
     if not stock[1] or ours[1] != stock[1]:
         different.append(f"losses: {stock[1]} stock, {ours[1]} ours")
-    placements = {run["placement"] for run in key["plan"]["placement"]}
+    placements = {run["placement"] for run in key["plan"]["ways"]}
     assert options or placements == set(PATTERN), placements
     assert len(stock[0]) > 8, "there must be something to compare"
     return [f"{name}: {what}" for what in different]
