@@ -95,7 +95,21 @@ class Question:
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
         found = recuts(self.workload, self.subgroup_sizes)
-        return quick_cuts(found) if self.effort <= QUICK else found
+        if self.effort > QUICK:
+            return found
+        # Searches that divide state between memory and storage take several times as long.
+        few = quick_cuts(found)
+        if not self._must_store:
+            return few
+        return few[:1] if len(self.subgroup_sizes) > 1 else few[-1:]
+
+    @property
+    def _must_store(self) -> bool:
+        """Whether memory alone cannot hold the job, but storage may take state."""
+        memory = self.limits.in_memory
+        if self.limits.storage_bytes is None or memory == self.limits:
+            return False
+        return memory.missing_bytes(roomiest(self.workload, self.machine, memory)) > 0
 
 
 @dataclass

@@ -190,7 +190,7 @@ def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
         assert answer["verdict"] != "impossible", way
         plan = next(row for row in answer["rows"] if row["role"] == "plan")
         assert plan["fits"]
-        assert plan["iteration_s"] == pytest.approx(way["iteration_s"], rel=1e-9)
+        assert plan["iteration_s"] == pytest.approx(way["iteration_s"], rel=0.02)
 
 
 def test_an_answer_says_how_to_train_with_it(server, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -176,8 +177,9 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
     page.wait_for_function("() => document.querySelector('#effort').textContent.includes('a job')")
     settled(page)
     assert page.input_value("#n-micro_batch") == "2"
-    expected = page.evaluate("async s => (await import('/format.js')).seconds(s)", plan["prediction"]["iteration_s"])
-    assert expected in page.locator(".tile").first.inner_text()
+    # The page answers with a quick plan. Full and quick answers may differ by half a percent.
+    shown_ms = float(re.search(r"([\d.]+) ms", page.locator(".tile").first.inner_text())[1])
+    assert shown_ms / 1e3 == pytest.approx(plan["prediction"]["iteration_s"], rel=0.006)
     page.go_back()
     page.wait_for_selector("#opened #opened-content ul")
     assert page.url == address
