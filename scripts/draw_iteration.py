@@ -72,7 +72,7 @@ def plan() -> Plan:
 
 
 def one_iteration(timeline: Timeline) -> Timeline:
-    """The second of three iterations, from its first backward to the end of the next forward."""
+    """Return the second of three iterations, from its first backward to the end of the next forward."""
     kept = [s for s in timeline.spans if s.iteration in (1, 2)]
     begin = min(s.start_s for s in kept if s.iteration == 1 and s.kind.value == "backward")
     end = max(s.end_s for s in kept if s.iteration == 2 and s.kind.value == "forward")

@@ -83,7 +83,7 @@ class Limits:
         margin: float | None = None,
         storage_bytes: int | None = None,
     ) -> "Limits":
-        """The machine's memory, or what is given.
+        """Return the machine's memory, or what is given.
 
         Args:
             margin: share of each memory that stays free; None: from the spread of the profiled
@@ -130,7 +130,7 @@ class Limits:
 
     @property
     def in_memory(self) -> "Limits":
-        """The same for plans that store nothing."""
+        """Return the same for plans that store nothing."""
         return replace(self, storage_bytes=None)
 
     @property

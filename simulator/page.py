@@ -13,12 +13,12 @@ class Page(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def save(self, path: str | Path) -> None:
-        """Writes it, whole or not at all."""
+        """Write it, whole or not at all."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             pydantic.ValidationError: a field is missing, unknown or out of its range.

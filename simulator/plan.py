@@ -68,7 +68,7 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """The way of each of these subgroups."""
+        """Return the way of each of these subgroups."""
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -383,7 +383,7 @@ class Plan(Shown, Page):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placement of each subgroup, in forward order."""
+        """Return the placement of each subgroup, in forward order."""
         return tuple(way.placement for way in self.ways)
 
     @property
@@ -451,7 +451,7 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """The folders of stored state and their weights, in their order; empty: none is named."""
+        """Return the folders of stored state and their weights, in their order; empty: none is named."""
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
@@ -480,7 +480,7 @@ class Plan(Shown, Page):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             PlanError: not a file, not JSON, an unknown field, a newer schema, a broken rule.
@@ -496,7 +496,7 @@ class Plan(Shown, Page):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Plan":
-        """A plan from its JSON fields.
+        """Return a plan from its JSON fields.
 
         Raises:
             PlanError: an unknown field, a newer schema, a broken rule.
@@ -508,5 +508,5 @@ class Plan(Shown, Page):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the plan file."""
+    """Return the JSON Schema of the plan file."""
     return Plan.model_json_schema()

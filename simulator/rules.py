@@ -58,7 +58,7 @@ def cut(text: str, most: int = 1000) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value for a message, cut, with nothing in it that a terminal or a page would act on."""
+    """Return a value for a message, cut, with nothing in it that a terminal or a page would act on."""
     text = ascii(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 

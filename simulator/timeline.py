@@ -170,18 +170,18 @@ class Timeline(Shown):
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Writes a trace that ui.perfetto.dev opens; each timeline becomes one process."""
+        """Write a trace that ui.perfetto.dev opens; each timeline becomes one process."""
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
-        """The trace as a JSON document."""
+        """Return the trace as a JSON document."""
         events: list[dict[str, Any]] = []
         for pid, timeline in enumerate((self, *others), start=1):
             events.extend(_perfetto_events(timeline, pid))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws the lanes over time with matplotlib; returns the axes."""
+        """Draw the lanes over time with matplotlib; return the axes."""
         from ebbtide.simulator.analysis.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)

@@ -89,7 +89,7 @@ class TrainedAs(Page):
 
     @property
     def in_words(self) -> str:
-        """The settings as a line for people."""
+        """Return the settings as a line for people."""
         parts = [self.precision, f"micro-batch {self.micro_batch}", f"accumulation {self.accumulation}"]
         if self.sequence is not None:
             parts.append(f"{self.sequence} tokens per sample")
@@ -261,7 +261,7 @@ class Workload(Shown, Page):
         return sum(self.subgroups)
 
     def recut(self, subgroup_size: int) -> "Workload":
-        """The same with the subgroups that DeepSpeed cuts for another ``sub_group_size``.
+        """Return the same with the subgroups that DeepSpeed cuts for another ``sub_group_size``.
 
         Raises:
             ValueError: the workload does not know its parameters, or the size is not positive.
@@ -331,7 +331,7 @@ class Workload(Shown, Page):
 
     @property
     def one_subgroup(self) -> "Workload":
-        """The same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
+        """Return the same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 
     @property
@@ -421,12 +421,12 @@ class Workload(Shown, Page):
 
     @cached_property
     def job(self) -> Any:
-        """The `Job` that an estimate was made from. None: the workload was profiled or read from a file."""
+        """Return the `Job` that an estimate was made from. None: the workload was profiled or read from a file."""
         return None
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """The settings of a step, for a plan to be compared with. None if the micro-batch is not known."""
+        """Return the settings of a step, for a plan to be compared with. None if the micro-batch is not known."""
         if self.micro_batch is None:
             return None
         return TrainedAs(

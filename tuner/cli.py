@@ -29,7 +29,7 @@ COMMANDS = {
 )
 @click.version_option(package_name="ebbtide")
 def main() -> None:
-    """Plans training with CPU-offloaded optimizer state: same bits, less time."""
+    """Plan training with CPU-offloaded optimizer state: same bits, less time."""
 
 
 if __name__ == "__main__":

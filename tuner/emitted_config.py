@@ -65,7 +65,7 @@ def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
 
 
 def write_config(config: dict[str, Any], path: str) -> None:
-    """Writes the config, whole or not at all."""
+    """Write the config, whole or not at all."""
     write_whole(path, json.dumps(config, indent=2) + "\n")
 
 

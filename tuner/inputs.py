@@ -132,21 +132,21 @@ _WORKLOAD_OPTIONS = (
 
 
 def launched(command: Command) -> Command:
-    """Adds `LAUNCHER_OPTIONS`."""
+    """Add `LAUNCHER_OPTIONS`."""
     for option in reversed(LAUNCHER_OPTIONS):
         command = option(command)
     return command
 
 
 def workload_options(command: Command) -> Command:
-    """Adds the flags that say what is trained; the command gets them as ``**source``."""
+    """Add the flags that say what is trained; the command gets them as ``**source``."""
     for option in reversed(_WORKLOAD_OPTIONS):
         command = option(command)
     return command
 
 
 def read_machine(given: str) -> Machine:
-    """A machine file, or a preset where no such file exists."""
+    """Return a machine file, or a preset where no such file exists."""
     from ebbtide.simulator.estimates.presets import PRESETS, preset
     from ebbtide.simulator.machine import Machine
 
@@ -220,7 +220,7 @@ class Trained:
 def read_trained(
     machine: Machine, workload: str | None, model: str | None, *, beside_workload: Sequence[str] = (), **about: Any
 ) -> Trained:
-    """A workload file, or an estimate from a model's config.
+    """Return a workload file, or an estimate from a model's config.
 
     Args:
         beside_workload: those of the flags for ``--model`` that the command needs anyway.
@@ -305,7 +305,7 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def check_offloading(trained: Trained) -> None:
-    """Refuses what no plan can be applied to."""
+    """Refuse what no plan can be applied to."""
     from ebbtide.simulator.estimates.job import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
@@ -331,7 +331,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
-    """Refuses an output that would overwrite another one, or what is read.
+    """Refuse an output that would overwrite another one, or what is read.
 
     Args:
         outputs, inputs: paths by their flags.
@@ -365,7 +365,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """A plan file."""
+    """Return a plan file."""
     from ebbtide.simulator.plan import Plan
 
     try:
@@ -403,7 +403,7 @@ def check_folder(flag: str, path: str | None) -> None:
 
 @contextmanager
 def written(flag: str, path: str) -> Iterator[None]:
-    """An error in writing the file names its flag."""
+    """Return an error in writing the file names its flag."""
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format

@@ -24,7 +24,7 @@ T = TypeVar("T", bound=BaseModel)
 def machine_profile(
     output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
 ) -> None:
-    """Measures the machine and writes it."""
+    """Measure the machine and write it."""
     from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
@@ -53,7 +53,7 @@ def script_profile(
     go_on: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Runs the script unchanged under its launcher and writes the workload.
+    """Run the script unchanged under its launcher and write the workload.
 
     Raises:
         LaunchError: no workload came back, or the script failed later; its output was shown.

@@ -12,7 +12,7 @@ LINK_STEP = 10e9
 
 
 def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]) -> list[str]:
-    """Plans again with 1 GiB more device memory and with 10 GB/s more link each way."""
+    """Plan again with 1 GiB more device memory and with 10 GB/s more link each way."""
     from ebbtide.tuner.placements.planning import plan as search
 
     assert plan.prediction is not None

@@ -42,7 +42,7 @@ class UpdateGate(Protocol):
     """Who must be asked before a subgroup's state is overwritten (the checkpoint engine)."""
 
     def before_update(self, subgroup: int) -> None:
-        """Returns once the state may be overwritten; raises if the asker has failed."""
+        """Return once the state may be overwritten; raise if the asker has failed."""
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ class Executor:
         return self.guesses.take(self.states)
 
     def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
-        """Starts this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
+        """Start this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
 
         ``iteration`` is the training loop's number, for the measured timeline.
         """
@@ -456,7 +456,7 @@ class Executor:
         return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
-        """Starts a copy of parameters from host to device memory, behind ``waits``.
+        """Start a copy of parameters from host to device memory, behind ``waits``.
 
         In the order of the calls; nobody waits here. ``to`` may be dropped at any time, the source
         is overwritten by no update before it has been read.
@@ -561,7 +561,7 @@ class Executor:
             self._stale.update(subgroups)
 
     def close(self, *, with_device: bool = True) -> None:
-        """Ends the lanes' threads after what is queued; the device stays for a successor's sake.
+        """End the lanes' threads after what is queued; the device stays for a successor's sake.
 
         What was prefetched for a step that was skipped may still be on its way into slots, and from
         host memory, that are given back after this: it is waited for.

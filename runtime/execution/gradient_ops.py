@@ -122,7 +122,7 @@ class GradientOps:
             self._device.before_reuse(self.latest)
 
     def wait(self) -> None:
-        """Blocks until nothing is under way: a step that was skipped has waited for no gradient."""
+        """Block until nothing is under way: a step that was skipped has waited for no gradient."""
         for completion in self._ends.values():
             completion.wait_host()
 

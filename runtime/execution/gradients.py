@@ -80,7 +80,7 @@ class GradientHomes(Generic[Piece]):
     # -- arriving ----------------------------------------------------------------------------
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Stores or accumulates one partition; returns it as the device sees it, for its norm.
+        """Store or accumulates one partition; return it as the device sees it, for its norm.
 
         Args:
             gradient: flat, in the accumulation dtype, on the device. It may be shorter than the
@@ -116,7 +116,7 @@ class GradientHomes(Generic[Piece]):
     def _store(
         self, piece: Piece, home: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
-        """Brings ``base + gradient`` home, summed on the device."""
+        """Bring ``base + gradient`` home, summed on the device."""
         if not self._crosses[piece.subgroup]:
             return home.copy_(gradient) if base is None else torch.add(base, gradient, out=home)
         if base is not None:
@@ -179,7 +179,7 @@ class GradientHomes(Generic[Piece]):
         return homes
 
     def close(self) -> None:
-        """Gives the device's sums back, once what is on its way has arrived."""
+        """Give the device's sums back, once what is on its way has arrived."""
         self.ops.wait()
         for piece in self.slices.values():
             if piece.unsent:  # the next micro-batch goes on from it

@@ -116,7 +116,7 @@ class Guesses:
         return taken
 
     def close(self) -> None:
-        """Gives the memory back; no update is under way."""
+        """Give the memory back; no update is under way."""
         self.drop(list(self.begun))
         for tensor in (*(t for s in self._spares.values() for t in s), *self.wires.values()):
             self._device.host_release(tensor)

@@ -73,7 +73,7 @@ class Recorder:
             self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
-        """The spans of the steps in ``history`` and of the training thread around them; what the
+        """Return the spans of the steps in ``history`` and of the training thread around them; what the
         device has not reached yet is left out.
         """
         records = list(history)

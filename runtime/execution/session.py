@@ -88,7 +88,7 @@ class TrainingEngine(Protocol):
     def gradient_homes(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> GradientHomes[Any]:
-        """The way home of all parameters' gradients, of the session's first plan."""
+        """Return the way home of all parameters' gradients, of the session's first plan."""
         ...
 
     def prepare(self, device: Device) -> None:
@@ -99,7 +99,7 @@ class TrainingEngine(Protocol):
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """The subgroup's tensors where they are: ``now`` under a plan; None: the framework's."""
+        """Return the subgroup's tensors where they are: ``now`` under a plan; None: the framework's."""
         ...
 
     def adopt(self, state: SubgroupState) -> None:
@@ -111,7 +111,7 @@ class TrainingEngine(Protocol):
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
-        """The next step's scalars by subgroup; the framework's step counters go up."""
+        """Return the next step's scalars by subgroup; the framework's step counters go up."""
         ...
 
     def guess(self) -> tuple[list[UpdateStep], float]:
@@ -196,7 +196,7 @@ class Session:
         self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
-        """The plan that memory allowed, and its executor. One subgroup moves after the other, so
+        """Return the plan that memory allowed, and its executor. One subgroup moves after the other, so
         that the old and the new state of one is all that is there twice.
         """
         if not self.overlaps:
@@ -366,7 +366,7 @@ class Session:
             self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def update(self, scale: float) -> None:
-        """Launches the updates; ``scale`` unscales and clips the gradients.
+        """Launch the updates; ``scale`` unscales and clip the gradients.
 
         Raises:
             RuntimeError: the engine has not closed the window of its gradients.
@@ -410,7 +410,7 @@ class Session:
     # -- another plan ------------------------------------------------------------------------
 
     def switch(self, plan: Plan) -> None:
-        """Moves every subgroup to where ``plan`` wants it; no bit of training changes.
+        """Move every subgroup to where ``plan`` wants it; no bit of training changes.
 
         To be called by the training thread outside of forward and backward: between two steps, or
         in the midst of a step's micro-batches. Waits for running updates and for a running
@@ -462,7 +462,7 @@ class Session:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the executor; raises what failed in the background, after that."""
+        """End the executor; raise what failed in the background, after that."""
         if self.closed:
             return
         try:
@@ -495,7 +495,7 @@ class Session:
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """The plan with the placements, homes and slots that memory allowed."""
+    """Return the plan with the placements, homes and slots that memory allowed."""
     pairs = zip(plan.ways, states, strict=True)
     ways = [way._replace(placement=s.placement, parameters=s.parameter_home).fitted() for way, s in pairs]
     return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))

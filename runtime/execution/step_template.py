@@ -37,7 +37,7 @@ def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
 
 
 def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
-    """The ops of gradients in a first micro-batch, and in each of those behind it."""
+    """Return the ops of gradients in a first micro-batch, and in each of those behind it."""
     workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
     schedule = build_schedule(workload, plan, iterations=1)
     home = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
@@ -55,7 +55,7 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
 
 
 def _skeleton(subgroups: tuple[int, ...], wire_dtype: str, micro_batches: int = 1) -> Workload:
-    """The update's DAG depends on the subgroups alone, so one layer each will do."""
+    """Return the update's DAG depends on the subgroups alone, so one layer each will do."""
     return Workload(
         name="template",
         layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in subgroups),

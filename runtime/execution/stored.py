@@ -112,7 +112,7 @@ def _held_before(folder: Path) -> int:
 
 
 def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """The store of a running training with room for what another plan stores; nothing is moved.
+    """Return the store of a running training with room for what another plan stores; nothing is moved.
 
     Raises:
         StorageError: there is no room; a folder that is new to this run is another's, or has

@@ -48,7 +48,7 @@ class SubgroupState:
 
     @property
     def p(self) -> torch.Tensor:
-        """The master."""
+        """Return the master."""
         return self.state[0]
 
     @property
@@ -91,11 +91,11 @@ class StateStore(Protocol):
     """A store of the stored subgroups' state. Any thread may call; for one subgroup, one at a time."""
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Writes a subgroup's first state; returns tensors that show it, whatever is written."""
+        """Write a subgroup's first state; return tensors that show it, whatever is written."""
         ...
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Blocks until the state is there."""
+        """Block until the state is there."""
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
@@ -103,7 +103,7 @@ class StateStore(Protocol):
         ...
 
     def tick(self) -> int:
-        """The version of the update that is launched now, which writes every subgroup."""
+        """Return the version of the update that is launched now, which writes every subgroup."""
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
@@ -129,7 +129,7 @@ def place(
     apart: bool = False,
     store: StateStore | None = None,
 ) -> SubgroupState:
-    """Moves a subgroup's tensors to where the plan wants them; those that can stay do.
+    """Move a subgroup's tensors to where the plan wants them; those that can stay do.
 
     A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
     with a warning: the device may be fuller than it was when the plan was made. Parameters that it
@@ -239,7 +239,7 @@ def staging_slot(device: Device, visiting: list[int], tensors: int, wire: torch.
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
-    """Gives these subgroups memory of the device for their sums of micro-batches, one after the
+    """Give these subgroups memory of the device for their sums of micro-batches, one after the
     other as far as there is some; returns how many have it.
     """
     for done, state in enumerate(states):

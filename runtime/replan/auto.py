@@ -35,7 +35,7 @@ DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that g
 
 
 def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *, overlap_forward: bool = False) -> Plan:
-    """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
+    """Return the plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
 
     Args:
@@ -48,7 +48,7 @@ def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *,
 
 
 def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
-    """Plans anew after `WATCHED_STEPS` steps under a plan.
+    """Plan anew after `WATCHED_STEPS` steps under a plan.
 
     ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
     """
@@ -136,7 +136,7 @@ def _folders(plan: Plan) -> list[str]:
 
 
 def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
-    """The workload as the watched steps show it, a layer for each subgroup.
+    """Return the workload as the watched steps show it, a layer for each subgroup.
 
     Forward and backward are the medians of the training thread's spans, on the device's clock.
     """

@@ -142,7 +142,7 @@ class Watch:
 
 
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
-    """Starts watching a plan at work.
+    """Start watching a plan at work.
 
     Raises:
         ValueError: the workload has other subgroups than the engine.

@@ -49,7 +49,7 @@ class Simulated:
         return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
-        """The setting for people: ``ratio 0.3``."""
+        """Return the setting for people: ``ratio 0.3``."""
         return ", ".join(
             f"{key}{between}{value:g}"
             if isinstance(value, int | float) and not isinstance(value, bool)
@@ -59,7 +59,7 @@ class Simulated:
 
 
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-    """A strategy's schedule, built anew."""
+    """Return a strategy's schedule, built anew."""
     return compile_schedule(build_strategy(name, workload, **options))
 
 

@@ -68,7 +68,7 @@ def bound(
     *,
     enough_s: float | None = None,
 ) -> Bound:
-    """The bound for every plan that stays within so much memory.
+    """Return the bound for every plan that stays within so much memory.
 
     Between the norm barrier and the end of the next forward (of its first micro-batch) all
     subgroups that wait for the norm are updated, the others' parameters come home and that
@@ -252,7 +252,7 @@ class _Problem:
         return Window(self.model, self.room, slots, fewest, numbers, visitor)
 
     def by_placement(self, x: Floats) -> dict[Placement, float]:
-        """Sums over pieces and homes."""
+        """Sum over pieces and homes."""
         sums = zip(self.model.ways, x.sum(axis=0).tolist(), strict=True)
         split: dict[Placement, float] = dict.fromkeys(RECIPES, 0.0)
         for way, each in sums:
@@ -260,7 +260,7 @@ class _Problem:
         return split
 
     def tightened(self, fluid: Bound, nodes: int, enough_s: float | None = None) -> Bound:
-        """The lowest of all numbers of slots, most promising first."""
+        """Return the lowest of all numbers of slots, most promising first."""
         least_s, near = math.inf, []
         if enough_s is not None:
             least_s, nodes = enough_s - self.model.rest_s, NODES_OF_PROOF

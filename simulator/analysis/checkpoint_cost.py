@@ -95,7 +95,7 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 
 
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
-    """The same with writers that take neither DRAM nor cores."""
+    """Return the same with writers that take neither DRAM nor cores."""
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
     ops[persists, DRAM] = ops[persists, CORES] = 0.0
@@ -202,7 +202,7 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """The order of the bytes: settled in `ROUNDS`."""
+        """Return the order of the bytes: settled in `ROUNDS`."""
         paced = min(self.storage, saving.write_bytes_per_s or math.inf)
         rate, stretch = paced, 1.0
         writing = self._ordered(saving, rate, stretch)

@@ -8,7 +8,7 @@ from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
-    """The ops without a gap between them that end at ``to_s``, back to ``from_s``, in time's order.
+    """Return the ops without a gap between them that end at ``to_s``, back to ``from_s``, in time's order.
 
     An op starts when the last of what it waits for has ended, its lane's predecessor included; the
     chain goes back along that last one. How fast an op runs is not looked at: sharing a link or

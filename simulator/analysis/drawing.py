@@ -54,7 +54,7 @@ _PADDING_IN = 0.05
 
 
 def draw_spans(spans: Sequence[Span], title: str, ax: Axes | None = None) -> Axes:
-    """Draws lanes over time; returns the axes.
+    """Draw lanes over time; return the axes.
 
     Bars are labelled with their subgroup (or layer) where the label fits. The time axis is in
     milliseconds below two seconds and in seconds from there.

@@ -101,7 +101,7 @@ def late_s(
 def guess_s(
     workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
 ) -> float:
-    """The longest step of a guess of so many elements that its gradient comes before, alone, with
+    """Return the longest step of a guess of so many elements that its gradient comes before, alone, with
     all cores or so many threads.
     """
     recipe, amounts = recipe_of(placement, "device", guessed=True), Bytes.of(workload)

@@ -45,7 +45,7 @@ class PlanSweep:
     """
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
-        """Raises ValueError where the machine lacks a rate that the workload needs."""
+        """Raise ValueError where the machine lacks a rate that the workload needs."""
         self.workload, self.machine, self.iterations = workload, machine, iterations
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)

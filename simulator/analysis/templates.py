@@ -151,7 +151,7 @@ _WRITTEN = {
 
 
 def _without_ops(schedule: Schedule) -> CompiledSchedule:
-    """The ops as objects would have the times of one workload."""
+    """Return the ops as objects would have the times of one workload."""
     return replace(compile_schedule(schedule), schedule=replace(schedule, ops=()))
 
 
@@ -174,7 +174,7 @@ class Templates:
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 
     def compiled(self, name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-        """A strategy's schedule as arrays, without its ops as objects.
+        """Return a strategy's schedule as arrays, without its ops as objects.
 
         Raises:
             ValueError: as `build_strategy`.

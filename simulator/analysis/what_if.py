@@ -59,7 +59,7 @@ def what_if(
     progress: bool | None = None,
     **changes: Sequence[float],
 ) -> pd.DataFrame:
-    """Simulates every combination of the given values and returns a row per point.
+    """Simulate every combination of the given values and return a row per point.
 
     >>> table = what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
     ...                 gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])

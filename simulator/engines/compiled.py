@@ -81,7 +81,7 @@ class CompiledSchedule:
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
-    """Turns a schedule into arrays."""
+    """Turn a schedule into arrays."""
     keys: dict[tuple[RateName, float], int] = {}
     table = np.zeros((len(schedule.ops), kernel.OP_COLUMNS))
     waits: list[tuple[int, ...]] = []
@@ -135,7 +135,7 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Names the columns of a summary row."""
+    """Name the columns of a summary row."""
     return SimResult(
         iteration_s=float(summary[kernel.ITERATION_S]),
         forward_s=float(summary[kernel.FORWARD_S]),
@@ -153,7 +153,7 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """The machine's rates in the order of the schedule's rate_keys."""
+    """Return the machine's rates in the order of the schedule's rate_keys."""
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
@@ -178,7 +178,7 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """The spans of a fast run, for plots and comparisons; without memory samples."""
+    """Return the spans of a fast run, for plots and comparisons; without memory samples."""
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

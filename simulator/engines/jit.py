@@ -26,7 +26,7 @@ except ImportError:  # pragma: no cover - numba is a dependency; this is the way
 
 
 def compiled(function: Function) -> Function:
-    """Compiles once per machine (cached on disk) and releases the GIL while running.
+    """Compile once per machine (cached on disk) and release the GIL while running.
 
     No fast maths: the results must be those of the reference engine.
     """

@@ -260,7 +260,7 @@ def run(
     start_s: Floats,
     end_s: Floats,
 ) -> tuple[float, float]:
-    """Fills in when each op starts and ends; returns the peaks over the base of device and host.
+    """Fill in when each op starts and ends; return the peaks over the base of device and host.
 
     Args:
         ops: shape (n, OP_COLUMNS); op i waits for after[after_first[i]:after_first[i + 1]].
@@ -428,7 +428,7 @@ def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, sum
 
 @compiled
 def summarise(ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats) -> None:
-    """Writes the period, the phases and the makespan of a run into ``summary``."""
+    """Write the period, the phases and the makespan of a run into ``summary``."""
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return

@@ -482,7 +482,7 @@ def build(
     after_first: Ints,
     after: Ints,
 ) -> int:
-    """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
+    """Write the schedule of `build_schedule` into the arrays; return how many ops it has.
 
     Args:
         rows, ways: of `RecipeArrays`.

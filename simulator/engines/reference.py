@@ -17,7 +17,7 @@ _FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETE
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
-    """Predicts when each op of ``schedule`` runs on ``machine``.
+    """Predict when each op of ``schedule`` runs on ``machine``.
 
     Each lane runs its ops in order; an op starts when its lane is free and all it waits for has
     ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and

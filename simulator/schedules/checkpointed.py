@@ -142,7 +142,7 @@ class CheckpointedLoop(EbbtideLoop):
                 self.commits.append(self._durable())
 
     def _source(self, segment: Segment, hook: int) -> int:
-        """The op that brings the bytes to where a writer reads them."""
+        """Return the op that brings the bytes to where a writer reads them."""
         if segment.part == "copied":
             return self._snapshot(segment.subgroup)
         if hook < 0:

@@ -17,7 +17,7 @@ from ebbtide.simulator.workload import Workload
 def build_schedule(
     workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
 ) -> Schedule:
-    """The schedule that the runtime executes under ``plan``, for some iterations in a row.
+    """Return the schedule that the runtime executes under ``plan``, for some iterations in a row.
 
     Three iterations are enough to see the steady state: the first one starts with nothing to wait
     for, the period is read between the ends of the second and the third backward.
@@ -37,7 +37,7 @@ def build_schedule(
 
 
 def check_homes(plan: Plan, zero_stage: int) -> None:
-    """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
+    """Raise PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
     storage where it keeps all of it in one piece, or in buffers that change places.
     """
     if zero_stage == 3:
@@ -178,7 +178,7 @@ class EbbtideLoop(PlannedLoop):
         )
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """The ops that must have ended before a subgroup's state changes where it lives: a
+        """Return the ops that must have ended before a subgroup's state changes where it lives: a
         checkpoint's, see `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

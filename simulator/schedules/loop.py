@@ -39,7 +39,7 @@ class TrainingLoop(ABC):
         self.micro_step = 0
 
     def run(self, iterations: int) -> None:
-        """Appends so many iterations.
+        """Append so many iterations.
 
         Raises:
             ValueError: there are more passes of layers than memory and patience are for.
@@ -71,7 +71,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Appends the norm, the updates and STEP_END; sets step_end and parameters_new."""
+        """Append the norm, the updates and STEP_END; set step_end and parameters_new."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Device memory that a layer's backward takes for gradients that stay there."""
@@ -110,7 +110,7 @@ class TrainingLoop(ABC):
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Appends what brings a layer's inputs; returns what its pass waits for."""
+        """Append what brings a layer's inputs; return what its pass waits for."""
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
@@ -124,7 +124,7 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Runs one layer ahead: while the previous one computes, not earlier."""
+        """Run one layer ahead: while the previous one computes, not earlier."""
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer

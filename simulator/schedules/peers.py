@@ -142,7 +142,7 @@ class StockLoop(TrainingLoop):
     # -- gradients ---------------------------------------------------------------------------
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Sends a layer's gradients home; what is complete may be updated at once."""
+        """Send a layer's gradients home; what is complete may be updated at once."""
         home = self._send_home(layer, micro_step, after)
         self.gradients_home[layer] = home
         self.stream = [home]  # of the reductions: the next layer's copies queue behind these

@@ -18,7 +18,7 @@ LARGEST_STRIDE = 100  # published runs have some that are larger than their numb
 
 
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
-    """The schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
+    """Return the schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
 
     All take ``iterations`` (3). See `STRATEGIES` for the names and each one's own options.
 
@@ -89,7 +89,7 @@ def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
 
 
 def zero3_offload_unpinned(workload: Workload, iterations: int = 3) -> Schedule:
-    """The same with ``"pin_memory": false`` (the default before 0.19.5): backward waits for copies
+    """Return the same with ``"pin_memory": false`` (the default before 0.19.5): backward waits for copies
     from and to unpinned memory.
     """
     options = StockOptions(gradients="unpinned")
@@ -207,7 +207,7 @@ def ebbtide(
     prefetch: int | None = None,
     threads: int | None = None,
 ) -> Schedule:
-    """The runtime under a plan; each option overrides the plan's, so features can be switched.
+    """Return the runtime under a plan; each option overrides the plan's, so features can be switched.
 
     Without a plan and without shares, all subgroups are updated on the host; below ZeRO-3 steps
     wait for their updates. ``device_share``
@@ -229,7 +229,7 @@ def ebbtide(
 
 
 def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
-    """A plan with these shares of the subgroups on the device, evenly spread.
+    """Return a plan with these shares of the subgroups on the device, evenly spread.
 
     Residents come first in forward order, so that the next forward can start at once.
 
@@ -288,7 +288,7 @@ def stages(name: str) -> tuple[int, ...]:
 
 
 def stock_offload(stage: int) -> str:
-    """The name of DeepSpeed's own offload at a ZeRO stage."""
+    """Return the name of DeepSpeed's own offload at a ZeRO stage."""
     return "zero3_offload" if stage == 3 else "zero_offload"
 
 

@@ -46,7 +46,7 @@ class Place:
 
 
 def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> list[Place]:
-    """An iteration's ops that no placement changes.
+    """Return an iteration's ops that no placement changes.
 
     Raises:
         ValueError: there are more passes than `TrainingLoop.run` builds.

@@ -124,7 +124,7 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Makes a subgroup free for its update; returns how long that takes."""
+        """Make a subgroup free for its update; return how long that takes."""
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)
         if left <= _NOTHING:

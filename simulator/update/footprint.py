@@ -260,7 +260,7 @@ class Holding:
         }
 
     def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:
-        """A row of both amounts, of those that use a slot."""
+        """Return a row of both amounts, of those that use a slot."""
         return tuple(
             [amounts[row][user] for user in users] for amounts, users in zip(both, self.users[slot], strict=True)
         )

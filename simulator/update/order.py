@@ -55,7 +55,7 @@ class UpdateOrder(BaseModel):
 
     @classmethod
     def from_sequences(cls, host: Sequence[int], device: Sequence[int]) -> UpdateOrder:
-        """The compact form of two sequences of subgroups."""
+        """Return the compact form of two sequences of subgroups."""
         return cls(host=compact(host), device=compact(device))
 
 
@@ -110,7 +110,7 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
 
 
 def order_of(issue: Iterable[int], placements: Sequence[Placement]) -> UpdateOrder:
-    """The order of both queues that one sequence of all subgroups gives."""
+    """Return the order of both queues that one sequence of all subgroups gives."""
     lanes: dict[Queue, list[int]] = {queue: [] for queue in Queue}
     for subgroup in issue:
         lanes[RECIPES[placements[subgroup]].queue].append(subgroup)

@@ -186,7 +186,7 @@ class Recipe:
 
     @cached_property
     def guessed(self) -> Recipe | None:
-        """The same, updated as soon as the gradient is complete, on the guess that the step neither
+        """Return the same, updated as soon as the gradient is complete, on the guess that the step neither
         clips nor overflows: out of place, so that a wrong guess is dropped. Its new parameters wait
         for the norm in a buffer of their own. None: nothing of it can be done before the norm.
         """
@@ -225,7 +225,7 @@ class Recipe:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """A copy from host memory: its bytes are read from DRAM.
+    """Return a copy from host memory: its bytes are read from DRAM.
 
     Args:
         lane: another than the tier's.
@@ -236,7 +236,7 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """A copy to host memory: its bytes are written to DRAM.
+    """Return a copy to host memory: its bytes are written to DRAM.
 
     Args:
         lane: another than the tier's.

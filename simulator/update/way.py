@@ -31,23 +31,23 @@ class Way(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The way as a number below 128."""
+        """Return the way as a number below 128."""
         code = PLACEMENT_CODES[self.placement] + HOME_CODES[self.parameters]
         return code + self.early * GUESSED + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """The ops of an update in this way."""
+        """Return the ops of an update in this way."""
         return recipe_of(self.placement, self.parameters, guessed=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
-        """The ops of an update in this way with stock's separate passes on the host."""
+        """Return the ops of an update in this way with stock's separate passes on the host."""
         return recipe_of(self.placement, self.parameters, fused=False, guessed=self.early, summed=self.sum_on_device)
 
     @property
     def redo(self) -> Recipe:
-        """The ops of an update in this way that no early update precedes, or a wrong one.
+        """Return the ops of an update in this way that no early update precedes, or a wrong one.
 
         On the host, early or not, new parameters wait in a buffer of their own.
         """
@@ -59,7 +59,7 @@ class Way(NamedTuple):
 
     @property
     def plain(self) -> Way:
-        """The way without early update and without a sum on the device."""
+        """Return the way without early update and without a sum on the device."""
         return Way(self.placement, self.parameters)
 
     @property

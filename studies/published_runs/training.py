@@ -41,7 +41,7 @@ class TrainingRun:
 
     @property
     def family(self) -> str:
-        """The kind of hardware, or ``offloaded``."""
+        """Return the kind of hardware, or ``offloaded``."""
         return self.fields["family"]
 
     @property
@@ -55,14 +55,14 @@ class TrainingRun:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The model as a plain description."""
+        """Return the model as a plain description."""
         numbers = {name: self.number(name) for name in _MODEL}
         flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
         return {"name": self.fields["model"], **numbers, **flags}
 
     @property
     def config(self) -> dict[str, Any]:
-        """The DeepSpeed config that describes the run."""
+        """Return the DeepSpeed config that describes the run."""
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
         host = {"device": "cpu", "pin_memory": self.fields["pinned"] == "1"}
         if self.fields["offload"] != "none":

@@ -19,7 +19,7 @@ RESTART_S = 60.0  # as `tune plan --restart` has it
 def checkpointed(
     plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
 ) -> tuple[Plan, Choice]:
-    """The plan with the best interval under such failures, and what that brings.
+    """Return the plan with the best interval under such failures, and what that brings.
 
     A plan that has an interval was searched with it, and keeps its cap and budget; else the usual
     copy budget and the largest useful one are tried: quick, and seldom worse than the search.

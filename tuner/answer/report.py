@@ -29,7 +29,7 @@ UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
 def wide_console() -> Console:
-    """The terminal's width, or what COLUMNS says; 120 columns in a file or a pipe."""
+    """Return the terminal's width, or what COLUMNS says; 120 columns in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 

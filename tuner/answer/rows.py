@@ -86,7 +86,7 @@ class Row:
 
 
 def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
-    """The numbers of a simulation; times in seconds."""
+    """Return the numbers of a simulation; times in seconds."""
     return {
         "iteration_s": result.iteration_s,
         **result.phases,
@@ -106,7 +106,7 @@ def compare(
     others: bool = True,
     compile_: Compile = compiled,
 ) -> list[Row]:
-    """The plan, stock, not offloading where there is another memory, peers and variants.
+    """Return the plan, stock, not offloading where there is another memory, peers and variants.
 
     Args:
         plan: None: nothing fits.
@@ -157,7 +157,7 @@ def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
 
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan less a feature."""
+    """Yield the plan less a feature."""
     yield (
         "ebbtide, all on the host",
         Plan(

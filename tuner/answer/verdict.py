@@ -107,7 +107,7 @@ def distance(plan: Prediction) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The verdict of a plan's file."""
+    """Return the verdict of a plan's file."""
     if plan.prediction is None:
         return "A plan without a prediction: plan again with `tune plan` to know what it brings."
     others = [(role_of(p.strategy), p) for p in plan.alternatives]

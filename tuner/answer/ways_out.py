@@ -52,7 +52,7 @@ class WayOut:
 
     @property
     def label(self) -> str:
-        """The changes, for people."""
+        """Return the changes, for people."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 
@@ -136,7 +136,7 @@ class _Tried:
         return Question(workload, machine, limits, SIZES, effort=QUICK)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
-        """The first that fits of steps that each take less memory than the one before."""
+        """Return the first that fits of steps that each take less memory than the one before."""
         if not steps or not self.fits(steps[-1]):
             return None
         low, high = 0, len(steps) - 1
@@ -284,7 +284,7 @@ def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Cha
 
 
 def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
-    """A node's host memory as it is sold, from what is asked for or there upwards."""
+    """Return a node's host memory as it is sold, from what is asked for or there upwards."""
     own, asked = machine.host_memory_bytes, limits.get("host_memory_bytes")
     ranks = min(job.data_parallel * job.tensor_parallel * job.pipeline_parallel, machine.gpus_per_node)
     least = own if asked is None else min(own, asked * ranks)

@@ -141,7 +141,7 @@ def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
 
 
 def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
-    """The machine as the runs show it.
+    """Return the machine as the runs show it.
 
     A rate that the runs say nothing about stays as it is, with its provenance; one that they do is
     ``fitted``, with quartiles from how well they agree. If the fit leaves a larger error than no fit, all rates
@@ -281,7 +281,7 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
 def turned(
     machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
-    """The machine with each knob's rates times ``exp(x)``.
+    """Return the machine with each knob's rates times ``exp(x)``.
 
     Args:
         spread: by knob, the standard deviation in log units and where the value comes from; knobs

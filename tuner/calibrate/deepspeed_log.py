@@ -62,7 +62,7 @@ class DeepSpeedLog:
 
 
 def read_log(text: str) -> DeepSpeedLog:
-    """Reads what there is; a log without such lines gives empty lists."""
+    """Read what there is; a log without such lines gives empty lists."""
     phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
     for line in _GLOBAL.finditer(text):
         timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
@@ -94,7 +94,7 @@ def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
 
 
 def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """The shorter and the longer iterations, where a wide gap lies between; None: one level."""
+    """Return the shorter and the longer iterations, where a wide gap lies between; None: one level."""
     ordered = sorted(seconds)
     least = max(LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL * len(ordered))
     gaps = [
@@ -109,7 +109,7 @@ def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None
 
 
 def level_notes(name: str, log: DeepSpeedLog) -> list[str]:
-    """Tells of a log whose iterations are of two kinds."""
+    """Tell of a log whose iterations are of two kinds."""
     levels = levels_s(log.sums_s)
     if levels is None:
         return []

@@ -88,7 +88,7 @@ def workload_interval_s(
 
 
 def _with_passes(workload: Workload, times: float) -> Workload:
-    """The same with every layer's passes so many times as long."""
+    """Return the same with every layer's passes so many times as long."""
     layers = tuple(
         layer.model_copy(update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s})
         for layer in workload.layers

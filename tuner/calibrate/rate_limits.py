@@ -5,7 +5,7 @@ from ebbtide.simulator.machine import Machine
 
 
 def rate_limits(machine: Machine) -> dict[str, float]:
-    """The highest value of each field that has one; what is higher already stays as it is.
+    """Return the highest value of each field that has one; what is higher already stays as it is.
 
     Links and products: from the data sheet, where the machine's device has one among the presets.
     Unpinned copies pass the same link. Updates draw no more of DRAM than a triad loop does.

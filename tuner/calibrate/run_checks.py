@@ -41,7 +41,7 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
 
 
 def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
-    """Tells of more time between the phases than in them."""
+    """Tell of more time between the phases than in them."""
     phases_s = phases_of(measured_s)
     between_s = measured_s.get("iteration", 0.0) - phases_s
     if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
@@ -55,7 +55,7 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
 
 
 def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
-    """Tells where DeepSpeed's samples per second do not fit to the batch that was described.
+    """Tell where DeepSpeed's samples per second do not fit to the batch that was described.
 
     DeepSpeed counts from a forward, or the fetch of its data, to the end of the step: no less than
     the phases, no more than the whole.

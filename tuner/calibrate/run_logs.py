@@ -93,7 +93,7 @@ class Described:
 
 
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
-    """The runs of one file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
+    """Return the runs of one file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
 
     Raises:
         CalibrationError: the file cannot be read, or holds no usable run; names what is missing.
@@ -163,7 +163,7 @@ def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tu
 
 
 def _from_profile(name: str, text: str, described: Described) -> Observation:
-    """A workload that `tune profile` measured: its layers' times are kept as they are."""
+    """Return a workload that `tune profile` measured: its layers' times are kept as they are."""
     try:
         work = Workload.model_validate_json(text)
     except ValueError as error:

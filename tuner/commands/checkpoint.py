@@ -38,7 +38,7 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 @JSON
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
-    """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
+    """Read every byte and compare it with the manifest; exit code 2 if something is damaged."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import verify as check
     from ebbtide.runtime.storage.reader import stored_problems
@@ -65,7 +65,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @JSON
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
-    """Deletes all but the newest committed checkpoints, in each folder that is given."""
+    """Delete all but the newest committed checkpoints, in each folder that is given."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
@@ -82,7 +82,7 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
 @click.option("--to", required=True, metavar="DIR", help="Where it is written, under its tag.")
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:
-    """Writes a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads
+    """Write a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads
     it; training may go on meanwhile.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError

@@ -31,7 +31,7 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @JSON
 @guarded
 def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_config: str | None, as_json: bool) -> None:
-    """Looks for what would stop or slow down training here.
+    """Look for what would stop or slow down training here.
 
     Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.
     """

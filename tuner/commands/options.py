@@ -26,7 +26,7 @@ STORAGE = click.option(
 
 
 def needs(needed: str, present: bool, *names: str) -> None:
-    """Refuses flags of the running command that change nothing where another one is missing.
+    """Refuse flags of the running command that change nothing where another one is missing.
 
     Args:
         needed: the other flag, or what must not be there, as people write it.

@@ -100,7 +100,7 @@ def plan(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Searches the best plan and says why it is the best."""
+    """Search the best plan and say why it is the best."""
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
 
@@ -159,7 +159,7 @@ def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: 
 def _searched(
     work: Workload, machine: Machine, trained: Trained, failures: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Plan:
-    """The best plan; progress is shown if it takes long.
+    """Return the best plan; progress is shown if it takes long.
 
     Raises:
         BadInputError: nothing fits into the memory that is allowed; it says what would.

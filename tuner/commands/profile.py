@@ -56,7 +56,7 @@ def profile(
     push: str | None,
     replace: bool,
 ) -> None:
-    """Measures this machine; with --train-script, what a training script asks of it."""
+    """Measure this machine; with --train-script, what a training script asks of it."""
     from ebbtide.tuner.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
@@ -107,7 +107,7 @@ def _push(url: str, path: str, replace: bool) -> None:
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
-    """Runs a training script until its first steps are profiled; the script stays unchanged."""
+    """Run a training script until its first steps are profiled; the script stays unchanged."""
     from ebbtide.tuner.profiling import script_profile
 
     check_folder("--output", output)

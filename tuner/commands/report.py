@@ -14,7 +14,7 @@ from ebbtide.tuner.inputs import BadInputError, read_plan, written
 @click.option("-o", "--output", default="report.html", show_default=True, help="Where it goes.")
 @guarded
 def report(plan_file: str, run: str | None, output: str) -> None:
-    """Writes one self-contained page: what was planned, why, and what was measured."""
+    """Write one self-contained page: what was planned, why, and what was measured."""
     from ebbtide.tuner.service.report import read_timelines, report_html
 
     plan = read_plan(plan_file)

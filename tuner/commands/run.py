@@ -110,7 +110,7 @@ def _check() -> None:
 
 
 def _python_path() -> list[str]:
-    """The folder of our sitecustomize first, then what the user has set."""
+    """Return the folder of our sitecustomize first, then what the user has set."""
     startup = str(Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup")
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
     return [startup, *given]

@@ -64,7 +64,7 @@ def search(
     storage: tuple[tuple[str, int], ...],
     **base: Any,
 ) -> None:
-    """Searches the configuration that trains fastest, by simulation, in seconds."""
+    """Search the configuration that trains fastest, by simulation, in seconds."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report

@@ -33,7 +33,7 @@ TOKEN = "EBBTIDE_TOKEN"
 @click.option("--workers", type=click.IntRange(1, 64), help="For quick answers; one per core.")
 @guarded
 def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:
-    """Answers what-if questions over HTTP and on a page in the browser."""
+    """Answer what-if questions over HTTP and on a page in the browser."""
     try:
         from ebbtide.tuner.service.resources import LOOPBACK, Service
         from ebbtide.tuner.service.server import run

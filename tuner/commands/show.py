@@ -10,7 +10,7 @@ from ebbtide.tuner.inputs import read_plan
 @JSON
 @guarded
 def show(plan_file: str, as_json: bool) -> None:
-    """Shows a plan: placement, prediction, what it beat, and why."""
+    """Show a plan: placement, prediction, what it beat, and why."""
     from ebbtide.tuner.answer.report import show_plan, wide_console
 
     result = read_plan(plan_file)

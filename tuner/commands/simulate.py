@@ -64,7 +64,7 @@ def simulate(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Predicts one iteration under a plan or a named strategy; exit code 1 if it does not fit.
+    """Predict one iteration under a plan or a named strategy; exit code 1 if it does not fit.
 
     The same share of each memory stays free as in `tune plan`.
     """
@@ -189,7 +189,7 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
 
 
 def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]:
-    """The strategy named, or DeepSpeed's own under its config, with what that says of it."""
+    """Return the strategy named, or DeepSpeed's own under its config, with what that says of it."""
     moved = trained.offload
     name, options = moved.strategy(trained.workload.zero_stage)
     if strategy in (None, name):

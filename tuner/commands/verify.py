@@ -43,7 +43,7 @@ SIDES = ("stock", "no-offload")
 def verify(
     steps: int, against: str, seed: int, deterministic: bool | None, json_file: str | None, command: tuple[str, ...]
 ) -> None:
-    """Trains a few steps on each side and compares losses, gradient norms, parameters and masters.
+    """Train a few steps on each side and compare losses, gradient norms, parameters and masters.
 
      Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
     DeepSpeed's config (if there is one), stock, and without offload. Exit code 0: identical, or

@@ -78,7 +78,7 @@ class Question:
 
     @cached_property
     def job(self) -> Job:
-        """The job without a configuration. If no config is given, bf16 as in all of `tune`."""
+        """Return the job without a configuration. If no config is given, bf16 as in all of `tune`."""
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
         return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
@@ -126,7 +126,7 @@ class Question:
 
     @cached_property
     def _on(self) -> Machine:
-        """The machine with the storage that is given."""
+        """Return the machine with the storage that is given."""
         return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
 
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:

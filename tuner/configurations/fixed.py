@@ -24,7 +24,7 @@ _WHOLE = "train_batch_size"
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuses what no knob can mend: bad values are errors, not configurations that do not fit.
+    """Refuse what no knob can mend: bad values are errors, not configurations that do not fit.
 
     Raises:
         ModelError: a value that DeepSpeed or a simulation cannot use, with its key.
@@ -50,7 +50,7 @@ class Fixed:
     global_batch: int | None
 
     def free(self, named: str | None) -> tuple[str, ...]:
-        """The knobs of ``--free``; None: all that are not fixed.
+        """Return the knobs of ``--free``; None: all that are not fixed.
 
         Raises:
             ValueError: a knob is both free and fixed, or follows from the global batch.

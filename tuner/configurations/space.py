@@ -42,7 +42,7 @@ class Configuration:
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step, over all ranks."""
+        """Sample per optimizer step, over all ranks."""
         return self.micro_batch * self.accumulation * self.gpus
 
     @property
@@ -61,7 +61,7 @@ class Configuration:
         return ""
 
     def changed(self, **knobs: Any) -> "Configuration":
-        """The same with other values; without offload ``sub_group_size`` is the default one, so
+        """Return the same with other values; without offload ``sub_group_size`` is the default one, so
         that configurations that are the same compare equal.
         """
         made = replace(self, **knobs)
@@ -110,7 +110,7 @@ class Space:
 
     @classmethod
     def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
-        """The usual values of each free knob, and the base's own.
+        """Return the usual values of each free knob, and the base's own.
 
         Raises:
             ValueError: an unknown knob, none, or a global batch that nothing can have.
@@ -132,12 +132,12 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """The configuration of these values; None: it is impossible, or has another batch."""
+        """Return the configuration of these values; None: it is impossible, or has another batch."""
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration
 
     def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """The same, impossible or not."""
+        """Return the same, impossible or not."""
         configuration = self.base.changed(**chosen)
         if self.global_batch is None:
             return configuration

@@ -33,7 +33,7 @@ def anneal(
     floor_s: float | None = None,
     progress: Callable[[float], object] = lambda _: None,
 ) -> None:
-    """Adds to the search's scores what it comes by; deterministic under the search's seed.
+    """Add to the search's scores what it comes by; deterministic under the search's seed.
 
     Half of the time goes to the best of other numbers of each placement, which moves of single
     subgroups seldom reach, and the other half to the best of all, from a lower temperature.
@@ -61,7 +61,7 @@ def anneal(
 
 
 def _starts(search: Search, most: int) -> list[Candidate]:
-    """The best; the best with each number of slots, which take what could stay; then with other
+    """Return the best; the best with each number of slots, which take what could stay; then with other
     numbers of each placement.
     """
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]

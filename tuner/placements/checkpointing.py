@@ -60,7 +60,7 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
 
 
 def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
-    """The interval with the highest expected goodput at this cap and budget."""
+    """Return the interval with the highest expected goodput at this cap and budget."""
     cost = simulation.cost(saving)
     steps = best_interval_steps(simulation.iteration_s, cost, failures)
     goodput = expected_goodput(simulation.iteration_s, cost, failures, steps)
@@ -96,7 +96,7 @@ def best_checkpointing(
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
-    """The least memory among those that are as good as the best; then the best."""
+    """Return the least memory among those that are as good as the best; then the best."""
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
@@ -165,7 +165,7 @@ def with_checkpoints(
     restart_s: float,
     folder: str | None,
 ) -> Plan:
-    """The plan with its checkpoint part, its stall and the reasons; no interval without an MTBF.
+    """Return the plan with its checkpoint part, its stall and the reasons; no interval without an MTBF.
 
     Raises:
         ValueError: mtbf_s or restart_s is not positive, or so short that nothing is trained.

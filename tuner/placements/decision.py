@@ -91,7 +91,7 @@ class Question:
 
     @property
     def cuts(self) -> list[Workload]:
-        """The workload with each subgroup size that is tried, the largest first."""
+        """Return the workload with each subgroup size that is tried, the largest first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
         found = recuts(self.workload, self.subgroup_sizes)

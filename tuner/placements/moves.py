@@ -112,7 +112,7 @@ class Moved:
         return sum(self.codes.count(code) for code in _VISITING_CODES)
 
     def reordered(self, rng: Random) -> Self:
-        """The same placements with other sequences."""
+        """Return the same placements with other sequences."""
         return self._with(lambda new: new._reorder(rng))
 
     def _with(self, change: Callable[[Self], None]) -> Self:

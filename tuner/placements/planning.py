@@ -133,7 +133,7 @@ def predict(
     limits: Limits,
     lower_bound_s: Callable[[float], float] = lambda _: 0.0,
 ) -> Prediction:
-    """The simulator's prediction of a plan, with the interval that the rates' spread gives.
+    """Return the simulator's prediction of a plan, with the interval that the rates' spread gives.
 
     Args:
         lower_bound_s: called with the plan's time.
@@ -174,7 +174,7 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """The same plan with what is predicted for another profile of its workload or machine.
+    """Return the same plan with what is predicted for another profile of its workload or machine.
 
     Raises:
         PlanError: another number of subgroups.
@@ -201,7 +201,7 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
-    """A sentence with figures; nothing where none stays."""
+    """Return a sentence with figures; nothing where none stays."""
     if not chosen.device_sums:
         return []
     crossing_s = search.seconds_anyhow(replace(chosen, device_sums=0))

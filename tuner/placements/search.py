@@ -80,7 +80,7 @@ class Candidate:
     device_sums: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
-        """The plan that it stands for, with more of a plan's ``fields``."""
+        """Return the plan that it stands for, with more of a plan's ``fields``."""
         visits = not VISITING.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
@@ -204,7 +204,7 @@ class Search:
         return self.scores[candidate]
 
     def ordered(self, candidate: Candidate) -> Candidate:
-        """The same with an order of its updates, and with what is fixed."""
+        """Return the same with an order of its updates, and with what is fixed."""
         if candidate not in self._ordered:
             self._ordered[candidate] = self._completed(candidate)
         return self._ordered[candidate]
@@ -354,7 +354,7 @@ class Search:
         return self._simulate(replace(self.ordered(candidate), homes=homes))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
-        """The period of later iterations, where it is longer.
+        """Return the period of later iterations, where it is longer.
 
         A D2H lane that has more to do than an iteration lasts falls behind by and by: the first
         iterations do not show it.
@@ -395,7 +395,7 @@ class Search:
         return any(not math.isinf(score.iteration_s) for score in self.scores.values())
 
     def best(self) -> Candidate:
-        """The best candidate so far; ties go to the one that takes less device memory."""
+        """Return the best candidate so far; ties go to the one that takes less device memory."""
         return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
     # -- guesses -----------------------------------------------------------------------------
@@ -520,7 +520,7 @@ class Search:
 
     @cached_property
     def _division(self) -> Fit:
-        """The division with the most room left, with as many parameters on the host as this search has."""
+        """Return the division with the most room left, with as many parameters on the host as this search has."""
         away = sum(n for n, home in zip(self.workload.subgroups, self.homes, strict=False) if home == "host")
         return roomiest(self.workload, self.machine, self.limits, away=away / self.workload.params)
 
@@ -563,7 +563,7 @@ class Search:
 
     @cached_property
     def fluid(self) -> Bound:
-        """The same for a fluid, there in milliseconds."""
+        """Return the same for a fluid, there in milliseconds."""
         return fluid_bound(*self._bounded)
 
     @property
@@ -684,5 +684,5 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 
 
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
-    """The row of a candidate."""
+    """Return the row of a candidate."""
     return sweep.evaluate(c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots)

@@ -34,7 +34,7 @@ def may_guess(search: Search) -> bool:
 def with_guesses(
     plain: Search, chosen: Candidate, improve: Callable[[Search], object], more: Sequence[Candidate] = ()
 ) -> tuple[Search, Candidate]:
-    """The search whose plans guess, and its best with as few guesses as serve; or what is given,
+    """Return the search whose plans guess, and its best with as few guesses as serve; or what is given,
     where that is no worse.
     """
     search = Search(

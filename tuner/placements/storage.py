@@ -22,7 +22,7 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """The limits, the machine with these directories' rates, and the fields of a plan that stores.
+    """Return the limits, the machine with these directories' rates, and the fields of a plan that stores.
 
     Args:
         storage: bytes by directory; one without a name is any, as fast as the machine's storage.

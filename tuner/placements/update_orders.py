@@ -46,7 +46,7 @@ class UpdateOrders:
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
-        """The host queue's by the model, the device's in forward order."""
+        """Return the host queue's by the model, the device's in forward order."""
         hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
         if hosted not in self._known:
             self._known[hosted] = self._of(hosted)
@@ -59,7 +59,7 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """The sequence after which the next forward ends first, by the model."""
+        """Return the sequence after which the next forward ends first, by the model."""
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:

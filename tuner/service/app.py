@@ -97,7 +97,7 @@ def _health(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        """The routes for people, drawn from the schema by a page of our own."""
+        """Return the routes for people, drawn from the schema by a page of our own."""
         return RedirectResponse("/docs.html")
 
 

@@ -25,7 +25,7 @@ class Service:
 
     @property
     def shown_machine(self) -> str:
-        """The name of the machine that the server was started with, which no upload can take. Empty: none."""
+        """Return the name of the machine that the server was started with, which no upload can take. Empty: none."""
         machine = self.examples.get("machine")
         return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""
 

@@ -190,7 +190,7 @@ class Model:
         )
 
     def taker(self, part: Part) -> Part:
-        """The step of its way that takes its slot."""
+        """Return the step of its way that takes its slot."""
         same = (p for p in self.parts if p.way == part.way)
         return next(p for p in same if p.step.takes is not None and p.step.takes == part.slot)
 

@@ -144,7 +144,7 @@ class _Chain:
         return float(self.pieces.passes[pieces[0]] * alone_s[pieces].max())
 
     def add(self, rows: Rows, every: Columns) -> int:
-        """The variable that is what it waits for."""
+        """Return the variable that is what it waits for."""
         waited = rows.new(len(self.order))
         for k in range(1, len(waited)):
             rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))

@@ -40,11 +40,11 @@ class Rows:
         return np.arange(first, first + count)
 
     def one(self, upper: float = np.inf, *, whole: bool = False) -> int:
-        """A variable."""
+        """Return a variable."""
         return int(self.new(1, upper, whole=whole)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
-        """Adds a row; ``least``: the sum is no less than that."""
+        """Add a row; ``least``: the sum is no less than that."""
         for some, factor in terms:
             columns = some.tolist() if isinstance(some, np.ndarray) else [int(some)]
             self._columns += columns
@@ -61,7 +61,7 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
-        """The least value of a variable, or what is known to be no more than that; and a solution,
+        """Return the least value of a variable, or what is known to be no more than that; and a solution,
         all zeros where the search ended without one. None where there is none.
 
         Args:
@@ -83,7 +83,7 @@ class Rows:
         return -np.inf if low is None else float(low), x
 
     def full(self, x: Floats) -> tuple[str, ...]:
-        """The names of the rows that have nothing left in a solution."""
+        """Return the names of the rows that have nothing left in a solution."""
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)
