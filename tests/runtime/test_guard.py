@@ -139,7 +139,7 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
     [
         ("nowhere.json", "plan must be a readable JSON file"),
         (7, "plan must be a Plan, a path or a dict, but got int"),
-        ({"placement": []}, "subgroup_size: must be given"),
+        ({"placement": [{"placement": "host", "count": 1}]}, "subgroup_size: must be given"),
         ({"subgroup_size": 1, "placement": [{"placement": "moon", "count": 1}]}, "moon"),
         ({"subgroup_size": 1, "schema_version": 99, "placement": [{"placement": "host", "count": 1}]}, "newer ebbtide"),
         (

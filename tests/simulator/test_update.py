@@ -83,7 +83,7 @@ def test_a_plan_of_the_first_schema_is_read_without_what_nobody_executed():
         "placement": [{"placement": "host", "count": 3}],
     }
     plan = Plan.from_fields(fields)
-    assert plan.schema_version == 2
+    assert plan.schema_version == 3
     assert plan.issue_order == (0, 1, 2)
     with pytest.raises(PlanError, match="split_master must be false, but got true"):
         Plan.from_fields({**fields, "split_master": True})
