@@ -92,7 +92,7 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             "no longer part of a plan; plan again with `tune plan`",
             key="split_master",
         )
-    some = {key: value for key, value in fields.items() if key not in _NEVER_RUN}
+    some = {key: value for key, value in fields.items() if version == 2 or key not in _NEVER_RUN}
     gone = [name for name in _NO_LONGER if some.pop(name, None)]
     counts = {name: some.pop(name) for name in _Counts.model_fields if name in some}
     try:

@@ -132,10 +132,12 @@ def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) ->
 
     A gap little above ``wanted_pct`` may be the bound's: it is asked for once more, with far more
     work, until it has proven that much. ``proof_s`` is what that took; the gap is
-    then what was wanted, or what was left.
+    then what was wanted, or what was left. Plans keep the pair's subgroups and wait for the norm, as the
+    bound and the searched optimum do.
     """
+    workload = workload.model_copy(update={"clip_rate": 1.0})
     began_s = time.perf_counter()
-    result = plan(workload, machine)
+    result = plan(workload, machine, subgroup_sizes=())
     planning_s = time.perf_counter() - began_s
     assert result.prediction is not None
     room = Limits.of(workload, machine).device_bytes
