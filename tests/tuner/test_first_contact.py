@@ -131,7 +131,7 @@ def configs(tmp_path):
 )
 def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told, monkeypatch):
     monkeypatch.chdir(configs)
-    monkeypatch.setattr("ebbtide.tuner.placements.planning.begun", None)
+    monkeypatch.setattr("ebbtide.tuner.placements.decision.begun", None)
     done = run("plan", "--machine", "rtx4090", *arguments)
     assert done.exit_code == 2
     assert told in done.output

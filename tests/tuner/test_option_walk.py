@@ -58,6 +58,10 @@ MODEL = {
     "launcher": changes("--launcher", "torchrun", beside=("--data-parallel", "2")),
     "omp_threads": changes("--omp-threads", "1"),
     "clip_rate": changes("--clip-rate", "5%"),
+    "kernels": changes("--kernels", "eager"),
+    "fused_loss": changes("--fused-loss"),
+    "no_flash_attention": changes("--no-flash-attention"),
+    "recompute_share": changes("--recompute-share", "50%"),
 }
 PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")
 SEARCH = ("search", "--machine", "h200", "--model", "m.json", "--free", "recompute", "--gpus", "1")
@@ -321,7 +325,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr("ebbtide.tuner.service.resources.Service", seen("Service"))
     # How long is searched is not what is asked here.
     monkeypatch.setattr("ebbtide.tuner.placements.annealing.MOST_EVALUATIONS", 60)
-    monkeypatch.setattr("ebbtide.tuner.placements.planning.REORDERINGS", 20)
+    monkeypatch.setattr("ebbtide.tuner.placements.decision.REORDERINGS", 20)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
 
