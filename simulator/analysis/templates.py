@@ -14,6 +14,7 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule
 from ebbtide.simulator.engines.kernel import Ints
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.peers import PRODUCTS_WAITED_FOR
 from ebbtide.simulator.update.footprint import base_by_kind, with_base
@@ -161,6 +162,11 @@ def _equal(one: CompiledSchedule, other: CompiledSchedule) -> bool:
     return same and (one.rate_keys, one.schedule) == (other.rate_keys, other.schedule)
 
 
+def _whole(value: Any) -> str:
+    """Return an option as text that differs for different options. A plan's repr leaves most of the plan out."""
+    return value.digest if isinstance(value, Plan) else repr(value)
+
+
 class Templates:
     """The latest templates, as many as fit into ``most_bytes``; one instance per thread.
 
@@ -179,7 +185,7 @@ class Templates:
         Raises:
             ValueError: as `build_strategy`.
         """
-        given = tuple(sorted((key, repr(value)) for key, value in options.items()))
+        given = tuple(sorted((key, _whole(value)) for key, value in options.items()))
         key = (name, given, structure(workload))
         template = self._held.get(key)
         if template is None:

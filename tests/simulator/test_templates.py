@@ -187,3 +187,12 @@ def test_the_oldest_go_and_a_large_one_is_not_kept():
     for _ in range(2):
         assert_as_built(small, "twin_flow", {"ratio": 0.5}, workload())
     assert built == [0.5, 0.5]
+
+
+def test_plans_that_are_shown_alike_have_schedules_of_their_own():
+    """A plan's repr counts its subgroups. It does not tell which of them are updated early."""
+    templates, early = Templates(build_strategy), PLAN.with_bits(early=True)
+    assert repr(early) == repr(PLAN)
+    for plan in (PLAN, early):
+        expected = compile_schedule(build_strategy("ebbtide", workload(), plan=plan))
+        assert np.array_equal(templates.compiled("ebbtide", workload(), {"plan": plan}).ops, expected.ops)
