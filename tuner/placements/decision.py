@@ -163,6 +163,10 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     """
     check_bytes(question.workload, question.machine, question.limits)
     levels = _levels(question, progress)
+    if question.effort > QUICK:  # a full answer knows what a quick one does
+        for level in levels:
+            if level.search.workload in quick_cuts([level.search.workload for level in levels]):
+                glance(level)
     finalists = _finalists(levels)
     if question.offload_parameters:  # plans with all of them on the device stay in the choice
         free = [_level(_begun(question, level.search.workload, freely=True), ()) for level in finalists]
