@@ -219,6 +219,9 @@ WORKLOAD = {
     "clip": False,
     "clip_rate": 0.05,
     "gradient_accumulation_steps": 2,
+    "micro_batch": 3,
+    "sequence": 77,
+    "recompute": True,
     "ranks_per_node": 4,
     "nodes": 2,
     "stock_threads": 1,
@@ -297,6 +300,7 @@ PLAN = {
     "versions": {"torch": "1"},
     "machine_fingerprint": "m",
     "workload_fingerprint": "w",
+    "trained_as": {"precision": "bf16", "micro_batch": 3},
 }
 # What counts in training only: the test there that fails without it.
 IN_TRAINING = {
@@ -345,6 +349,11 @@ def test_every_field_of_a_workload(name, plain):
     before = outcomes(Workload.model_validate(fields), base_machine()) if beside else plain
     changed = allowed(lambda: Workload.model_validate({**fields, name: WORKLOAD[name]}), name)
     if changed is None:
+        return
+    if name in ("micro_batch", "sequence", "recompute"):  # what a plan tells the training that it was made for
+        both = [{"micro_batch": 2, **more} for more in ({}, {name: WORKLOAD[name]})]
+        without, told = (base_workload().model_copy(update=one).trained_as for one in both)
+        assert told != without
         return
     if name in ("parameters", "subgroup_size"):  # what a search for subgroups starts from
         assert how_it_is_cut(changed) != how_it_is_cut(base_workload())

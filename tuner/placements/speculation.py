@@ -24,11 +24,14 @@ SPREADS = 4  # likewise of how far apart they are
 
 
 def may_guess(search: Search) -> bool:
-    """Whether plans of this search could do so: the runtime can, and somebody knows how many steps
-    clip.
+    """Return whether plans of this search may update early.
+
+    The runtime can do so under ZeRO-3, but not where DeepSpeed's own state stays whole (pieces). Without any
+    step that does not clip it never pays.
     """
     work = search.workload
-    return work.zero_stage == 3 and not search.machine.unified_memory and work.expected_clip_rate < 1
+    able = work.zero_stage == 3 and not work.state_stays and not search.machine.unified_memory
+    return able and work.expected_clip_rate < 1
 
 
 def with_guesses(
