@@ -137,6 +137,7 @@ TABLE = {
         **MODEL,
         "machine": changes("--machine", "rtx4090"),
         "clip_rate": Refused(("--clip-rate", "5%"), "--clip-rate changes something only with --plan"),
+        "kernels": changes("--kernels", "eager", beside=("--model", "large.json")),
         "plan_file": changes("--plan", "plan.json"),
         "strategy": changes("--strategy", "superoffload"),
         "trace": changes("--trace", "t.json"),
