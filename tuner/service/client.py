@@ -33,7 +33,7 @@ class Client:
         token: what a server beyond loopback asks for; None: the variable ``EBBTIDE_TOKEN``.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(self, url: str, token: str | None = None, timeout_s: float = 240.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise ServiceError(f"url must begin with http:// or https://, but got {url!r}")
         address, _, fragment = url.partition("#token=")

@@ -96,7 +96,7 @@ class Quota:
     cells: int = 64
     job_cells: int = 4096
     light_s: float = 10.0
-    heavy_s: float = 60.0
+    heavy_s: float = 180.0  # of wall time, at low priority: on a busy machine many times its CPU time
     job_s: float = 900.0
     worker_bytes: int = 2048 * MIB
     light_waiting: int = 512

@@ -46,7 +46,7 @@ class Server:
         line = self.process.stdout.readline()
         assert line.startswith("open http://"), line
         self.url = line.split()[1].partition("#")[0].rstrip("/")
-        self.client = httpx.Client(base_url=self.url + "/api/v1", timeout=60)
+        self.client = httpx.Client(base_url=self.url + "/api/v1", timeout=240)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)

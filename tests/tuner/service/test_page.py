@@ -24,7 +24,7 @@ FLAGS = [
     "--no-first-run",
 ]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
-PATIENCE_MS = 120_000  # a browser among other tests; playwright's own is 30 s
+PATIENCE_MS = 300_000  # a browser among other tests; playwright's own is 30 s
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
 
 
