@@ -16,7 +16,7 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class SubgroupJob:
-    """What one step does to one subgroup."""
+    """The work of one step on one subgroup."""
 
     step: UpdateStep
     segments: list[Segment]
@@ -108,7 +108,7 @@ class Guesses:
         return [s for s, guess in self.begun.items() if not guess.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """What is left was right: state and spare change places; those subgroups, in order."""
+        """Commit the remaining early updates: swap state and spare. Return those subgroups in order."""
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
             guess = self.begun.pop(state.index)

@@ -1,7 +1,7 @@
-"""Which op of an update begins next: the one state machine for whoever issues ops.
+"""The state machine that decides which op of an update begins next.
 
 The schedule builder appends an op when the machine says so, the executor submits one. Both report
-what happens (a gradient is complete, the norm is known), and get calls of ``add`` in return.
+events (a gradient is complete, the norm is known), and get calls of ``add`` in return.
 """
 
 from __future__ import annotations

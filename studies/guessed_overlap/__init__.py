@@ -1,1 +1,1 @@
-"""What updates that begin before the gradient norm bring, and what steps that clip cost."""
+"""The gain of updates before the gradient norm, and the cost of steps that clip."""

@@ -1,1 +1,1 @@
-"""Whether one question has one answer, whoever asks it."""
+"""A check that one question gets one answer at every entry point."""

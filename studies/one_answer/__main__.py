@@ -1,4 +1,4 @@
-"""Whether one question has one answer, whoever asks it.
+"""A check that one question gets one answer at every entry point.
 
     python -m studies.one_answer --json one_answer.json
 

@@ -38,10 +38,10 @@ def silently(_share: float, _what: str) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is decided for.
+    """The job that a plan is decided for, and the effort.
 
     Attributes:
-        subgroup_sizes: Sizes to try beside the workload's own. Empty: its own alone.
+        subgroup_sizes: Sizes to try in addition to the workload's own. Empty: its own alone.
         offload_parameters: Whether parameters may live on the host although plans fit without.
         folders: Fields of a plan that stores state.
     """

@@ -99,7 +99,7 @@ def _spread(search: Search) -> None:
 
 
 def fewest(search: Search, best: Candidate, name: str) -> Candidate:
-    """With as few guesses, or what else has this ``name``, as cost next to nothing."""
+    """Return the candidate with the lowest value of ``name`` that costs next to nothing."""
     most = getattr(best, name) or 0
     numbers: list[Any] = sorted({most * i // PARTS for i in range(PARTS)})
     tried = [replace(best, **{name: n}) for n in numbers]
