@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import StorageRates
@@ -410,7 +410,10 @@ class Machine(Shown, Page):
 
     def _changed(self, name: str, value: float) -> Any:
         if name not in CHANGEABLE:
-            raise RuleError(f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}", key=name)
+            raise RuleError(
+                f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}{suggestion(name, CHANGEABLE)}",
+                key=name,
+            )
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             raise RuleError(f"{name} must be finite and greater than 0, but got {value!r}", key=name)
         own = getattr(self, name)

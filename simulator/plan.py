@@ -492,7 +492,7 @@ class Plan(Shown, Page):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise PlanError(f"{path} is not a plan this ebbtide can use: {explain(error)}") from None
+            raise PlanError(f"{path} is not a plan this ebbtide can use: {explain(error, model=cls)}") from None
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Plan":
@@ -504,7 +504,7 @@ class Plan(Shown, Page):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
+            raise PlanError(f"not a plan this ebbtide can use: {explain(error, model=cls)}") from None
 
 
 def json_schema() -> dict[str, Any]:

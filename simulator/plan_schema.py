@@ -98,7 +98,7 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         ways = _Counts.model_validate(counts).ways()
     except ValidationError as error:
-        raise RuleError(explain(error)) from None
+        raise RuleError(explain(error, model=_Counts)) from None
     if gone:
         _tell(gone)
         _fit_slots(some, ways)

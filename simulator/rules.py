@@ -1,9 +1,10 @@
 """Broken rules: what a caller gave, named as the caller names it, and what must hold of it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from difflib import get_close_matches
+from typing import Any, NamedTuple, Protocol, get_args
 
 SHOWN_ERRORS = 4
 SHOWN = 120  # characters of a value
@@ -63,7 +64,18 @@ def shortened(value: object) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
-def broken(error: Failed, given: Any = None) -> list[Broken]:
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """Return the known names nearest to a name, as the end of an error. Empty if none is near.
+
+    >>> suggestion("sequnce", ["sequence", "machine"])
+    " (did you mean 'sequence'?)"
+    """
+    names = {name.lower(): name for name in known}
+    near = [repr(names[low]) for low in get_close_matches(given.lower(), names, 2, 0.7)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
     """Return every broken rule, in this project's words.
 
     If a field has alternatives, the nearest to the given value is reported.
@@ -71,20 +83,41 @@ def broken(error: Failed, given: Any = None) -> list[Broken]:
     Args:
         error: pydantic's, or a web framework's that holds them.
         given: the checked value. With it keys are told from the names of alternatives.
+        model: the model that the value was checked by. With it unknown fields get a suggestion.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
     for item in items:
         row = _broken(item, given)
+        if item["type"] == "extra_forbidden" and model is not None:
+            row = row._replace(rule=row.rule + suggestion(str(item["loc"][-1]), _fields_at(item["loc"][:-1], model)))
         kind = item["type"].endswith("_type")
         if row.key not in rows or not kind:
             rows[row.key] = row
     return [row for key, row in rows.items() if not any(k.startswith(f"{key}.") for k in rows)]
 
 
-def explain(error: Failed, given: Any = None) -> str:
+def _fields_at(location: Sequence[Any], model: Any) -> set[str]:
+    """Return the names of the fields of the models at a location within ``model``."""
+    models = _models_in(model)
+    for part in location[1:] if location[:1] == ("body",) else location:
+        inside = [one.model_fields[part].annotation for one in models if part in one.model_fields]
+        # Any other part of a location is an index, or the name of an alternative, such as a class.
+        models = [found for kind in inside for found in _models_in(kind)] or models
+        models = [one for one in models if one.__name__ == part] or models
+    return {name for one in models for name in one.model_fields}
+
+
+def _models_in(kind: Any) -> list[Any]:
+    """Return the models that a type names: itself, or those of its arguments."""
+    if hasattr(kind, "model_fields"):
+        return [kind]
+    return [found for argument in get_args(kind) for found in _models_in(argument)]
+
+
+def explain(error: Failed, given: Any = None, model: Any = None) -> str:
     """Return all broken rules in one line: where, what must hold, and what was received."""
-    rows = broken(error, given)
+    rows = broken(error, given, model)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
     return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
@@ -121,7 +154,7 @@ _PLACES = ("body", "query", "path", "header")  # of a request
 
 _RULES: Mapping[str, str] = {
     "missing": "must be given",
-    "extra_forbidden": "must be a field that is known here",
+    "extra_forbidden": "must be a known field",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be greater than or equal to {ge}",
     "less_than": "must be less than {lt}",

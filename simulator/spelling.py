@@ -21,11 +21,13 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     wanted = _plain(given)
     if wanted in names:
         return names[wanted]
-    holding = [name for plain, name in names.items() if len(wanted) > 2 and (wanted in plain or plain in wanted)]
+    holding = [name for plain, name in names.items() if len(wanted) > 2 and wanted in plain]
     shortest = min(holding, key=len, default="")
     if holding and all(_plain(name).startswith(_plain(shortest)) for name in holding):
         return shortest
+    # A name that holds a known one is another thing: "h2000", "RTX 4090 Laptop".
     near = holding or [names[plain] for plain in get_close_matches(wanted, names, 3)]
+    near = near or [name for plain, name in names.items() if plain in wanted]
     meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise RuleError(f"There is no {what} {given!r}.{meant} Known: {', '.join(names.values())}.", key=key)
 

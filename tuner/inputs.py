@@ -147,14 +147,14 @@ def workload_options(command: Command) -> Command:
 
 def read_machine(given: str) -> Machine:
     """Return a machine file, or a preset where no such file exists."""
-    from ebbtide.simulator.estimates.presets import PRESETS, preset
+    from ebbtide.simulator.estimates.presets import preset
     from ebbtide.simulator.machine import Machine
 
-    if not Path(given).exists():
-        if given in PRESETS:
+    if not Path(given).exists() and not given.endswith(".json"):
+        try:
             return preset(given)
-        if not given.endswith(".json"):
-            raise BadInputError(f"--machine must be a machine file or one of {', '.join(PRESETS)}, but got {given}")
+        except ValueError as error:
+            raise BadInputError(f"--machine must be a preset or a machine file. {error}", "machine") from None
     return _read(Machine, given, "--machine")
 
 
@@ -384,7 +384,7 @@ def _read(kind: type[T], path: str, flag: str) -> T:
         raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
     except ValidationError as error:
         name = kind.__name__.lower()
-        raise BadInputError(f"{flag} must be a {name} file, but got {path}: {explain(error)}") from None
+        raise BadInputError(f"{flag} must be a {name} file, but got {path}: {explain(error, model=kind)}") from None
 
 
 def check_folder(flag: str, path: str | None) -> None:

@@ -92,7 +92,9 @@ def _checkpoint(value: Any) -> CheckpointPlan | None:
     try:
         return CheckpointPlan.model_validate(value)
     except ValidationError as error:
-        raise RequestError(f'"{KEY}.checkpoint" in DeepSpeed\'s config: {explain(error)}') from None
+        raise RequestError(
+            f'"{KEY}.checkpoint" in DeepSpeed\'s config: {explain(error, model=CheckpointPlan)}'
+        ) from None
 
 
 def _device(value: dict[str, Any]) -> str:

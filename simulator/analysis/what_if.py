@@ -12,7 +12,7 @@ from ebbtide.simulator.analysis.best_setting import best_setting
 from ebbtide.simulator.analysis.bound import fluid_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.simulator.workload import Workload
 
@@ -146,7 +146,7 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
             known = [field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD]
             raise RuleError(
-                f"a what-if can change {', '.join(known)}, but got {name!r}: for other shapes "
+                f"a what-if can change {', '.join(known)}, but got {name!r}{suggestion(name, known)}: for other shapes "
                 "estimate a workload for each (workload_from_model)",
                 key=f"changes.{name}",
             )
@@ -193,7 +193,10 @@ def grid(
         raise RuleError(f"strategies must name at least one, but got {strategies!r}", key="strategies")
     for name, _ in named:
         if name not in STRATEGIES:
-            raise RuleError(f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}", key="strategies")
+            raise RuleError(
+                f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}{suggestion(name, STRATEGIES)}",
+                key="strategies",
+            )
     sizes = [machine.device_memory_bytes] if memories is None else _listed(memories)
     if not sizes:
         raise RuleError(f"gpu_memory_bytes must have at least one value, but got {memories!r}", key="gpu_memory_bytes")

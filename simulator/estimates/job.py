@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_s
 from ebbtide.simulator.estimates.rank import Rank
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import broken
+from ebbtide.simulator.rules import broken, suggestion
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload
 from pydantic import ValidationError
 
@@ -90,11 +90,14 @@ class Job(Training):
     @classmethod
     def _checked(cls, fields: Mapping[str, Any]) -> Self:
         if unknown := sorted(set(fields) - set(cls.model_fields)):
-            raise ModelError(f"a job has the fields {', '.join(cls.model_fields)}, but got {unknown[0]!r}")
+            raise ModelError(
+                f"a job has the fields {', '.join(cls.model_fields)}, "
+                f"but got {unknown[0]!r}{suggestion(unknown[0], cls.model_fields)}"
+            )
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            first = broken(error)[0]
+            first = broken(error, model=cls)[0]
             raise ModelError(first.told, first.key) from None
 
     def deepspeed(self) -> dict[str, Any]:

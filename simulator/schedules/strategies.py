@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
 from ebbtide.simulator.plan import Placement, Plan, Way
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop
@@ -27,7 +27,10 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
             DeepSpeed does not have at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
-        raise RuleError(f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}", key="strategy")
+        raise RuleError(
+            f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}{suggestion(name, STRATEGIES)}",
+            key="strategy",
+        )
     if workload.zero_stage not in stages(name):
         raise RuleError(
             f"strategy {name!r} is one of ZeRO-{'/'.join(map(str, stages(name)))}, but got a "
@@ -40,7 +43,9 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
     for option, value in options.items():
         if option not in known:
             raise RuleError(
-                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}", key=f"options.{option}"
+                f"strategy {name!r} takes the options {', '.join(known)}, "
+                f"but got {option!r}{suggestion(option, known)}",
+                key=f"options.{option}",
             )
         _check_kind(option, value, known[option])
     if options.get("iterations", 1) < 1:

@@ -115,7 +115,10 @@ def test_a_deepspeed_config_is_read_once(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--machine", "h2000"], "--machine must be a machine file or one of a100-node"),
+        (
+            ["--machine", "h2000"],
+            "--machine must be a preset or a machine file. There is no machine preset .* Did you mean 'h200'",
+        ),
         (["--machine", "gone.json"], "--machine must be a readable file"),
         ([], "exactly one of --workload and --model must be given, but got none"),
         (["--model", "MODEL", "--workload", "MODEL"], "but got both"),

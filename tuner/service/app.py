@@ -138,8 +138,10 @@ def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
     return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
 
-async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
-    return problem(422, *(_with_value(row, error.body) for row in broken(error, error.body)[:MOST_ERRORS]))
+async def _unprocessable(request: Request, error: RequestValidationError) -> Response:
+    posted = getattr(request.scope.get("route"), "body_field", None)
+    rows = broken(error, error.body, posted and posted.field_info.annotation)
+    return problem(422, *(_with_value(row, error.body) for row in rows[:MOST_ERRORS]))
 
 
 async def _invalid(request: Request, error: RuleError) -> Response:

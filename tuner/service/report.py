@@ -153,7 +153,7 @@ def read_timelines(text: str) -> list[Timeline]:
     except ValidationError as error:
         raise ValueError(
             "a timeline must be a trace of tune simulate, the demo or the runtime, or a run as "
-            f"POST /api/v1/runs takes it, but: {explain(error)}"
+            f"POST /api/v1/runs takes it, but: {explain(error, model=Run)}"
         ) from None
 
 

@@ -12,6 +12,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, explain, shortened
 from ebbtide.simulator.schedules.settings import STEPS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator.spelling import spelled
 from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
@@ -94,7 +95,7 @@ class _Names:
             try:
                 known[name] = Machine.model_validate_json(text)
             except ValidationError as error:
-                unreadable[name] = explain(error)
+                unreadable[name] = explain(error, model=Machine)
         return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
@@ -112,8 +113,8 @@ class _Names:
             return None if stored is None else Machine.model_validate_json(stored)
         except ValidationError as error:
             raise RuleError(
-                f"machine {name!r} is stored in a form that this ebbtide cannot read ({explain(error)}): "
-                "profile and upload it again, or delete it",
+                f"machine {name!r} is stored in a form that this ebbtide cannot read "
+                f"({explain(error, model=Machine)}): profile and upload it again, or delete it",
                 key="machine",
             ) from None
 
@@ -123,8 +124,7 @@ class _Names:
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
             if machine is None:
-                known = ", ".join(self.machines()[0])
-                raise RuleError(f"machine must be one of {known}, but got {scenario.machine!r}", key="machine")
+                machine = self.machine(spelled(scenario.machine, self.machines()[0], "machine", key="machine"))
             changes["machine"] = machine
         workload = self._service.examples.get("workload")
         if workload is not None and scenario.workload == workload.name:

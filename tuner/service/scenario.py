@@ -11,10 +11,11 @@ from ebbtide.simulator.estimates.deepspeed_config import BATCHES
 from ebbtide.simulator.estimates.families import MODELS as MODELS
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.presets import PRESETS, preset
+from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, broken
 from ebbtide.simulator.schedules.strategies import stock_offload
+from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
@@ -32,10 +33,6 @@ def machine_of(scenario: Scenario) -> Machine:
     """
     machine = scenario.machine
     if isinstance(machine, str):
-        if machine not in PRESETS:
-            raise RuleError(
-                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}", key="machine"
-            )
         machine = _preset(machine)
     changes: dict[str, float] = {}
     if scenario.device_memory_bytes is not None:
@@ -129,8 +126,7 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     """
     model = scenario.model
     if isinstance(model, str):
-        if model not in MODELS:
-            raise RuleError(f"model must be a name that GET /api/v1/models lists, but got {model!r}", key="model")
+        model = spelled(model, MODELS, "known model", key="model")
         model = {**MODELS[model], "_name_or_path": model}
     assert model is not None
     check_model(model)

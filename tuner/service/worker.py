@@ -78,6 +78,7 @@ class _Progress:
 
 def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
     """(tag, payload) of one call; a request's fault and the program's are told apart."""
+    request = None
     try:
         request, function = table[call["call"]]
         result = function(request.model_validate(call["body"]), progress)
@@ -85,7 +86,7 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
             return TEXT, result.encode()
         return RESULT, json.dumps(result, allow_nan=False).encode()
     except ValidationError as error:
-        return _invalid(*broken(error, call["body"]))
+        return _invalid(*broken(error, call["body"], request))
     except RuleError as error:
         return _invalid(Broken(error.key, str(error)))
     except MemoryError:

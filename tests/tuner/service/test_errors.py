@@ -4,10 +4,11 @@ import asyncio
 import json
 
 import pytest
-from ebbtide.simulator import Machine, ModelError, preset
+from ebbtide.simulator import Machine, ModelError, Plan, Workload, preset
+from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
 from ebbtide.tuner.service.pool import Lane, WorkerError
-from ebbtide.tuner.service.requests import Quota, Scenario
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Quota, Run, Scenario
 from pydantic import BaseModel, ValidationError
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
@@ -191,6 +192,47 @@ def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mt
         response = server.post(path, body)
         assert response.status_code in (200, 422), response.text
         assert not [word for word in INTERNALS if word in response.text]
+
+
+def _slips(model):
+    """Return a slip of the pen for each long enough field of a model, with the field's name."""
+    return [(f"{name[:-2]}{name[-1]}", name) for name in model.model_fields if len(name) > 5]
+
+
+@pytest.mark.parametrize("model", [Scenario, Answer, PlanJob, Goodput, Machine, Workload, Plan, Run, CheckpointPlan])
+def test_a_slip_in_any_field_is_told_with_the_name_that_is_meant(model):
+    for slip, name in _slips(model):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({slip: 1})
+        row = next(row for row in broken(caught.value, {slip: 1}, model) if row.key == slip)
+        assert f"did you mean '{name}'" in row.rule, row
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        ("/answer", {**LLAMA, "sequnce": 1}, "'sequence'"),
+        ("/jobs/plan", {**LLAMA, "machine": {**MACHINE, "cpu_core": 1}}, "'cpu_cores'"),
+        ("/machines", {**MACHINE, "cpu_core": 1}, "'cpu_cores'"),
+        ("/simulate", {**LLAMA, "plan": {**PLAN, "prefech": 1}}, "'prefetch'"),
+        ("/simulate", {**LLAMA, "strategy": "zero3_ofload"}, "'zero3_offload'"),
+        ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"ratoi": 1}}, "'ratio'"),
+        ("/what-if", {**LLAMA, "changes": {"h2d_bytes_per_sec": [1e9]}}, "'h2d_bytes_per_s'"),
+        ("/what-if", {**LLAMA, "strategies": ["zero3_ofload"]}, "'zero3_offload'"),
+        ("/simulate", {**LLAMA, "machine": "h1000-node"}, "'h100-node'"),
+        ("/simulate", {**LLAMA, "model": "Lama 4 8B"}, "'Llama 3 8B'"),
+    ],
+)
+def test_each_request_suggests_the_name_that_is_meant(server, path, body, meant):
+    (first, *_) = server.post(path, body).json()["errors"]
+    assert meant in first["rule"], first
+
+
+@pytest.mark.parametrize(("machine", "model"), [("RTX 4090", "Llama 3 8B"), ("4090", "llama-3-8b")])
+def test_names_are_known_in_any_spelling(server, machine, model):
+    response = server.post("/simulate", {"machine": machine, "model": model})
+    assert response.status_code == 200, response.text
+    assert response.content == server.post("/simulate", {"machine": "rtx4090", "model": "Llama 3 8B"}).content
 
 
 def test_values_are_cut():
