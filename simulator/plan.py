@@ -252,6 +252,7 @@ class Plan(Shown, Page):
         overlap_forward: `step()` returns while updates still run.
         trained_as: the settings of a step that the plan was made for. Training that differs is told in the
             log before its first step.
+        about: the model and the machine that the plan was made for, in words for a report's reader.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -271,6 +272,7 @@ class Plan(Shown, Page):
     overlap_forward: bool = True
     checkpoint: CheckpointPlan = CheckpointPlan()
     trained_as: TrainedAs | None = None
+    about: str = ""
     prediction: Prediction | None = None
     alternatives: tuple[Prediction, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -350,6 +352,8 @@ class Plan(Shown, Page):
         fields: dict[str, Any] = handler(self)
         if self.trained_as is None:
             fields.pop("trained_as", None)
+        if not self.about:
+            fields.pop("about", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -475,7 +479,7 @@ class Plan(Shown, Page):
     @property
     def digest(self) -> str:
         """Hash of what the plan does (not of its prediction): recorded in checkpoints."""
-        body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions"})
+        body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod

@@ -301,6 +301,7 @@ PLAN = {
     "machine_fingerprint": "m",
     "workload_fingerprint": "w",
     "trained_as": {"precision": "bf16", "micro_batch": 3},
+    "about": "a model on a machine",
 }
 # What counts in training only: the test there that fails without it.
 IN_TRAINING = {
@@ -308,6 +309,7 @@ IN_TRAINING = {
     "workload_fingerprint": "tests/runtime/test_fingerprints.py",
     "subgroup_size": "tests/runtime/test_guard.py",
     "versions": "tuner/service/static/report.js",
+    "about": "tests/tuner/service/test_report.py",
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",

@@ -121,9 +121,16 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         **({} if STORED.isdisjoint(c.placements) else folders),
         machine_fingerprint=search.machine.fingerprint,
         versions=versions("ebbtide", "torch", "deepspeed"),
+        about=about(search.workload, search.machine),
     )
     prediction = predict(search.workload, search.machine, made, search.limits, search.proven_s)
     return made.model_copy(update={"prediction": prediction})
+
+
+def about(workload: Workload, machine: Machine) -> str:
+    """Return what is trained, and on what, in words."""
+    known = "a preset" if machine.measured_with == "preset" else "measured"
+    return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
 
 def predict(

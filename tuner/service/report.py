@@ -19,6 +19,7 @@ from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.placements.planning import about
 from ebbtide.tuner.service.client import run_body
 from ebbtide.tuner.service.requests import Planned, Run, Scenario
 from ebbtide.tuner.service.scenario import resolve
@@ -41,14 +42,13 @@ class ReportCall(BaseModel):
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
     """Return the page, from the service's own form of a run."""
-    about = ""
+    told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
         timelines += predicted(call.plan, call.scenario)
         machine, workload = resolve(call.scenario)
-        about = f"{workload.name} on {machine.device_name or machine.name}"
-        about += ", a preset" if machine.measured_with == "preset" else ", measured"
-    return report_html(call.plan, timelines, about)
+        told = about(workload, machine)
+    return report_html(call.plan, timelines, told)
 
 
 def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
@@ -198,13 +198,13 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
     ]
 
 
-def report_html(plan: Plan, timelines: list[Timeline], about: str = "") -> str:
+def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
     """One file without a network: its script and style are allowed by their hashes alone.
 
     Args:
         timelines: of runs under the plan, measured or predicted; the first measured one is
             compared with the plan's prediction.
-        about: what is trained and on what. Empty: a plan's file does not say.
+        told: what is trained and on what. Empty: as the plan's file says.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text() for name in (*SCRIPTS, "style.css", "report.html")}
@@ -220,7 +220,7 @@ def report_html(plan: Plan, timelines: list[Timeline], about: str = "") -> str:
         "STYLE": style,
         "SCRIPT": script,
         "HEADLINE": html.escape(headline(plan)),
-        "DATA": _data(plan, timelines, about),
+        "DATA": _data(plan, timelines, told or plan.about),
     }
     # In one pass: what is put in is never searched for another placeholder.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda m: fields[m.group(1)], text["report.html"])

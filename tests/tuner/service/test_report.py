@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -41,6 +43,17 @@ def test_a_trace_is_read_back_as_it_was_written(timeline, tmp_path):
 def test_a_posted_run_is_read_back(timeline):
     (read,) = read_timelines(posted(timeline, "r").model_dump_json())
     assert read == timeline
+
+
+def test_the_page_names_model_and_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = ["--machine", "rtx4090", "--model", "GPT-2 1.5B", "--sequence", "256"]
+    assert CliRunner().invoke(main, ["plan", *common, "-o", "plan.json"]).exit_code == 0
+    assert CliRunner().invoke(main, ["report", "plan.json", "-o", "report.html"]).exit_code == 0
+    data = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', Path("report.html").read_text(), re.DOTALL).group(1)
+    assert json.loads(data)["about"] == "GPT-2 1.5B on NVIDIA GeForce RTX 4090, a preset"
+    plan = Plan.load("plan.json")
+    assert plan.model_copy(update={"about": ""}).digest == plan.digest, "a name is not what a plan does"
 
 
 def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path):
