@@ -1,4 +1,4 @@
-"""The reasons for a plan: what binds, and the gain of each feature."""
+"""The reasons for a plan: what limits it, and the gain of each feature."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
     """Sentences with figures, most important first."""
     assert plan.prediction is not None
     chosen_s = plan.prediction.iteration_s
-    lines = [_what_binds(floor, chosen_s)]
+    lines = [_limited_by(floor, chosen_s)]
     for name, options in _ABLATIONS:
         without_s = _mean_s(workload, machine, plan, options)
         saved_s = without_s - chosen_s
@@ -67,11 +67,10 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
     ]
 
 
-def _what_binds(floor: Bound, chosen_s: float) -> str:
-    resources = ", ".join(floor.binding) or "forward compute"
+def _limited_by(floor: Bound, chosen_s: float) -> str:
+    """Return the resources that limit the iteration time, each once, and the distance to the lower bound."""
+    *some, last = dict.fromkeys(name.removesuffix(" (update)") for name in floor.binding or ("forward compute",))
+    resources = " and ".join(filter(None, [", ".join(some), last]))
     gap = chosen_s / floor.iteration_s - 1
     near = f"is within {gap:.1%}" if gap >= SHOWN_GAP else "takes no longer"
-    return (
-        f"full at the optimum: {resources}; no plan can take less than "
-        f"{told_seconds(floor.iteration_s)}, and this one {near}"
-    )
+    return f"limited by {resources}: no plan can take less than {told_seconds(floor.iteration_s)}, and this one {near}"

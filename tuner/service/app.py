@@ -79,6 +79,7 @@ def create_app(service: Service) -> FastAPI:
         (BusyError, _busy),
         (WorkerError, _broken),
         (HTTPException, _refused),
+        (sqlite3.Error, _unstored),
     ):
         app.add_exception_handler(error, handler)  # type: ignore[arg-type]
     app.add_middleware(Guard, service=service)
@@ -170,6 +171,16 @@ async def _busy(_: Request, error: BusyError) -> Response:
 async def _broken(_: Request, error: WorkerError) -> Response:
     LOG.error("a worker failed: %s", error)
     return problem(500, broken_rule("", f"the answer must be computable, but: {error}"))
+
+
+async def _unstored(_: Request, error: sqlite3.Error) -> Response:
+    """Answer 507 if the disk is full, else 503: the database, and not the request, is at fault."""
+    LOG.error("the database failed: %s", error)
+    full = getattr(error, "sqlite_errorname", "") == "SQLITE_FULL" or "is full" in str(error)
+    if full:
+        rule = "the server's disk is full, and nothing was stored: free space where --db is, then ask again"
+        return problem(507, broken_rule("", rule))
+    return problem(503, broken_rule("", "the server's database cannot be used: the server's log says why"))
 
 
 async def _refused(_: Request, error: HTTPException) -> Response:

@@ -64,7 +64,7 @@ class JobState(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500)
+    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
 }
 
 

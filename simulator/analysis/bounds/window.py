@@ -27,7 +27,7 @@ NUMBERED = 5  # alike subgroups, of more of which only the number is whole
 MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
-    "dram": "DRAM",
+    "dram": "DRAM bandwidth",
     "h2d": "H2D link",
     "d2h": "D2H link",
     "link": "both ways of the link",

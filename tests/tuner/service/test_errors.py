@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 
 import pytest
 from ebbtide.simulator import Machine, ModelError, Plan, Workload, preset
@@ -179,6 +180,52 @@ def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monk
     assert response.status_code == 500
     assert response.json()["errors"][0]["rule"].startswith("the request must be answered")
     assert "content-security-policy" in response.headers
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Return a service and a client of it in this process."""
+    from ebbtide.tuner.service.app import create_app
+    from ebbtide.tuner.service.resources import Service
+    from ebbtide.tuner.service.store import Store
+    from fastapi.testclient import TestClient
+
+    service = Service(Store(tmp_path / "x.db"), hosts=("testserver",))
+    return service, TestClient(create_app(service))
+
+
+WRITES = [("/machines", MACHINE | {"name": "m"}), ("/runs", {"name": "x", "spans": [SPAN]}), ("/jobs/plan", LLAMA)]
+
+
+@pytest.mark.parametrize(("path", "body"), WRITES)
+def test_a_full_disk_is_told_as_one_and_ends(held, path, body):
+    service, client = held
+    writer = service.store._writer
+    pages = writer.execute("PRAGMA page_count").fetchone()[0]
+    writer.execute(f"PRAGMA max_page_count={pages}")
+    filled = {**body, "machine": MACHINE} if path == "/jobs/plan" else body
+    for _ in range(20):  # until the pages that are there are full
+        response = client.post(f"/api/v1{path}?replace=true", json=filled)
+        if response.status_code != 201:
+            break
+        filled = {**filled, "name": f"{filled.get('name', 'n')}1"}
+    assert response.status_code == 507, response.text
+    assert "disk is full" in response.json()["errors"][0]["rule"]
+    writer.execute("PRAGMA max_page_count=100000")
+    assert client.post(f"/api/v1{path}", json=filled).status_code == 201
+
+
+@pytest.mark.parametrize(("path", "body"), WRITES)
+def test_a_database_that_fails_is_not_the_requests_fault(held, monkeypatch, path, body):
+    service, client = held
+
+    def broken_disk(*_):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(service.store, "_transaction", broken_disk)
+    response = client.post(f"/api/v1{path}", json=body)
+    assert response.status_code == 503, response.text
+    assert not [word for word in INTERNALS if word in response.text]
 
 
 def test_a_hosts_name_is_the_same_in_capitals(server):
