@@ -4,6 +4,7 @@
 `Op` object. The tuner's search calls it.
 """
 
+import threading
 from functools import lru_cache
 
 import numpy as np
@@ -38,10 +39,38 @@ MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter ho
 MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
 
 
+class _Scratch(threading.local):
+    """Buffers for one schedule as arrays. Every sweep of a thread builds into the same ones.
+
+    Attributes:
+        ops: a row for each op.
+        after_first: where the ops that each op waits for begin in ``after``.
+        start_s, end_s: of each op.
+    """
+
+    def __init__(self) -> None:
+        self._allocate(0, 0)
+
+    def _allocate(self, ops: int, waits: int) -> None:
+        self.ops = np.zeros((ops, kernel.OP_COLUMNS))
+        self.after_first = np.zeros(ops + 1, dtype=np.int64)
+        self.after = np.zeros(waits, dtype=np.int64)
+        self.start_s, self.end_s = np.zeros(ops), np.zeros(ops)
+
+    def of(self, ops: int, waits: int) -> "_Scratch":
+        """Return the buffers, large enough for these numbers of ops and of waits."""
+        if ops > len(self.ops) or waits > len(self.after):
+            self._allocate(max(ops, len(self.ops)), max(waits, len(self.after)))
+        return self
+
+
+_SCRATCH = _Scratch()
+
+
 class PlanSweep:
     """Predicts many plans of one workload on one machine.
 
-    Holds buffers that every call reuses: one instance per thread.
+    Holds what every call reuses: one instance per thread.
     """
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
@@ -61,14 +90,14 @@ class PlanSweep:
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
-        self._allocate()
+        self._count_ops()
 
     def _rates(self) -> Floats:
         """``nan`` where the machine lacks one."""
         has = self.machine.has
         return np.array([self.machine.rate(n) if has(n) else np.nan for n in RATES])
 
-    def _allocate(self) -> None:
+    def _count_ops(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
         recipes = [way.recipe for way in plain_ways()]
@@ -78,13 +107,9 @@ class PlanSweep:
         passes = micro * (10 * layers + gradients * parts)
         self.most_ops = passes + longest * subgroups + 5
         count = self.most_ops * self.iterations + subgroups  # what begins ahead of one more
-        self.ops = np.zeros((count, kernel.OP_COLUMNS))
-        self.after_first = np.zeros(count + 1, dtype=np.int64)
         # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
         # each subgroup is waited for once; a pass for a gradient on its way home too.
-        waits = 5 * count + self.iterations * (2 * layers + 7 * subgroups)
-        self.after = np.zeros(waits, dtype=np.int64)
-        self.start_s, self.end_s = np.zeros(count), np.zeros(count)
+        self._room = count, 5 * count + self.iterations * (2 * layers + 7 * subgroups)
 
     def evaluate(
         self,
@@ -116,6 +141,7 @@ class PlanSweep:
         limits = early_limits(prefetch, slots)
         early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
         program, moved_out_bytes = self._program(placement, overlap_forward)
+        scratch = _SCRATCH.of(*self._room)
         plan = np.array([self.iterations, *(slots[s] for s in SLOTS), *early, *ahead], dtype=np.int64)
         count = build(
             program,
@@ -126,11 +152,11 @@ class PlanSweep:
             self._forward_order if issue is None else issue,
             self._arrival,
             plan,
-            self.ops,
-            self.after_first,
-            self.after,
+            scratch.ops,
+            scratch.after_first,
+            scratch.after,
         )
-        row = self._run(count, self._rates_with(threads))
+        row = self._run(scratch, count, self._rates_with(threads))
         # On top of the activations' peak.
         held = self.held_bytes(amounts, staging_slots, host_slots, guessed, self.summed_elements(placement))
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
@@ -209,11 +235,18 @@ class PlanSweep:
             slower[HOST_UPDATES] = [self.machine.op_rate(RATES[i], threads) for i in HOST_UPDATES]
         return self._by_threads[threads]
 
-    def _run(self, count: int, rates: Floats) -> Floats:
-        ops, start_s, end_s = self.ops[:count], self.start_s[:count], self.end_s[:count]
+    def _run(self, scratch: "_Scratch", count: int, rates: Floats) -> Floats:
+        ops, start_s, end_s = scratch.ops[:count], scratch.start_s[:count], scratch.end_s[:count]
         row = np.zeros(kernel.SUMMARY_COLUMNS)
         peaks = kernel.run(
-            ops, self.after_first[: count + 1], self.after, rates, self.capacity, self.machine_facts, start_s, end_s
+            ops,
+            scratch.after_first[: count + 1],
+            scratch.after,
+            rates,
+            self.capacity,
+            self.machine_facts,
+            start_s,
+            end_s,
         )
         kernel.summarise(ops, start_s, end_s, self.iterations, row)
         row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks

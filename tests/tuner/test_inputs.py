@@ -128,6 +128,7 @@ def test_a_deepspeed_config_is_read_once(model, tmp_path, monkeypatch):
         (["--model", "MODEL", "--sequence", "0"], "--sequence"),
         (["--model", "MODEL", "--tensor-parallel", "3"], "tensor_parallel must divide"),
         (["--model", "MODEL", "--subgroup-size", "-3"], "--subgroup-size must be keep, auto"),
+        (["--model", "Llama 3 8B", "--accumulation", "4096"], r"\(--accumulation\) must be at most 963 for 34 layers"),
         (["--model", "MODEL", "-o", "/nonexistent/p.json"], "--output must be a file that can be"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal, options, reorder
 from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
@@ -25,6 +26,7 @@ from ebbtide.tuner.placements.storage import with_storage
 
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
 FINALISTS = 2  # cuts that a full answer improves
+MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
 GLANCE = 500  # evaluations of a quick answer
 REORDERINGS = 200  # of each of the best guesses
@@ -161,6 +163,7 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     Raises:
         ImpossibleError: nothing fits. If the bytes alone cannot fit, nothing is simulated.
     """
+    check_length(question.workload)
     check_bytes(question.workload, question.machine, question.limits)
     levels = _levels(question, progress)
     if question.effort > QUICK:  # a full answer knows what a quick one does
@@ -202,6 +205,22 @@ def _levels(question: Question, progress: Progress) -> list[Level]:
     if question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
         return _levels(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
     raise ImpossibleError.explain(question.workload, question.limits, known)
+
+
+def check_length(workload: Workload) -> None:
+    """Refuse a step whose search would take hours and many GiB, before any simulation.
+
+    Raises:
+        RuleError: the step has too many micro-batches for its number of layers.
+    """
+    micro, layers = workload.gradient_accumulation_steps, len(workload.layers)
+    if micro * layers > MOST_PASSES:
+        most = MOST_PASSES // layers
+        raise RuleError(
+            f"accumulation (--accumulation) must be at most {most} for {layers} layers, but got {micro}. "
+            f"Plan with {most}: the same plan serves a longer step, whose update weighs less",
+            key="accumulation",
+        )
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:

@@ -77,6 +77,7 @@ class Quota:
             quick answers; a larger one queues with the heavy ones, which run at low priority.
         heavy_ops: of one simulation; an answer beyond that, or of 40 times as many in all its
             simulations, is refused.
+        searched_ops: of one simulation in an answer that searches a plan: it makes hundreds.
         cells, job_cells: points of a what-if that is answered at once, or by a job.
         light_s, heavy_s, job_s: wall time after which a worker is stopped.
         worker_bytes: address space that a worker may take beyond what it starts with.
@@ -93,6 +94,7 @@ class Quota:
     result_bytes: int = 32 * MIB
     light_ops: int = 60_000
     heavy_ops: int = 1_500_000
+    searched_ops: int = 150_000
     cells: int = 64
     job_cells: int = 4096
     light_s: float = 10.0

@@ -18,7 +18,7 @@ from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
 from ebbtide.tuner.service.report import read_run, summary_of
 from ebbtide.tuner.service.resources import Service
-from ebbtide.tuner.service.scenario import MODELS, check_ops, estimated_ops
+from ebbtide.tuner.service.scenario import MODELS, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.search import check_search
 from fastapi import APIRouter, Path, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
@@ -252,6 +252,7 @@ def _models(router: APIRouter, service: Service) -> None:
 def _answers(router: APIRouter, service: Service, names: _Names) -> None:
     async def computed(request: Request, call: str, posted: ask.Scenario, cost: int) -> Response:
         filled = names.fill(posted)
+        check_search_ops(filled, service.quota)
         light = check_ops(estimated_ops(filled), cost, service.quota)
         body = filled.model_dump(mode="json", exclude_defaults=True)
         result = await _unless_gone(request, service.pool.answer(call, body, light))
@@ -369,6 +370,7 @@ def _job(router: APIRouter, service: Service) -> None:
 
 
 async def _submit(service: Service, names: _Names, posted: ask.Scenario, kind: str) -> JobState:
+    check_search_ops(names.fill(posted), service.quota)
     body = _checked(names, posted, service.quota)
     return JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
 

@@ -18,7 +18,7 @@ from ebbtide.simulator.schedules.strategies import stock_offload
 from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
+from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, Simulate, WhatIf, check_model
 from pydantic import ValidationError
 
 ITERATIONS = 3  # that a prediction simulates
@@ -229,7 +229,13 @@ def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """About how many ops one simulation of it has, from its numbers alone: cheap, before any work.
+    """Return about how many ops one simulation of it has, from its numbers alone: cheap, before any work."""
+    fixed, each, micro = _ops(scenario)
+    return fixed + each * micro
+
+
+def _ops(scenario: Scenario) -> tuple[int, int, int]:
+    """Return the ops of subgroups, the ops of one micro-batch, and the number of micro-batches.
 
     Per layer and micro-batch a forward, a backward and gradient copies; about six per subgroup.
     """
@@ -237,7 +243,7 @@ def estimated_ops(scenario: Scenario) -> int:
         layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
         micro, params = scenario.workload.gradient_accumulation_steps, scenario.workload.params
     elif scenario.workload is not None:  # a name that nobody has filled in: refused later
-        return 0
+        return 0, 0, 0
     else:
         job = job_of(scenario)
         layers, micro = job.architecture.layers + 2, job.accumulation
@@ -245,8 +251,35 @@ def estimated_ops(scenario: Scenario) -> int:
         subgroups = math.ceil(layers / 4) + 16 + params // job.sub_group_size
     if scenario.subgroup_size is not None:
         subgroups = math.ceil(layers / 4) + 16 + params // scenario.subgroup_size
-    subgroups = min(subgroups, MOST_SUBGROUPS)
-    return ITERATIONS * (layers * micro * 5 + subgroups * 6)
+    return ITERATIONS * min(subgroups, MOST_SUBGROUPS) * 6, ITERATIONS * layers * 5, micro
+
+
+def _searches(asked: Scenario) -> bool:
+    """Return whether the answer needs a search for a plan."""
+    if getattr(asked, "plan", None) is not None:
+        return False
+    if isinstance(asked, WhatIf):
+        return "ebbtide" in asked.strategies
+    return not isinstance(asked, Simulate) or asked.strategy == "ebbtide"
+
+
+def check_search_ops(asked: Scenario, quota: Quota) -> None:
+    """Refuse a search for a plan that a worker's memory cannot hold, before any work.
+
+    Raises:
+        RuleError: the step has too many micro-batches. The error tells how many it may have.
+    """
+    fixed, each, micro = _ops(asked)
+    if fixed + each * micro <= quota.searched_ops or not _searches(asked):
+        return
+    most = (quota.searched_ops - fixed) // each
+    if most < 1:
+        raise RuleError("subgroup_size must be larger for this model here", "subgroup_size")
+    raise RuleError(
+        f"accumulation must be at most {most} for this model here, but got {micro}. "
+        f"Plan with {most}: the same plan serves a longer step",
+        key="accumulation",
+    )
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:

@@ -71,9 +71,9 @@ def check_search(request: SearchJob, quota: Quota) -> None:
         micro_batches = request.global_batch
     asked = {"accumulation": micro_batches, "ds_config": None}
     ops = estimated_ops(request.model_copy(update=asked))
-    if ops > quota.heavy_ops:
+    if ops > quota.searched_ops:
         raise RuleError(
-            f"global_batch and accumulation must make at most {quota.heavy_ops} simulated ops in "
-            f"one configuration here, but {micro_batches} micro-batches make about {ops}",
+            f"global_batch and accumulation must make at most {micro_batches * quota.searched_ops // ops} "
+            f"micro-batches of one step here, but may make {micro_batches}",
             key="global_batch",
         )

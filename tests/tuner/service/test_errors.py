@@ -2,14 +2,20 @@
 
 import asyncio
 import json
+import re
 import sqlite3
 
+import numpy as np
 import pytest
 from ebbtide.simulator import Machine, ModelError, Plan, Workload, preset
+from ebbtide.simulator.analysis import many_plans
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
+from ebbtide.tuner.placements.search import SETTLED
 from ebbtide.tuner.service.pool import Lane, WorkerError
-from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Quota, Run, Scenario
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Quota, Run, Scenario, Simulate
+from ebbtide.tuner.service.scenario import check_ops, check_search_ops, estimated_ops, resolve
 from pydantic import BaseModel, ValidationError
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
@@ -338,3 +344,55 @@ def test_an_answer_is_tried_again_when_its_worker_ends():
 
     most = 1
     asyncio.run(both())
+
+
+def _most_accumulation(scenario, quota):
+    with pytest.raises(RuleError) as caught:
+        check_search_ops(scenario, quota)
+    return int(re.search(r"at most (\d+)", str(caught.value)).group(1))
+
+
+def _arrays(sweep):
+    """Return the arrays that a sweep of plans holds and uses."""
+    own = [*vars(sweep).values(), *vars(many_plans._SCRATCH).values()]
+    return [kept for kept in own if isinstance(kept, np.ndarray)]
+
+
+@pytest.mark.parametrize("model", ["GPT-2 1.5B", "Llama 3 8B", "Llama 3 70B", "Mixtral 8x7B", "Qwen3 4B"])
+def test_the_longest_step_that_is_searched_fits_into_a_worker(model):
+    quota = Quota()
+    asked = Answer(machine="h100-node", model=model, accumulation=4096)
+    most = _most_accumulation(asked, quota)
+    longest = asked.model_copy(update={"accumulation": most})
+    check_search_ops(longest, quota)
+    machine, workload = resolve(longest)
+    sweeps = [PlanSweep(workload, machine, iterations=n) for n in (*SETTLED, 3)]
+    for sweep in sweeps:
+        sweep.evaluate(np.zeros(len(workload.subgroups), dtype=np.int8))
+    held = {id(kept): kept.nbytes for sweep in sweeps for kept in _arrays(sweep)}
+    assert sum(held.values()) < 0.4 * quota.worker_bytes, "each sweep has buffers of its own"
+    assert most >= 64, "long steps are common where memory is short"
+
+
+@pytest.mark.parametrize("path", ["/answer", "/ways-out", "/jobs/plan", "/jobs/what-if", "/what-if"])
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"accumulation": 4096},
+        {"ds_config": {"gradient_accumulation_steps": 4096, "bf16": {"enabled": True}}},
+        {"ds_config": {"train_batch_size": 2048, "train_micro_batch_size_per_gpu": 1}},
+    ],
+)
+def test_too_long_a_step_is_refused_before_any_work(held, monkeypatch, path, long):
+    service, client = held
+    monkeypatch.setattr(service.pool, "answer", None)
+    monkeypatch.setattr(service.jobs, "submit", None)
+    (first, *_) = client.post(f"/api/v1{path}", json={**LLAMA, **long}).json()["errors"]
+    assert first["key"] == "accumulation"
+    assert re.search(r"at most \d+ for this model here, but got (4096|2048)", first["rule"])
+
+
+def test_a_long_step_without_a_search_is_answered(held):
+    simulated = Simulate(**LLAMA, accumulation=1024)
+    check_search_ops(simulated, Quota())
+    assert check_ops(estimated_ops(simulated), 1, Quota()) is False
