@@ -22,6 +22,10 @@ STORED = "ebbtide_state"  # under the config's nvme_path
 _MATRIX_OPTIMIZERS = ("muon", "lamb")
 _OWN_STEP = ("optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
+# DeepSpeed's versions since which ZeRO-3's gradients are widened on the device and backward does not wait for them
+# (pull request 8207), and since which ZeRO-1 and 2 send updated parameters in fp32 (5301) and from a pinned buffer
+# in 16 bits (7309).
+_ASYNC_GRADIENTS, _WIDE_PARAMETERS, _PINNED_PARAMETERS = (0, 19, 5), (0, 14, 1), (0, 17, 0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Offloading:
         zenflow: the config has ``zenflow``.
         storage: the folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
         given: there is a config at all.
+        torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the host.
+        deepspeed: DeepSpeed's version. None: the installed one, or the newest.
     """
 
     optimizer: str | None = None
@@ -53,6 +59,8 @@ class Offloading:
     given: bool = True
     storage: str | None = None
     pinned_parameters: bool = True
+    torch_adam: bool = False
+    deepspeed: str | None = None
 
     @property
     def beyond_plans(self) -> str:
@@ -86,17 +94,40 @@ class Offloading:
                 "pipelined": self.pipelined and self.optimizer == "nvme",
                 "pinned": self.pinned,
                 "pinned_parameters": self.pinned_parameters or self.parameters != "cpu",
+                **self._copies,
             }
         if self.optimizer == "none" or (self.optimizer is None and self.given):
             return "no_offload", {}
         if zero_stage < 3:
-            return "zero_offload", {}
+            return "zero_offload", self._flat_copies
         share = {} if self.ratio == 1 else {"ratio": self.ratio}
         if self.superoffload:
             return "superoffload", share
         if share:
-            return "twin_flow", {**share, "pinned": self.pinned}
-        return ("zero3_offload" if self.pinned else "zero3_offload_unpinned"), {}
+            flows = {"async_gradients": False} if self.pinned and self._blocks else {}
+            return "twin_flow", {**share, "pinned": self.pinned, **flows}
+        return ("zero3_offload" if self.pinned else "zero3_offload_unpinned"), self._copies
+
+    @property
+    def _blocks(self) -> bool:
+        """Return whether the host waits for ZeRO-3's gradients and widens them."""
+        return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
+
+    @property
+    def _copies(self) -> dict[str, Any]:
+        """Return the options of ZeRO-3's strategies that this version and optimizer change."""
+        blocks = {"async_gradients": False} if self._blocks else {}
+        return {**blocks, **({"torch_adam": True} if self.torch_adam else {})}
+
+    @property
+    def _flat_copies(self) -> dict[str, Any]:
+        """Return the options of ``zero_offload`` that this version, pinning and optimizer change."""
+        found: dict[str, Any] = {} if self.pinned else {"pinned": False}
+        if not at_least(_WIDE_PARAMETERS, self.deepspeed):
+            found["parameters"] = "fresh_16_bit"
+        elif not at_least(_PINNED_PARAMETERS, self.deepspeed):
+            found["parameters"] = "wide"
+        return {**found, **({"torch_adam": True} if self.torch_adam else {})}
 
     def _check(self, zero_stage: int) -> None:
         beyond = self.beyond_state
@@ -131,22 +162,26 @@ class Offloading:
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
         if zero_stage == 3 and self.beyond_state:
             keys |= {f"{STATE}.pin_memory", f"{HELD}.pin_memory"}
-        elif zero_stage == 3:
+        elif zero_stage < 3:
+            keys.add(f"{STATE}.pin_memory")
+        else:
             keys.add(f"{STATE}.super_offload")
             keys |= set() if self.superoffload else {f"{STATE}.pin_memory"}
         return keys
 
 
-def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
+def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
     """Read a DeepSpeed config's.
+
+    ``deepspeed`` is its version. None: the installed one, or the newest.
 
     Raises:
         ModelError: the file cannot be read, or a key or value that DeepSpeed does not have.
     """
-    return replace(offloading_of(loaded(config)), given=config is not None)
+    return replace(offloading_of(loaded(config), deepspeed), given=config is not None)
 
 
-def offloading_of(read: Mapping[str, Any]) -> Offloading:
+def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offloading:
     """Return the offloads of a config as `loaded` gives it."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
@@ -162,11 +197,13 @@ def offloading_of(read: Mapping[str, Any]) -> Offloading:
         bool(section(read, "activation_checkpointing").get("cpu_checkpointing")),
         bool(state.get("pipeline_read") or state.get("pipeline_write")),
         1.0 if ratio is None or optimizer in (None, "none") else ratio,
-        default_pinning() if pinned is None else pinned,
+        default_pinning(deepspeed) if pinned is None else pinned,
         bool(state.get("super_offload")),
         zero.get("zenflow") is not None,
         storage=_stored_at(optimizer, state.get("nvme_path")),
-        pinned_parameters=default_pinning() if held.get("pin_memory") is None else bool(held["pin_memory"]),
+        pinned_parameters=default_pinning(deepspeed) if held.get("pin_memory") is None else bool(held["pin_memory"]),
+        torch_adam=bool(at(read, "optimizer.params.torch_adam")),
+        deepspeed=deepspeed,
     )
 
 

@@ -5,19 +5,52 @@ the link once, widened on the device; each rank's partition is updated in one pi
 device, and gathered by all ranks.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-from ebbtide.simulator.schedule import Kind, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import StockLoop, StockOptions
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.peers import FRESH_PASSES, PAGEABLE_PASSES, StockLoop, StockOptions
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
+
+SentBack = Literal["pinned_16_bit", "wide", "fresh_16_bit"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatOptions:
+    """What distinguishes the versions and settings of stock ZeRO-1 and 2 offload.
+
+    Attributes:
+        pinned: ``pin_memory``. Without it each copy passes unpinned memory, and backward waits for the copy.
+        parameters: the way of the updated parameters to the device. ``pinned_16_bit``: cast into a buffer that is
+            pinned where ``pin_memory`` is on (DeepSpeed since 0.17.0, pull request 7309); ``wide``: sent in fp32
+            (0.14.1 to 0.16, pull request 5301); ``fresh_16_bit``: cast into fresh unpinned memory (before).
+        torch_adam: torch's own Adam updates on the host.
+    """
+
+    pinned: bool = True
+    parameters: SentBack = "pinned_16_bit"
+    torch_adam: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parameters not in get_args(SentBack):
+            raise RuleError(
+                f"parameters must be one of {get_args(SentBack)}, but got {self.parameters!r}", key="options.parameters"
+            )
 
 
 class FlatOffloadLoop(StockLoop):
     """Updates follow the norm one pass after the other, and nothing overlaps them."""
 
-    def __init__(self, workload: Workload) -> None:
-        options = StockOptions(gradients="asynchronous", pageable_parameters=False)
+    def __init__(self, workload: Workload, flat: FlatOptions | None = None) -> None:
+        self.flat = flat or FlatOptions()
+        options = StockOptions(
+            gradients="asynchronous" if self.flat.pinned else "unpinned",
+            pageable_parameters=False,
+            torch_adam=self.flat.torch_adam,
+        )
         super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
@@ -52,3 +85,20 @@ class FlatOffloadLoop(StockLoop):
         if micro_step == self.boundary:
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved)
+
+    def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
+        """Append the copy of the updated parameters to the device, as this version of DeepSpeed sends them."""
+        fresh = self.flat.parameters == "fresh_16_bit"
+        pageable = fresh or not self.flat.pinned
+        passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1
+        width = FP32_BYTES if self.flat.parameters == "wide" else self.workload.wire_bytes
+        size = self.sizes[subgroup] * width
+        return self.out.add(
+            OpKind.PARAMETER_H2D,
+            Lane.H2D_PARAMETERS,
+            size,
+            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s",
+            waits,
+            dram_bytes=size * passes,
+            subgroup=subgroup,
+        )

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, StockLoop, StockOptions
+from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, Gradients, StockLoop, StockOptions
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -33,6 +33,9 @@ class InfinityOptions:
             and the last one written while one is updated.
         pinned: Host memory of gradients and state is pinned.
         pinned_parameters: Host memory of parameters is pinned. Without it a pass waits for each copy.
+        async_gradients: Gradients are widened on the device, and backward does not wait for them (DeepSpeed since
+            0.19.5). Otherwise the host waits and widens.
+        torch_adam: Torch's own Adam updates on the host.
     """
 
     optimizer: StateHome = "nvme"
@@ -41,6 +44,8 @@ class InfinityOptions:
     pipelined: bool = False
     pinned: bool = True
     pinned_parameters: bool = True
+    async_gradients: bool = True
+    torch_adam: bool = False
 
     def __post_init__(self) -> None:
         for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
@@ -54,6 +59,13 @@ class InfinityOptions:
                 key="options.pipelined",
             )
 
+    @property
+    def gradients(self) -> Gradients:
+        """Return how gradients reach the host."""
+        if self.pinned:
+            return "stock" if self.async_gradients else "widened_on_host"
+        return "unpinned" if self.async_gradients else "unpinned_widened_on_host"
+
 
 class InfinityLoop(StockLoop):
     """Stock ZeRO-3 offload with additional copies of parameters and activations.
@@ -63,7 +75,7 @@ class InfinityLoop(StockLoop):
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
-        super().__init__(workload, StockOptions() if options.pinned else StockOptions(gradients="unpinned"))
+        super().__init__(workload, StockOptions(gradients=options.gradients, torch_adam=options.torch_adam))
         self.homes = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away

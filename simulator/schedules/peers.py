@@ -29,8 +29,16 @@ GRADIENT_KERNEL_BYTES = 18 + 6
 # they do. A parameter's stream comes to that twice, before its reduction and behind its copies
 # (norm and widening), and waits half a product each time; its backward is three products.
 PRODUCTS_WAITED_FOR = 2 * 0.5 / 3
+# How many times as long torch's own Adam takes as DeepSpeedCPUAdam: PyTorch runs a dozen operations one by one, two of
+# them into fresh memory. DeepSpeed's documentation says 5 to 7 (deepspeed.ai/tutorials/zero-offload), its pull request
+# 735 had 56 s where 8.2 remained. One core of an AMD EPYC took 10 times as long (torch 2.13).
+TORCH_ADAM_PASSES = 6
+# DRAM traffic of one update by DeepSpeedCPUAdam: the state both ways and the gradient that it reads.
+ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
 Updates = Literal["sequential", "interleaved", "with_backward"]
-Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned"]
+Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned", "unpinned_widened_on_host"]
+UNPINNED: tuple[Gradients, ...] = ("unpinned", "unpinned_widened_on_host")
+WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_on_host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +53,10 @@ class StockOptions:
             default; ``part_grads_async`` of Deep Optimizer States);
             ``stock``: the same, or what a profile measured that it adds to backward;
             ``widened_on_host``: pinned buffers, but the last copy blocks and leaves widening to
-            the host, through fresh unpinned memory (DeepSpeed 0.13: ``copy_`` of a 16-bit device
-            tensor to an fp32 host tensor);
-            ``unpinned``: all three copies from and to unpinned memory, backward waits for each.
+            the host, through fresh unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit
+            device tensor to an fp32 host tensor);
+            ``unpinned``: all three copies from and to unpinned memory, backward waits for each;
+            ``unpinned_widened_on_host``: both (DeepSpeed before 0.19.5, unpinned by default).
         updates: ``sequential``: one subgroup after the other, copies included, at the step;
             ``interleaved``: host updates, copies and visits side by side, at the step;
             ``with_backward``: a subgroup's host update starts once its gradient is home, and only
@@ -61,6 +70,8 @@ class StockOptions:
         result_copy: new masters come back from another process and are copied once more.
         pageable_parameters: they are cast into fresh unpinned memory and sent from there, as
             stock does whatever ``pin_memory`` says.
+        torch_adam: torch's own Adam updates on the host (``optimizer.params.torch_adam``, or a client's
+            optimizer with ``zero_force_ds_cpu_optimizer`` off), not DeepSpeedCPUAdam.
     """
 
     gradients: Gradients = "stock"
@@ -71,6 +82,7 @@ class StockOptions:
     staging_slots: int = 1
     result_copy: bool = False
     pageable_parameters: bool = True
+    torch_adam: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
@@ -174,11 +186,11 @@ class StockLoop(TrainingLoop):
         if micro_step:  # what is there comes first, to be added to
             first, then = then, first
         moved = self._move(then, size_bytes, layer, self._move(first, size_bytes, layer, after))
-        if self.options.gradients == "widened_on_host" and hosted:
+        if self.options.gradients in WIDENED_ON_HOST and hosted:
             return self._widened_on_host(hosted, layer, moved)
         if hosted:
             moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
-        return self._waited_for(layer, moved) if self.options.gradients == "unpinned" else moved
+        return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
 
     def _goes_home(self, subgroup: int) -> bool:
         """Interleaved builds leave the gradients of visiting subgroups on the device."""
@@ -253,7 +265,7 @@ class StockLoop(TrainingLoop):
 
     def _move(self, kind: OpKind, size_bytes: float, layer: int, after: int) -> int:
         direction = "d2h" if kind == OpKind.GRADIENT_D2H else "h2d"
-        pageable = self.options.gradients == "unpinned"
+        pageable = self.options.gradients in UNPINNED
         rate = f"pageable_{direction}_bytes_per_s" if pageable else f"{direction}_bytes_per_s"
         return self.out.add(
             kind,
@@ -293,6 +305,8 @@ class StockLoop(TrainingLoop):
         """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
         size = self.sizes[subgroup]
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
+        if self.options.torch_adam:
+            traffic += (TORCH_ADAM_PASSES - 1) * ADAM_BYTES
         adams = traffic / (2 * ADAM.state_bytes + STOCK_PASS_BYTES)
         return self.out.add(
             OpKind.UPDATE_HOST,

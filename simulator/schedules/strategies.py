@@ -9,7 +9,7 @@ from ebbtide.simulator.plan import Placement, Plan, Way
 from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop
+from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions, SentBack
 from ebbtide.simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
 from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
 from ebbtide.simulator.workload import Workload
@@ -85,19 +85,28 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
     return loop.schedule(iterations, name)
 
 
-def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
+def zero3_offload(
+    workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
+) -> Schedule:
     """Build stock ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default.
 
-    Gradients go to pinned buffers during backward, and updates run one after the other.
+    Gradients go to pinned buffers during backward, and updates run one after the other. Without
+    ``async_gradients`` the host waits for them and widens them (DeepSpeed before 0.19.5). With ``torch_adam``
+    torch's own Adam updates on the host.
     """
-    return _stock(workload, "zero3_offload", StockOptions(), iterations)
+    gradients: Gradients = "stock" if async_gradients else "widened_on_host"
+    options = StockOptions(gradients=gradients, torch_adam=torch_adam)
+    return _stock(workload, "zero3_offload", options, iterations)
 
 
-def zero3_offload_unpinned(workload: Workload, iterations: int = 3) -> Schedule:
+def zero3_offload_unpinned(
+    workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
+) -> Schedule:
     """Return the same with ``"pin_memory": false`` (the default before 0.19.5): backward waits for copies
     from and to unpinned memory.
     """
-    options = StockOptions(gradients="unpinned")
+    gradients: Gradients = "unpinned" if async_gradients else "unpinned_widened_on_host"
+    options = StockOptions(gradients=gradients, torch_adam=torch_adam)
     return _stock(workload, "zero3_offload_unpinned", options, iterations)
 
 
@@ -169,9 +178,19 @@ def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, cl
     return _stock(workload, "superoffload", options, iterations)
 
 
-def zero_offload(workload: Workload, iterations: int = 3) -> Schedule:
-    """Stock ZeRO-1 or 2 offload: one gradient crossing, then everything one after the other."""
-    loop = FlatOffloadLoop(workload)
+def zero_offload(
+    workload: Workload,
+    iterations: int = 3,
+    pinned: bool = True,
+    parameters: SentBack = "pinned_16_bit",
+    torch_adam: bool = False,
+) -> Schedule:
+    """Stock ZeRO-1 or 2 offload: one gradient crossing, then everything one after the other.
+
+    Not ``pinned``: copies from and to unpinned memory, which training waits for. ``parameters``: the new ones' way to
+    the device, by DeepSpeed's version (`FlatOptions`).
+    """
+    loop = FlatOffloadLoop(workload, FlatOptions(pinned, parameters, torch_adam))
     loop.run(iterations)
     return loop.schedule(iterations, "zero_offload")
 
@@ -185,9 +204,13 @@ def zero_infinity(
     pipelined: bool = False,
     pinned: bool = True,
     pinned_parameters: bool = True,
+    async_gradients: bool = True,
+    torch_adam: bool = False,
 ) -> Schedule:
     """Build ZeRO-3 with parameters and activations in host memory too, or optimizer state on NVMe."""
-    options = InfinityOptions(optimizer, parameters, activations, pipelined, pinned, pinned_parameters)
+    options = InfinityOptions(
+        optimizer, parameters, activations, pipelined, pinned, pinned_parameters, async_gradients, torch_adam
+    )
     loop = InfinityLoop(workload, options)
     loop.run(iterations)
     return loop.schedule(iterations, "zero_infinity")
@@ -284,6 +307,16 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
     )
 }
 
+# Of these, what DeepSpeed does itself.
+STOCK_OFFLOADS = (
+    "zero3_offload",
+    "zero3_offload_unpinned",
+    "zero3_offload_async",
+    "zero_offload",
+    "zero_infinity",
+    "twin_flow",
+    "superoffload",
+)
 _STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": (1, 2, 3), "ebbtide": (1, 2, 3)}
 
 

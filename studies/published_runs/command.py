@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine
-from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
 
 from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
@@ -221,6 +221,7 @@ def training_figures(path: str | Path) -> dict[str, Any]:
         "families": families.by_family(judged),
         "presets": families.by_preset(judged),
         "memory": families.memory(judged),
+        "offload_spread": {"shipped": OFFLOAD_SPREAD, **families.spread(judged)},
         "rows": families.rows_of(judged),
     }
 

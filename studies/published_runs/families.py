@@ -1,9 +1,11 @@
 """Judges predictions of published training runs by family: rows that constants were found on, and rows held out."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator.quantity import NINETY_PERCENT
 
 from studies.published_runs.training import Prediction, TrainingRun
 
@@ -35,6 +37,23 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
     return {
         name: {"rows": len(found), "held_pct": 100 * float(np.mean(found))} for name, found in held.items() if found
     }
+
+
+def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
+    """Return the spread of a family's rows that constants were found on, in log units, and what an interval needs.
+
+    The interval is to hold nine further rows in ten. So few rows tell the spread itself badly: Student's t in the place
+    of the normal distribution's quantile, and the further row's own share, make it wider.
+    """
+    from scipy.stats import t
+
+    logs = [
+        math.log(said.seconds / run.measured_s) for run, said in judged if run.family == family and not run.held_out
+    ]
+    rows = len(logs)
+    root_mean_square = math.sqrt(sum(x * x for x in logs) / rows)
+    wider = float(t.ppf(0.95, rows)) / NINETY_PERCENT * math.sqrt(1 + 1 / rows)
+    return {"rows": rows, "root_mean_square": root_mean_square, "needed": wider * root_mean_square}
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:

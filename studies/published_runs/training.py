@@ -22,6 +22,8 @@ from ebbtide.tuner.calibrate.interval import interval_s
 ROWS = Path(__file__).parents[1] / "data" / "published_training_runs.csv"
 # The share of every GPU's sheet before shares were found on published runs: Megatron-LM (Narayanan et al., SC 2021).
 ONE_SHARE = 0.57
+# DeepSpeed's keys that Hugging Face's integration sizes by the model where they are "auto".
+_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 
 
@@ -64,12 +66,19 @@ class TrainingRun:
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config that describes the run."""
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
-        host = {"device": "cpu", "pin_memory": self.fields["pinned"] == "1"}
+        if self.fields["buckets"]:
+            zero |= dict.fromkeys(_BUCKETS, self.fields["buckets"])
+        host: dict[str, Any] = {"device": "cpu"}
+        if self.fields["pinned"]:  # blank: as DeepSpeed's version has it
+            host["pin_memory"] = self.fields["pinned"] == "1"
         if self.fields["offload"] != "none":
             zero["offload_optimizer"] = host
         if self.fields["offload"] == "parameters":
             zero["offload_param"] = host
-        return {self.fields["precision"]: {"enabled": True}, "zero_optimization": zero}
+        config: dict[str, Any] = {self.fields["precision"]: {"enabled": True}, "zero_optimization": zero}
+        if self.fields["optimizer"] == "torch":
+            config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        return config
 
     def machine(self) -> Machine:
         """Return the preset, with as many cards on its host as the run had where the preset has no network."""
@@ -98,7 +107,8 @@ class TrainingRun:
 
     def schedule(self, machine: Machine) -> Schedule:
         """Build one iteration of the strategy that the run's config asks for."""
-        name, options = offloading(self.config).strategy(self.number("zero_stage"))
+        moved = offloading(self.config, self.fields["deepspeed"] or None)
+        name, options = moved.strategy(self.number("zero_stage"))
         return build_strategy(name, self.workload(machine), iterations=1, **options)
 
 

@@ -70,6 +70,54 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
     assert [default_pinning(v) for v in ("0.18.6", "0.19.4", "0.19.5", "0.20.0")] == [False, False, True, True]
 
 
+TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "version", "strategy"),
+    [
+        (config(CPU), "0.19.5", ("zero3_offload", {})),
+        (config(CPU), "0.19.4", ("zero3_offload_unpinned", {"async_gradients": False})),
+        (config({**CPU, "pin_memory": True}), "0.19.4", ("zero3_offload", {"async_gradients": False})),
+        (config(CPU, stage=2), "0.17.0", ("zero_offload", {"pinned": False})),
+        (config({**CPU, "pin_memory": True}, stage=2), "0.16.9", ("zero_offload", {"parameters": "wide"})),
+        (config({**CPU, "pin_memory": True}, stage=2), "0.14.0", ("zero_offload", {"parameters": "fresh_16_bit"})),
+        ({**config(CPU), **TORCH_ADAM}, "0.19.8", ("zero3_offload", {"torch_adam": True})),
+        ({**config(CPU, stage=2), **TORCH_ADAM}, "0.19.8", ("zero_offload", {"torch_adam": True})),
+        (
+            config({**CPU, "ratio": 0.5, "pin_memory": True}),
+            "0.19.4",
+            ("twin_flow", {"ratio": 0.5, "pinned": True, "async_gradients": False}),
+        ),
+    ],
+)
+def test_an_older_deepspeed_is_simulated_as_its_source_has_it(ds_config, version, strategy):
+    moved = offloading(ds_config, version)
+    name, options = moved.strategy(workload(ds_config).zero_stage)
+    assert (name, options) == strategy
+    assert build_strategy(name, workload(ds_config), **options).ops
+
+
+def test_parameters_on_the_host_follow_the_version_too():
+    name, options = offloading(config(CPU, offload_param=CPU), "0.14.2").strategy(3)
+    assert name == "zero_infinity"
+    assert {options[key] for key in ("pinned", "pinned_parameters", "async_gradients")} == {False}
+
+
+def test_each_older_way_is_slower_on_the_host():
+    """Unpinned copies, parameters in fp32 and torch's own Adam each cost time."""
+    for stage, ways in (
+        (3, [("0.19.8", {}), ("0.19.4", {}), ("0.19.4", TORCH_ADAM)]),
+        (2, [("0.19.8", {}), ("0.16.9", {}), ("0.16.9", TORCH_ADAM)]),
+    ):
+        made = []
+        for version, extra in ways:
+            ds_config = {**config({**CPU, "pin_memory": True}, stage=stage), **extra}
+            name, options = offloading(ds_config, version).strategy(stage)
+            made.append(simulate(build_strategy(name, workload(ds_config), **options), on()).iteration_s)
+        assert made == sorted(set(made))
+
+
 @pytest.mark.parametrize(
     ("ds_config", "says"),
     [
@@ -118,7 +166,7 @@ def test_nonsense_is_refused_with_its_key(ds_config, says):
         (config(CPU, offload_param={"device": "none", "max_in_cpu": 5}), "zero_optimization.offload_param.max_in_cpu"),
         (config(CPU, stage3_model_persistence_threshold=5), "zero_optimization.stage3_model_persistence_threshold"),
         (config({**CPU, "pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_r"),
-        (config({**CPU, "pin_memory": False}, stage=2), "offload_optimizer.pin_memory"),
+        (config({**CPU, "buffer_count": 5}, stage=2), "offload_optimizer.buffer_count"),
         ({**config(), "bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (
             {**config(), "activation_checkpointing": {"partition_activations": True}},

@@ -303,6 +303,19 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
     assert rounded(found, OpKind.NORM) == [(168, 168)]
 
 
+def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
+    """Two crossings of 20 s, the third one too, and 40 bytes widened: 100 s before layer 0 may begin."""
+    found = stock(gradients="unpinned_widened_on_host")
+    assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
+    assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128), (148, 168)]
+
+
+def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
+    """Stock's update is 44 B a parameter, of which 28 are Adam's own."""
+    own, torchs = (stock(torch_adam=on).busy_s(Lane.HOST) for on in (False, True))
+    assert torchs / own == pytest.approx((16 + 6 * 28) / 44)
+
+
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
     """10 s a gather, 30 s a reduction: layer 0's gather goes first, beside layer 1's backward."""
     layers = tuple(

@@ -11,6 +11,7 @@ from ebbtide.simulator import (
     OpKind,
     Plan,
     PlanError,
+    Quantity,
     Workload,
     build_schedule,
     build_strategy,
@@ -206,6 +207,27 @@ def test_stock_updates_its_slice_in_one_piece():
     timeline = simulate(build_strategy("zero_offload", work), machine())
     assert timeline.iteration_s == 4 + 8 + 160 + 40 + 80 + 5
     assert timeline.host_peak_bytes == 40 * (12 + 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"parameters": "wide"}, 4 + 8 + 160 + 40 + 160 + 5),
+        ({"parameters": "fresh_16_bit"}, 4 + 8 + 160 + 40 + 2 * 80 + 5),
+        ({"pinned": False}, 4 + 8 + 2 * 160 + 40 + 2 * 80 + 5),
+    ],
+)
+def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
+    """Parameters in fp32 are twice the bytes. Unpinned copies run at half the rate here."""
+    work = workload(zero_stage=2, step_gather_s=5.0)
+    half = {f"pageable_{way}_bytes_per_s": Quantity.exact(0.5) for way in ("h2d", "d2h")}
+    timeline = simulate(build_strategy("zero_offload", work, **options), machine(**half))
+    assert timeline.iteration_s == seconds
+
+
+def test_a_way_that_no_version_has_is_refused():
+    with pytest.raises(ValueError, match=r"parameters must be one of .*got 'other'"):
+        build_strategy("zero_offload", workload(zero_stage=2), parameters="other")
 
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():

@@ -11,7 +11,7 @@ import pytest
 from ebbtide.simulator import preset
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD
-from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, model_spread
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD, model_spread
 
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
 from studies.published_runs import command as published_runs
@@ -343,6 +343,16 @@ def test_what_differs_between_campaigns_counts_for_a_preset_only():
     narrow = model_spread(on.model_copy(update={"measured_with": "tune profile"}))
     assert narrow == MODEL_SPREAD < model_spread(on)
     assert model_spread(on.model_copy(update={"unexplained_spread": 0.07})) == 0.07
+
+
+def test_stock_offload_on_a_host_without_a_published_run_is_less_certain():
+    """The A100 node's host is published, that of eight A100s is assumed. A measured machine needs no such spread."""
+    known, unknown = machine_of("a100"), preset("a100-80gb")
+    assert model_spread(known, "zero3_offload") == model_spread(known, "ebbtide") == model_spread(unknown, "ebbtide")
+    wide = model_spread(unknown, "zero3_offload")
+    assert wide == pytest.approx(math.hypot(model_spread(unknown), OFFLOAD_SPREAD))
+    measured = unknown.model_copy(update={"measured_with": "tune profile"})
+    assert model_spread(measured, "zero3_offload") == MODEL_SPREAD
 
 
 def test_every_published_run_fits(pairs):

@@ -205,7 +205,12 @@ def test_the_interval_is_as_wide_as_the_rates_that_bind():
             for name in knob.fields
             if name != "rank_shares"
         }
-        | {"rank_shares": {}}
+        | {
+            "rank_shares": {
+                ranks: {name: Quantity.exact(one.median, one.source) for name, one in shares.items()}
+                for ranks, shares in machine.rank_shares.items()
+            }
+        }
     )
     assert rates_sigma(lambda m: predicted_s(build(1, m), m)["iteration"], exact) == 0.0
     narrow = interval_s(lambda m: build(1, m), exact)
