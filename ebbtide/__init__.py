@@ -42,7 +42,7 @@ if not (_here / "simulator").is_dir():
     # A checkout keeps the packages beside this folder. A wheel has them inside.
     __path__.append(str(_here.parent))
 
-_HOME_OF = {
+_MODULE_OF = {
     "Estimate": "estimates",
     "ImpossibleError": "tuner",
     "Machine": "simulator",
@@ -96,9 +96,9 @@ def __getattr__(name: str) -> Any:
         return version("ebbtide")
     if name in ("profiler", "runtime", "simulator", "tuner"):
         return importlib.import_module(f"ebbtide.{name}")
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ebbtide.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"ebbtide.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

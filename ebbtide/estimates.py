@@ -122,7 +122,7 @@ def estimate(
 def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, notes: tuple[str, ...]) -> Estimate:
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.answer.rows import stock_beside
-    from ebbtide.tuner.placements.homes import begun
+    from ebbtide.tuner.placements.locations import begun
 
     work = job.workload(machine)
     search = begun(work, machine, limits)

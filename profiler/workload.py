@@ -176,12 +176,12 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
     It is a copy or a sum in each of ``micro`` micro-batches, and a norm.
     """
-    times = [_gradients_home_s(optimizer) for _ in range(LEAST_STEPS)]
+    times = [_gradients_to_host_s(optimizer) for _ in range(LEAST_STEPS)]
     copy_s, norm_s = (_median(part) for part in zip(*times, strict=True))
     return micro * copy_s + norm_s
 
 
-def _gradients_home_s(optimizer: Any) -> tuple[float, float]:
+def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
     """Return the seconds to copy all gradients out of the cache, and the seconds for their norm.
 
     For gradients larger than the caches, a part is measured and scaled.
@@ -194,11 +194,11 @@ def _gradients_home_s(optimizer: Any) -> tuple[float, float]:
             # Written to, so that no page is backed while it is timed.
             pairs.append((torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)))
             taken += size
-    for source, home in pairs:
+    for source, buffer in pairs:
         began_s = time.perf_counter()
-        home.copy_(source)
+        buffer.copy_(source)
         copied_s = time.perf_counter()
-        host.norm(home)
+        host.norm(buffer)
         copy_s, norm_s = copy_s + copied_s - began_s, norm_s + time.perf_counter() - copied_s
     of_all = sum(sizes) / max(1.0, taken)
     return copy_s * of_all, norm_s * of_all

@@ -14,12 +14,12 @@ from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Kind
 from ebbtide.simulator.shown import Shown
-from ebbtide.simulator.update.guessing import StepTimes
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
+from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
 from ebbtide.simulator.update.tiers import Memory
-from ebbtide.simulator.update.way import ParameterHome as ParameterHome
+from ebbtide.simulator.update.way import ParameterLocation as ParameterLocation
 from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs
 from pydantic import (
@@ -62,7 +62,7 @@ class WayRun(Page):
 
     count: int = Field(ge=1)
     placement: Placement
-    parameters: ParameterHome = "device"
+    parameters: ParameterLocation = "device"
     early: bool = False
     sum_on_device: bool = False
 
@@ -391,12 +391,12 @@ class Plan(Shown, Page):
         return tuple(way.placement for way in self.ways)
 
     @property
-    def parameter_homes(self) -> tuple[ParameterHome, ...]:
+    def parameter_locations(self) -> tuple[ParameterLocation, ...]:
         """Return the location of each subgroup's parameters between their uses, in forward order."""
         return tuple(way.parameters for way in self.ways)
 
     @property
-    def guessed(self) -> tuple[bool, ...]:
+    def updated_early(self) -> tuple[bool, ...]:
         """True for each subgroup that is updated before the norm is known."""
         return tuple(way.early for way in self.ways)
 
@@ -472,9 +472,9 @@ class Plan(Shown, Page):
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
-    def home_runs(homes: Sequence[ParameterHome]) -> list[dict[str, Any]]:
+    def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
         """Return parameter locations as schema 2 wrote them, which is still read."""
-        return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(homes)]
+        return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property
     def digest(self) -> str:

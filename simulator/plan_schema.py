@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.update.recipes import Placement
-from ebbtide.simulator.update.way import ParameterHome, Way
+from ebbtide.simulator.update.way import ParameterLocation, Way
 from pydantic import Field, ValidationError
 
 SCHEMA_VERSION = 3
@@ -25,7 +25,7 @@ class _PlacementRun(Page):
 
 
 class _HomeRun(Page):
-    home: ParameterHome
+    home: ParameterLocation
     count: int = Field(ge=1)
 
 
@@ -53,15 +53,15 @@ class _Counts(Page):
             RuleError: There are more or fewer parameter locations than placements.
         """
         placements = [run.placement for run in self.placement for _ in range(run.count)]
-        homes: list[ParameterHome] = [run.home for run in self.parameter_home for _ in range(run.count)]
-        if homes and len(homes) != len(placements):
+        locations: list[ParameterLocation] = [run.home for run in self.parameter_home for _ in range(run.count)]
+        if locations and len(locations) != len(placements):
             raise RuleError(
                 "plan.parameter_home must be absent or cover every subgroup once, but got "
-                f"{len(homes)} homes for {len(placements)} subgroups",
+                f"{len(locations)} homes for {len(placements)} subgroups",
                 key="parameter_home",
             )
-        homes = homes or ["device"] * len(placements)
-        ways = [Way(placement, home) for placement, home in zip(placements, homes, strict=True)]
+        locations = locations or ["device"] * len(placements)
+        ways = [Way(placement, home) for placement, home in zip(placements, locations, strict=True)]
         early = _spread([i for i, way in enumerate(ways) if way == Way("host")], self.speculate, self.speculate_among)
         early |= _spread([i for i, way in enumerate(ways) if way == Way("device")], self.speculate_visits)
         sums = {*[i for i, way in enumerate(ways) if way.can_sum_on_device][: self.device_sums]}

@@ -23,8 +23,8 @@ class OpKind(StrEnum):
     UPDATE_DEVICE = "update device"
     STATE_D2H = "state D2H"
     UPDATE_HOST = "update host"
-    UPDATE_GUESSED = "update host, guessed"  # before the norm, on the guess that nothing is clipped
-    VISIT_GUESSED = "update device, guessed"
+    UPDATE_HOST_EARLY = "update host, early"  # before the norm, on the guess that nothing is clipped
+    UPDATE_DEVICE_EARLY = "update device, early"
     PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
     PARAMETER_H2D = "parameter H2D"
     PARAMETER_D2H = "parameter D2H"  # new ones that live in host memory

@@ -28,9 +28,9 @@ _PHASE = {
 }
 _UPDATES = {
     OpKind.UPDATE_HOST,
-    OpKind.UPDATE_GUESSED,
+    OpKind.UPDATE_HOST_EARLY,
     OpKind.UPDATE_DEVICE,
-    OpKind.VISIT_GUESSED,
+    OpKind.UPDATE_DEVICE_EARLY,
     OpKind.STATE_D2H,
     OpKind.PARAMETER_H2D,
     OpKind.PARAMETER_D2H,

@@ -11,8 +11,8 @@ from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.shown import Shown
-from ebbtide.simulator.update.guessing import ASSUMED_CLIP_RATE
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
+from ebbtide.simulator.update.pausing import ASSUMED_CLIP_RATE
 from pydantic import Field, NonNegativeInt, model_validator
 
 SCHEMA_VERSION = 2

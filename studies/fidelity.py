@@ -209,9 +209,9 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
     simulator's iteration as long as the one measured.
     """
     count = len(work.subgroups)
-    hosted, visiting = _waiting(work, "host", 0), _waiting(work, "device", 1)
+    hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)
     rates: dict[str, float] = {}
-    for plan in (hosted, visiting):
+    for plan in (hosted, staged):
         timeline = bench.measure(plan, steps, settle=True).timeline
         rates |= measured_rates(timeline, work, given)
     machine = given.with_rates(**rates, duplex_factor=1.0)

@@ -26,7 +26,7 @@ from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
-from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_guesses
+from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_early_updates
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
@@ -57,7 +57,7 @@ def main() -> None:
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
     passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
-    figures |= measure_guesses(passes, args.steps, args.clipped_steps, ratios)
+    figures |= measure_early_updates(passes, args.steps, args.clipped_steps, ratios)
     publish("overlap", args.json, figures)
 
 

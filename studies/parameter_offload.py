@@ -7,7 +7,7 @@ Real DeepSpeed with ``offload_param`` on an emulated device; real copies and ari
 ahead as DeepSpeed asks for them, and the update on the host take their given time, the update at
 the rate of ebbtide's own kernel; its gradients cross for nothing: all that is in stock's favour.
 State lies where the tuner's plan puts it. Of the parameters as many stay on the device as a given
-headroom holds, evenly spaced, as the tuner's search has them (`ebbtide.tuner.placements.homes`). No figure
+headroom holds, evenly spaced, as the tuner's search has them (`ebbtide.tuner.placements.locations`). No figure
 from here is a GPU figure.
 """
 
@@ -93,7 +93,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
     not hold.
     """
     import ebbtide.tuner
-    from ebbtide.tuner.placements.homes import spaced
+    from ebbtide.tuner.placements.locations import spaced
 
     chosen, count = ebbtide.tuner.plan(work, machine), len(work.subgroups)
     away = {"all on the host": count, "a share on the device": round(HEADROOM_SHARE * count)}

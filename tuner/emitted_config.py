@@ -44,7 +44,7 @@ def emitted_config(
     offload = offload if isinstance(offload, dict) else {}
     if offload.get("device") != "nvme":  # which trains under a plan as it is
         zero["offload_optimizer"] = {**offload, "device": "cpu"}
-    if "host" in plan.parameter_homes:  # else DeepSpeed begins with all of them on the device
+    if "host" in plan.parameter_locations:  # else DeepSpeed begins with all of them on the device
         zero.setdefault("offload_param", {"device": "cpu"})
     if plan.trained_as is not None:
         _write_numbers(config, plan.trained_as)

@@ -13,8 +13,8 @@ import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.clock import Mark
 from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.early_updates import EarlyUpdate, EarlyUpdates, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.guesses import Guess, Guesses, SubgroupJob, Visit
 from ebbtide.runtime.execution.step_template import GradientOp, amounts
 from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -30,7 +30,7 @@ KEPT_FETCHES = 4096
 # Crossings that need no copy where device and host memory are one, and who does their work there.
 WRITTEN_BY = {OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}
 # Behind the last of these, state is back where it lives.
-STATE_ENDS = {OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED}
+STATE_ENDS = {OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST, OpKind.UPDATE_HOST_EARLY}
 
 
 # The last elements of master and moments in host memory, before the update; its step.
@@ -75,7 +75,7 @@ class Executor:
         gradients: Sequence[GradientOp] = (),
         store: StateStore | None = None,
         host_slots: Sequence[StagingSlot] = (),
-        guesses: Guesses | None = None,
+        early_updates: EarlyUpdates | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
         """Start the lanes.
@@ -92,7 +92,7 @@ class Executor:
         self.rule = rule
         self.store = store
         self.host_slots = list(host_slots)
-        self.guesses = guesses or Guesses(device, [])
+        self.early_updates = early_updates or EarlyUpdates(device, [])
         self._prepare()
         self.gate: UpdateGate | None = None
         self.lanes: dict[LaneName, Lane] = device.lanes()
@@ -114,7 +114,7 @@ class Executor:
         self._jobs: list[SubgroupJob] = []
         self._ready = dict[int, SubgroupJob]()  # of early updates that may begin
         self._complete = dict[int, Completion]()  # behind it a gradient on the device is complete
-        self._visits = dict[int, Visit]()  # by subgroup, the latest one
+        self._staged = dict[int, StagedUpdate]()  # by subgroup, the latest one
         # Since the latest launch: all ops of updates, and what has completed the latest of each subgroup.
         self._issued: list[tuple[Op, Completion]] = []
         self._latest = dict[int, Completion]()
@@ -187,18 +187,18 @@ class Executor:
 
     # -- launching ---------------------------------------------------------------------------
 
-    def prefetch(self, *, guesses: bool = True) -> None:
+    def prefetch(self, *, early_updates: bool = True) -> None:
         """Start the copies that need no norm but the activations' room: visiting subgroups'
         state, of those that are updated early in this step first.
         """
         self._begin_ahead()
-        self.issue.backward(None, early=guesses)
+        self.issue.backward(None, early=early_updates)
 
     def come_in(self) -> None:
         """Start the next visits, as far as slots are free."""
         self.issue.come_in()
 
-    def guess(self, subgroup: int, job: SubgroupJob) -> None:
+    def update_early(self, subgroup: int, job: SubgroupJob) -> None:
         """Start a subgroup's update in backward, out of place, behind its gradient's arrival; that
         of a visit when it is in a slot. `settle` says whether ``job`` was right.
         """
@@ -214,15 +214,15 @@ class Executor:
             return [self._complete[subgroup]]
         return self.gradients.arrived(subgroup) if self.issue.recipes[subgroup].gradient_steps else []
 
-    def drop_guesses(self, subgroups: Iterable[int] | None = None) -> bool:
+    def drop_early_updates(self, subgroups: Iterable[int] | None = None) -> bool:
         """Drop early updates, which are wrong. Return whether there were any.
 
         Args:
             subgroups: None: all.
         """
-        some = list(self.guesses.wires if subgroups is None else subgroups)
+        some = list(self.early_updates.wires if subgroups is None else subgroups)
         waiting = [s for s in some if self._ready.pop(s, None)]
-        dropped = self.guesses.drop(some)
+        dropped = self.early_updates.drop(some)
         for subgroup in {*waiting, *dropped}:
             self.issue.drop(subgroup)
             self._complete.pop(subgroup, None)
@@ -230,7 +230,7 @@ class Executor:
 
     def skip(self) -> bool:
         """End a step that updates nothing. Return whether there were early updates."""
-        dropped = self.drop_guesses()
+        dropped = self.drop_early_updates()
         self.issue.skip()
         return dropped
 
@@ -238,8 +238,8 @@ class Executor:
         """Before `launch` of ``jobs``: wrong guesses are dropped, the others' state and spare
         change places; those subgroups, whose state is now elsewhere.
         """
-        self.drop_guesses(self.guesses.wrong(jobs))
-        return self.guesses.take(self.states)
+        self.drop_early_updates(self.early_updates.wrong(jobs))
+        return self.early_updates.take(self.states)
 
     def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
         """Start this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
@@ -288,28 +288,28 @@ class Executor:
             case OpKind.UPDATE_HOST:
                 slot = self._host_slot(subgroup) if subgroup in self._stored else None
                 return partial(self._update_host, slot, self._parameter_out(subgroup), self._jobs[subgroup])
-            case OpKind.UPDATE_GUESSED:
-                return partial(self._update_guessed, self._begin_guess(subgroup))
+            case OpKind.UPDATE_HOST_EARLY:
+                return partial(self._update_host_early, self._begin_early(subgroup))
             case OpKind.PARAMETER_H2D | OpKind.PARAMETER_D2H:
                 return partial(self._copy_parameters, step.lane, self._parameter_out(subgroup))
             case OpKind.STATE_H2D:
                 slot_ = self.slots[self.issue.holds[Slot.STAGING, subgroup]]
-                self._visits[subgroup] = Visit.of(self.states[subgroup], slot_, end)
-                return partial(self._state_h2d, self._visits[subgroup])
-            case OpKind.VISIT_GUESSED:
-                visit = self._visits[subgroup]
-                visit.guess = self._begin_guess(subgroup)
-                return partial(self._update_visit, visit, visit.guess.job, visit.wire)
+                self._staged[subgroup] = StagedUpdate.of(self.states[subgroup], slot_, end)
+                return partial(self._state_h2d, self._staged[subgroup])
+            case OpKind.UPDATE_DEVICE_EARLY:
+                staged = self._staged[subgroup]
+                staged.early = self._begin_early(subgroup)
+                return partial(self._update_staged, staged, staged.early.job, staged.wire)
             case OpKind.STATE_D2H:
-                return partial(self._state_d2h, self._visits.pop(subgroup))
+                return partial(self._state_d2h, self._staged.pop(subgroup))
         # Behind a wrong early visit, parameters are new where they are read.
-        out = self.states[subgroup].wire if subgroup in self.guesses.wires else self._parameter_out(subgroup)
-        if subgroup in self._visits:
-            return partial(self._update_visit, self._visits[subgroup], self._jobs[subgroup], out)
+        out = self.states[subgroup].wire if subgroup in self.early_updates.wires else self._parameter_out(subgroup)
+        if subgroup in self._staged:
+            return partial(self._update_staged, self._staged[subgroup], self._jobs[subgroup], out)
         return partial(self._update_resident, out, self._jobs[subgroup])
 
-    def _begin_guess(self, subgroup: int) -> Guess:
-        return self.guesses.begin(self.states[subgroup], self._ready.pop(subgroup))
+    def _begin_early(self, subgroup: int) -> EarlyUpdate:
+        return self.early_updates.begin(self.states[subgroup], self._ready.pop(subgroup))
 
     def _host_slot(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         """Return the buffers of a stored subgroup's state."""
@@ -320,7 +320,7 @@ class Executor:
         """Return where an update writes new parameters: to a buffer of the subgroup's own if it may be
         early, to a slot, or in place.
         """
-        own, state = self.guesses.wires.get(subgroup), self.states[subgroup]
+        own, state = self.early_updates.wires.get(subgroup), self.states[subgroup]
         if own is not None:
             return own
         for slot, buffers in ((Slot.PARAMETER, self.parameter_slots), (Slot.OUTGOING, self.outgoing_slots)):
@@ -349,27 +349,27 @@ class Executor:
         assert self.store is not None
         self.store.write(subgroup, slot, version)
 
-    def _state_h2d(self, visit: Visit, subgroup: int) -> None:
-        if visit.dropped:
+    def _state_h2d(self, staged: StagedUpdate, subgroup: int) -> None:
+        if staged.dropped:
             return
         self._was_stale(subgroup)
-        self._bring(visit, LaneName.H2D)
+        self._bring(staged, LaneName.H2D)
 
-    def _bring(self, visit: Visit, lane: LaneName) -> None:
-        for to, source in zip(visit.into, visit.home, strict=True):
+    def _bring(self, staged: StagedUpdate, lane: LaneName) -> None:
+        for to, source in zip(staged.into, staged.origin, strict=True):
             self.device.copy(to, source, LaneName.H2D, self._stream(lane))
 
     def _update_resident(self, out: torch.Tensor, job: SubgroupJob, subgroup: int) -> None:
         self._ask_gate(subgroup)
         self._update_device(subgroup, self.states[subgroup].state, out, job)
 
-    def _update_visit(self, visit: Visit, job: SubgroupJob, out: torch.Tensor | None, subgroup: int) -> None:
-        if visit.dropped:
+    def _update_staged(self, staged: StagedUpdate, job: SubgroupJob, out: torch.Tensor | None, subgroup: int) -> None:
+        if staged.dropped:
             return
         if self._was_stale(subgroup):
-            self._bring(visit, LaneName.DEVICE_UPDATE)
+            self._bring(staged, LaneName.DEVICE_UPDATE)
         assert out is not None
-        self._update_device(subgroup, visit.into, out, job)
+        self._update_device(subgroup, staged.into, out, job)
 
     def _update_device(
         self, subgroup: int, target: tuple[torch.Tensor, ...], out: torch.Tensor, job: SubgroupJob
@@ -395,16 +395,16 @@ class Executor:
             self._stale.discard(subgroup)
         return stale
 
-    def _state_d2h(self, visit: Visit, subgroup: int) -> None:
-        if visit.dropped:
+    def _state_d2h(self, staged: StagedUpdate, subgroup: int) -> None:
+        if staged.dropped:
             return
         self._ask_gate(subgroup)  # of an early update too: what is written now was live a step ago
-        stream, home, leaving = self._stream(LaneName.D2H), visit.home, visit.into
-        if visit.guess is not None:
-            assert visit.wire is not None
-            home = (*visit.guess.into, self.guesses.wires[subgroup])
-            leaving = (*leaving, visit.wire)
-        for to, source in zip(home, leaving, strict=True):
+        stream, origin, leaving = self._stream(LaneName.D2H), staged.origin, staged.into
+        if staged.early is not None:
+            assert staged.wire is not None
+            origin = (*staged.early.into, self.early_updates.wires[subgroup])
+            leaving = (*leaving, staged.wire)
+        for to, source in zip(origin, leaving, strict=True):
             self.device.copy(to, source, LaneName.D2H, stream)
 
     def _update_host(
@@ -421,16 +421,16 @@ class Executor:
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(target, parts, out, job.step, self.threads)
 
-    def _update_guessed(self, guess: Guess, subgroup: int) -> None:
-        if guess.dropped:
+    def _update_host_early(self, early: EarlyUpdate, subgroup: int) -> None:
+        if early.dropped:
             return
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
-        job, out = guess.job, self.guesses.wires[subgroup]
-        self._keep_spent(subgroup, guess.source, job)
+        job, out = early.job, self.early_updates.wires[subgroup]
+        self._keep_spent(subgroup, early.source, job)
         with self.device.host_update(self.states[subgroup].elements, out_of_place=True):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
-            self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)
+            self.rule.update(early.into, parts, out, job.step, self.threads, early.source)
 
     def _copy_parameters(self, lane: LaneName, source: torch.Tensor, subgroup: int) -> None:
         self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
@@ -531,7 +531,7 @@ class Executor:
         running. What was prefetched of it is void, and what is stored goes to storage; blocks.
         """
         subgroups = list(subgroups)
-        self.drop_guesses(subgroups)
+        self.drop_early_updates(subgroups)
         for subgroup in subgroups:
             if self.store is not None and subgroup in self._stored:
                 if subgroup in self._reads:
@@ -541,7 +541,7 @@ class Executor:
 
     def state_loaded(self) -> None:
         """Do as `state_written` for all subgroups, but for those whose state was adopted on storage."""
-        self.drop_guesses()
+        self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
         self.state_written(state.index for state in self.states if state.index not in adopted)
         self._outdate(adopted)
@@ -551,10 +551,10 @@ class Executor:
 
         Blocks until what is on its way into a slot is there: it may be neither old nor new.
         """
-        self.drop_guesses()
-        for visit in self._visits.values():
-            visit.came.wait_host()
-        self._outdate(self._visits)
+        self.drop_early_updates()
+        for staged in self._staged.values():
+            staged.came.wait_host()
+        self._outdate(self._staged)
 
     def _outdate(self, subgroups: Iterable[int]) -> None:
         with self._stale_lock:
@@ -574,8 +574,8 @@ class Executor:
             for lane in self.lanes.values():
                 lane.close()
             self._jobs = []  # they hold gradients, which a successor moves
-            self._visits.clear()  # and slots
-            self.guesses.close()
+            self._staged.clear()  # and slots
+            self.early_updates.close()
             if with_device:
                 self.device.close()
                 # A framework may never let its engine go.

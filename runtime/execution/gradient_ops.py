@@ -38,7 +38,7 @@ class GradientOps:
         self._arrivals: dict[int, Completion] = {}
         self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
 
-    def send(self, subgroup: int, offset: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
+    def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the way home of a part of a subgroup's gradient.
 
         Args:
@@ -46,22 +46,24 @@ class GradientOps:
             source: It may be dropped immediately, but written again only after `before_reuse`.
             summed: True if `fetch_sum` gave ``source``, and each micro-batch's sum goes home.
         """
-        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, home, source)
+        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
-    def set_aside(self, subgroup: int, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
+    def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         """Send a gradient of the previous window home, like `send`.
 
         No schedule has this op. An update reads it only if the last micro-batch does not reach its parameter.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
-        self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, home, source)
+        self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
 
-    def _send(self, item: GradientOp, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         self._make_room(source.nbytes)
         lane = item.op.lane
         stream = self._lanes[lane].stream
         leaving = self._device.leaving(source, stream)
-        self.latest = self._submit(item, offset, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream))
+        self.latest = self._submit(
+            item, offset, source.nbytes, lambda: self._device.copy(buffer, leaving, lane, stream)
+        )
         self._arrivals[item.op.subgroup] = self.latest
         self._under_way.append((self.latest, source.nbytes))
 

@@ -48,7 +48,7 @@ Piece = TypeVar("Piece", bound=ParameterSlice)
 
 
 @dataclass
-class GradientHomes(Generic[Piece]):
+class HostGradients(Generic[Piece]):
     """Takes each reduced gradient to its subgroup's buffer.
 
     The training thread calls everything here; what crosses does so by ``ops``. A home
@@ -100,8 +100,8 @@ class GradientHomes(Generic[Piece]):
         base = None if first else self._sum_so_far(piece, gradient.numel())
         if self.states[piece.subgroup].sum is not None:
             return self._hold(piece, gradient, base, boundary=boundary, alone=alone)
-        home = self._home(piece, gradient.numel())
-        return self._store(piece, home, gradient.view(home.shape), base)
+        buffer = self._host_buffer(piece, gradient.numel())
+        return self._store(piece, buffer, gradient.view(buffer.shape), base)
 
     def _reached(self, piece: Piece) -> None:
         """Note that the window's last micro-batch has reached the parameter."""
@@ -114,14 +114,14 @@ class GradientHomes(Generic[Piece]):
         return [sum(p.real and not p.touched for p in pieces) for pieces in self.by_subgroup]
 
     def _store(
-        self, piece: Piece, home: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
+        self, piece: Piece, buffer: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
         """Bring ``base + gradient`` home, summed on the device."""
         if not self._crosses[piece.subgroup]:
-            return home.copy_(gradient) if base is None else torch.add(base, gradient, out=home)
+            return buffer.copy_(gradient) if base is None else torch.add(base, gradient, out=buffer)
         if base is not None:
             gradient = self.ops.fetch_sum(piece.subgroup, piece.offset, base, gradient)
-        self.ops.send(piece.subgroup, piece.offset, home, gradient, summed=base is not None)
+        self.ops.send(piece.subgroup, piece.offset, buffer, gradient, summed=base is not None)
         return gradient
 
     def _hold(
@@ -135,8 +135,8 @@ class GradientHomes(Generic[Piece]):
             piece.held = False  # the sum is what goes home
         piece.unsent = piece.held and (alone or not boundary)
         if boundary:
-            home = self._home(piece, gradient.numel())
-            self.ops.send(piece.subgroup, piece.offset, home, total, summed=False)
+            buffer = self._host_buffer(piece, gradient.numel())
+            self.ops.send(piece.subgroup, piece.offset, buffer, total, summed=False)
         return total
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
@@ -158,13 +158,13 @@ class GradientHomes(Generic[Piece]):
         assert held is not None
         return held.narrow(0, piece.offset, piece.elements if elements is None else elements)
 
-    def _home(self, piece: Piece, elements: int | None = None) -> torch.Tensor:
+    def _host_buffer(self, piece: Piece, elements: int | None = None) -> torch.Tensor:
         gradient = self.states[piece.subgroup].gradient
         return gradient.narrow(0, piece.offset, piece.elements if elements is None else elements)
 
     def _sum_so_far(self, piece: Piece, elements: int) -> torch.Tensor:
         """Return the sum to which the next micro-batch is added."""
-        return self._held(piece, elements) if piece.held else self._home(piece, elements)
+        return self._held(piece, elements) if piece.held else self._host_buffer(piece, elements)
 
     # -- another plan ------------------------------------------------------------------------
 
@@ -174,16 +174,16 @@ class GradientHomes(Generic[Piece]):
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
         """Return the same gradients for states that have moved."""
-        homes = replace(self, states=states, ops=ops)
-        homes._open = self._open
-        return homes
+        moved = replace(self, states=states, ops=ops)
+        moved._open = self._open
+        return moved
 
     def close(self) -> None:
         """Give the device's sums back, once what is on its way has arrived."""
         self.ops.wait()
         for piece in self.slices.values():
             if piece.unsent:  # the next micro-batch goes on from it
-                self._home(piece).copy_(self._held(piece))
+                self._host_buffer(piece).copy_(self._held(piece))
             piece.held = piece.unsent = False
         for state in self.states:
             state.sum = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.simulator.plan import Plan, PlanError
-from ebbtide.simulator.schedules.ebbtide import check_homes
+from ebbtide.simulator.schedules.ebbtide import check_locations
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
@@ -24,7 +24,7 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero
             f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
-    check_homes(plan, zero_stage)
+    check_locations(plan, zero_stage)
     if plan.stores and not plan.drives:
         raise PlanError(
             "plan.storage_dir must name a folder where a subgroup has placement 'stored', but got "

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
-from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
+from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
@@ -23,12 +23,12 @@ from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
-from ebbtide.simulator.plan import ParameterHome, Placement, Plan, PlanError
+from ebbtide.simulator.plan import ParameterLocation, Placement, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
-from ebbtide.simulator.update.guessing import UNKNOWN, Guessing
 from ebbtide.simulator.update.order import FORWARD, order_of
+from ebbtide.simulator.update.pausing import UNKNOWN, PauseRule
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -58,7 +58,7 @@ class TrainingEngine(Protocol):
         """Return the precision in which the model computes."""
         ...
 
-    def parameter_home(self) -> ParameterHome:
+    def parameter_location(self) -> ParameterLocation:
         """Return the memory in which the framework itself keeps partitions of parameters."""
         ...
 
@@ -85,9 +85,9 @@ class TrainingEngine(Protocol):
         """Return the place of each parameter's part, by a number of the framework's own."""
         ...
 
-    def gradient_homes(
+    def host_gradients(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
-    ) -> GradientHomes[Any]:
+    ) -> HostGradients[Any]:
         """Return the way home of all parameters' gradients, of the session's first plan."""
         ...
 
@@ -114,7 +114,7 @@ class TrainingEngine(Protocol):
         """Return the next step's scalars by subgroup; the framework's step counters go up."""
         ...
 
-    def guess(self) -> tuple[list[UpdateStep], float]:
+    def expected_step(self) -> tuple[list[UpdateStep], float]:
         """Return the next step's hyperparameters without advancing counters, and the gradient scale for a step
         without clipping or overflow.
         """
@@ -124,7 +124,7 @@ class TrainingEngine(Protocol):
         """Return the gradient scale of a step that neither clips nor overflows."""
         ...
 
-    def guess_holds(self) -> bool:
+    def early_updates_allowed(self) -> bool:
         """False: what is known of the gradients so far says that the step clips or overflows."""
         ...
 
@@ -185,15 +185,17 @@ class Session:
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
         self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all)
-        self.guessing = Guessing()
-        self._guessed: tuple[list[UpdateStep], float] | None = None  # of the coming step
+        self.pausing = PauseRule()
+        self._expected_step: tuple[list[UpdateStep], float] | None = None  # of the coming step
         # Ranks gather together: where one waits for its updates and another does not, both would
         # wait for ever.
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
         self._account_for(self.plan)
-        self.homes = engine.gradient_homes(device, self.executor.states, self.executor.gradients, self._complete)
+        self.host_gradients = engine.host_gradients(
+            device, self.executor.states, self.executor.gradients, self._complete
+        )
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """Return the plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -204,22 +206,22 @@ class Session:
         plan = self._in_order_of_use(plan)
         sizes = self.engine.sizes()
         placements = plan.placements
-        visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
+        staged = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
         rule = self.engine.update_rule()
         tensors = 1 + len(rule.moments)
         wire = self.engine.wire_dtype()
         waits = Way("device", early=True) in plan.ways and not self.device.unified
-        slots = staging_slots(self.device, plan.staging_slots, visiting, tensors, DTYPES[wire] if waits else None)
+        slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
         if self._running is None:
             self.engine.prepare(self.device)
-        homes = plan.parameter_homes
-        apart = homes != self._homes_now(len(homes))
+        locations = plan.parameter_locations
+        apart = locations != self._locations_now(len(locations))
         states = [
-            self._move(index, "host" if placement == "device" and not slots else placement, home, apart)
-            for index, (placement, home) in enumerate(zip(placements, homes, strict=True))
+            self._move(index, "host" if placement == "device" and not slots else placement, location, apart)
+            for index, (placement, location) in enumerate(zip(placements, locations, strict=True))
         ]
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
@@ -240,14 +242,14 @@ class Session:
             gradients,
             self._store,
             host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.guessed),
+            spares_of(self.device, states, plan.updated_early),
             arrival,
         )
 
     def _account_for(self, plan: Plan) -> None:
         """Begin a new account of early updates, with the times that the plan predicts."""
         times = plan.prediction.step_times if plan.prediction else None
-        self.guessing = Guessing(times or UNKNOWN, self.guessing.steps, self.guessing.clipped)
+        self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
@@ -279,12 +281,12 @@ class Session:
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
-    def _homes_now(self, count: int) -> tuple[ParameterHome, ...]:
+    def _locations_now(self, count: int) -> tuple[ParameterLocation, ...]:
         if self._running is None:
-            return (self.engine.parameter_home(),) * count
-        return tuple(state.parameter_home for state in self._running.states)
+            return (self.engine.parameter_location(),) * count
+        return tuple(state.parameter_location for state in self._running.states)
 
-    def _move(self, subgroup: int, placement: Placement, home: ParameterHome, apart: bool) -> SubgroupState:
+    def _move(self, subgroup: int, placement: Placement, location: ParameterLocation, apart: bool) -> SubgroupState:
         running = self._running
         now = running.states[subgroup] if running else None
         before, store = self.engine.take(subgroup, now), self._store
@@ -293,7 +295,7 @@ class Session:
                 store = None  # it is there
             else:  # what the view shows changes with the store
                 before = replace(before, state=tuple(t.clone() for t in before.state))
-        state = place(self.device, subgroup, placement, home, before, apart=apart, store=store)
+        state = place(self.device, subgroup, placement, location, before, apart=apart, store=store)
         self.engine.adopt(state)
         if running:
             running.states[subgroup] = state  # it has ended, and keeps nothing alive
@@ -334,32 +336,32 @@ class Session:
 
     def prefetch(self) -> None:
         """The first gradient of the last micro-batch is about to arrive; may be called again."""
-        self.executor.prefetch(guesses=self.guessing.on)
+        self.executor.prefetch(early_updates=self.pausing.on)
 
     def _complete(self, subgroup: int) -> None:
         """Start the update if the plan updates the subgroup early: its gradient is complete.
 
         Another gradient for the same window cancels it.
         """
-        self._guess(subgroup)
+        self._begin_early(subgroup)
         self.executor.come_in()
 
-    def _guess(self, subgroup: int) -> None:
-        again = self.executor.drop_guesses([subgroup])
-        if again or subgroup not in self.executor.guesses.wires or not self.guessing.on:
+    def _begin_early(self, subgroup: int) -> None:
+        again = self.executor.drop_early_updates([subgroup])
+        if again or subgroup not in self.executor.early_updates.wires or not self.pausing.on:
             return
-        if not self.engine.guess_holds():
+        if not self.engine.early_updates_allowed():
             return
-        self._guessed = self._guessed or self.engine.guess()
-        steps, scale = self._guessed
-        job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
-        self.executor.guess(subgroup, job)
+        self._expected_step = self._expected_step or self.engine.expected_step()
+        steps, scale = self._expected_step
+        job = SubgroupJob(steps[subgroup], self.host_gradients.segments(subgroup, scale))
+        self.executor.update_early(subgroup, job)
 
     def _settle(self, jobs: list[SubgroupJob]) -> None:
-        begun = len(self.executor.guesses.begun)
+        begun = len(self.executor.early_updates.begun)
         moved = self.executor.settle(jobs)
-        self._guessed = None
-        self.guessing.stepped(len(moved) == begun if begun else None)
+        self._expected_step = None
+        self.pausing.stepped(len(moved) == begun if begun else None)
         for state in moved:
             self.engine.adopt(state)
         if moved:
@@ -371,11 +373,11 @@ class Session:
         Raises:
             RuntimeError: the engine has not closed the window of its gradients.
         """
-        self.homes.check_closed()
-        self.homes.stepped(scale)
+        self.host_gradients.check_closed()
+        self.host_gradients.stepped(scale)
         steps = self.engine.hyperparameters()
-        jobs = [SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)]
-        self.guessing.counted(clipped=self._clipped(scale))
+        jobs = [SubgroupJob(step, self.host_gradients.segments(index, scale)) for index, step in enumerate(steps)]
+        self.pausing.counted(clipped=self._clipped(scale))
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
 
@@ -385,10 +387,10 @@ class Session:
 
     def skip(self) -> None:
         """Skip this step's updates, because a gradient was not finite."""
-        self.homes.stepped(None)
-        self._guessed = None
-        self.guessing.counted(clipped=True)
-        self.guessing.stepped(False if self.executor.skip() else None)
+        self.host_gradients.stepped(None)
+        self._expected_step = None
+        self.pausing.counted(clipped=True)
+        self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
         """The framework's step is done."""
@@ -435,13 +437,13 @@ class Session:
             wait()
         old = self.executor
         self.engine.publish()
-        old.drop_guesses()
+        old.drop_early_updates()
         old.close(with_device=False)
         for slot in old.parameter_slots:
             self.device.host_release(slot)
         for buffers in (old.parameter_slots, old.outgoing_slots, old.slots, old.host_slots):
             buffers.clear()
-        self.homes.close()
+        self.host_gradients.close()
         self._register({state.index: () for state in old.states})
         self._running = old
         self.plan, executor = self._build(plan)
@@ -450,7 +452,7 @@ class Session:
         executor.gate, executor.before_op = old.gate, old.before_op
         executor.spent = old.spent
         self.executor = executor
-        self.homes = self.homes.moved(executor.states, executor.gradients)
+        self.host_gradients = self.host_gradients.moved(executor.states, executor.gradients)
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
@@ -485,19 +487,19 @@ class Session:
                 total += sum(t.nbytes for t in state.state)
             if recipe.gradient == "host" or unified:
                 total += state.gradient.nbytes
-            if state.parameter_home == "host":
+            if state.parameter_location == "host":
                 wires[state.wire.data_ptr()] = max(state.wire.nbytes, wires.get(state.wire.data_ptr(), 0))
         total += sum(wires.values()) + sum(t.nbytes for t in self.executor.parameter_slots)
         total += self.engine.update_rule().unplaced_bytes(self.engine.sizes(), self.executor.states[0].p.dtype)
         total += sum(slot.nbytes for slot in self.executor.host_slots)
-        total += self.executor.guesses.nbytes
-        return total + self.homes.spare_bytes()
+        total += self.executor.early_updates.nbytes
+        return total + self.host_gradients.spare_bytes()
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """Return the plan with the placements, homes and slots that memory allowed."""
     pairs = zip(plan.ways, states, strict=True)
-    ways = [way._replace(placement=s.placement, parameters=s.parameter_home).fitted() for way, s in pairs]
+    ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]
     return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))
 
 

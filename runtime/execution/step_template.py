@@ -40,7 +40,7 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
     """Return the ops of gradients in a first micro-batch, and in each of those behind it."""
     workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
     schedule = build_schedule(workload, plan, iterations=1)
-    home = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
+    sent = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
     items = []
     for op in schedule.ops:
         if op.kind not in _GRADIENTS:
@@ -48,9 +48,9 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
         before = [schedule.ops[i] for i in op.after]
         after = tuple(other.kind for other in before if other.kind in _GRADIENTS)
         reduced = len(after) < len(before)
-        items.append(GradientOp(op, op.subgroup in home, reduced, after))
+        items.append(GradientOp(op, op.subgroup in sent, reduced, after))
         if op.kind == OpKind.GRADIENT_D2H:
-            home.add(op.subgroup)
+            sent.add(op.subgroup)
     return items
 
 

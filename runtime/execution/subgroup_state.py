@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.plan import ParameterLocation, Placement
 from ebbtide.simulator.update.footprint import slot_elements
 from ebbtide.simulator.update.recipes import RECIPES, Queue
 
@@ -29,7 +29,7 @@ class SubgroupState:
         wire: this rank's partition of the parameters as the model computes with them: the
             framework's own buffer, or one in the memory that the plan wants it in.
         gradient: in accumulation precision; where the placement's recipe has it.
-        parameter_home: the memory that ``wire`` is in.
+        parameter_location: the memory that ``wire`` is in.
         sum: device memory in which micro-batches are added up, the last of which goes to
             ``gradient``; None: they are added up in ``gradient``.
     """
@@ -39,7 +39,7 @@ class SubgroupState:
     state: tuple[torch.Tensor, ...]
     wire: torch.Tensor
     gradient: torch.Tensor
-    parameter_home: ParameterHome
+    parameter_location: ParameterLocation
     sum: torch.Tensor | None = None
 
     @property
@@ -65,7 +65,7 @@ class Buffers:
     state: tuple[torch.Tensor, ...]
     gradient: torch.Tensor
     wire: torch.Tensor
-    parameter_home: ParameterHome = "device"
+    parameter_location: ParameterLocation = "device"
     movable: bool = True  # else ``wire`` stays as it is: the framework keeps the parameters
 
 
@@ -123,7 +123,7 @@ def place(
     device: Device,
     index: int,
     placement: Placement,
-    home: ParameterHome,
+    location: ParameterLocation,
     before: Buffers,
     *,
     apart: bool = False,
@@ -155,35 +155,35 @@ def place(
         state = tuple(device.host_adopt(tensor) for tensor in state)
     if RECIPES[placement].gradient == "host":
         gradient = device.host_adopt(gradient)
-    home, wire = _parameters(device, index, home, before, apart)
-    return SubgroupState(index, placement, state, wire, gradient, home)
+    location, wire = _parameters(device, index, location, before, apart)
+    return SubgroupState(index, placement, state, wire, gradient, location)
 
 
 def _parameters(
-    device: Device, index: int, home: ParameterHome, before: Buffers, apart: bool
-) -> tuple[ParameterHome, torch.Tensor]:
+    device: Device, index: int, location: ParameterLocation, before: Buffers, apart: bool
+) -> tuple[ParameterLocation, torch.Tensor]:
     """Return the parameters' new location, and the tensor that holds them."""
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:
-        return home, wire
+        return location, wire
     if not before.movable:
-        return before.parameter_home, wire
-    if home == before.parameter_home and not (apart and shared):
-        return home, device.host_adopt(wire) if home == "host" else wire
-    if home == "host":
-        return home, device.host_empty(wire.numel(), wire.dtype).copy_(wire)
+        return before.parameter_location, wire
+    if location == before.parameter_location and not (apart and shared):
+        return location, device.host_adopt(wire) if location == "host" else wire
+    if location == "host":
+        return location, device.host_empty(wire.numel(), wire.dtype).copy_(wire)
     try:
-        return home, device.device_empty(wire.numel(), wire.dtype).copy_(wire)
+        return location, device.device_empty(wire.numel(), wire.dtype).copy_(wire)
     except torch.OutOfMemoryError:
         logger.warning(
             "the parameters of subgroup %d were planned to live on the device, but it has no "
             "memory left for them: they stay in %s memory. Plan again with a smaller --gpu-memory "
             "if this stays so.",
             index,
-            before.parameter_home,
+            before.parameter_location,
         )
-        return before.parameter_home, wire
+        return before.parameter_location, wire
 
 
 def _to_device(
@@ -204,7 +204,7 @@ def _to_device(
 
 
 def staging_slots(
-    device: Device, count: int, visiting: list[int], tensors: int, wire: torch.dtype | None = None
+    device: Device, count: int, staged: list[int], tensors: int, wire: torch.dtype | None = None
 ) -> list[StagingSlot]:
     """Up to ``count`` slots, each for the ``tensors`` of the largest of the visiting subgroups
     (elements); fewer if device memory is short.
@@ -213,10 +213,10 @@ def staging_slots(
         wire: of new parameters that wait for the norm there; None: none do.
     """
     slots: list[StagingSlot] = []
-    wanted = min(count, len(visiting))
+    wanted = min(count, len(staged))
     for _ in range(wanted):
         try:
-            slots.append(staging_slot(device, visiting, tensors, wire))
+            slots.append(staging_slot(device, staged, tensors, wire))
         except torch.OutOfMemoryError:
             break
     if len(slots) < wanted:
@@ -226,13 +226,13 @@ def staging_slots(
     return slots
 
 
-def staging_slot(device: Device, visiting: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
+def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
     """One of `staging_slots`.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for it.
     """
-    each = slot_elements(max(visiting))
+    each = slot_elements(max(staged))
     buffer = device.device_empty(tensors * each, torch.float32)
     new = None if wire is None else device.device_empty(each, wire)
     return StagingSlot(buffer.view(tensors, each).unbind(), new)

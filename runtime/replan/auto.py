@@ -18,7 +18,7 @@ from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
 from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, watch, with_observed
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome, Plan, Way
+from ebbtide.simulator.plan import ParameterLocation, Plan, Way
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
@@ -34,7 +34,9 @@ WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
-def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *, overlap_forward: bool = False) -> Plan:
+def host_plan(
+    subgroup_size: int, count: int, location: ParameterLocation = "device", *, overlap_forward: bool = False
+) -> Plan:
     """Return the plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
 
@@ -43,7 +45,10 @@ def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device", *,
         overlap_forward: for a plan that stays.
     """
     return Plan(
-        subgroup_size=subgroup_size, ways=(Way("host", home),) * count, staging_slots=0, overlap_forward=overlap_forward
+        subgroup_size=subgroup_size,
+        ways=(Way("host", location),) * count,
+        staging_slots=0,
+        overlap_forward=overlap_forward,
     )
 
 
@@ -100,7 +105,7 @@ def _better(workload: Workload, machine: Machine, current: Plan, free_device: in
         machine,
         current,
         device_bytes=held["device"] + free_device,
-        move_parameters="host" in current.parameter_homes,  # DeepSpeed's config lets them be there
+        move_parameters="host" in current.parameter_locations,  # DeepSpeed's config lets them be there
         host_bytes=held["host"] + free_host if current.stores else None,
     )
 
@@ -119,7 +124,7 @@ def _agreed(mine: Workload, session: Session) -> Workload:
         layer.model_copy(update={"forward_s": layer.forward_s * turns[0], "backward_s": layer.backward_s * turns[1]})
         for layer in mine.layers
     )
-    rate = session.guessing.clip_rate
+    rate = session.pausing.clip_rate
     return mine.model_copy(
         update={"ranks_per_node": ranks, "nodes": nodes, "layers": layers, "clip_rate": rate if mine.clip else 0.0}
     )

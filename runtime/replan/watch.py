@@ -26,13 +26,13 @@ Show = Callable[[Timeline, Plan], None]
 
 _RATED = (
     OpKind.UPDATE_HOST,
-    OpKind.UPDATE_GUESSED,
+    OpKind.UPDATE_HOST_EARLY,
     OpKind.UPDATE_DEVICE,
-    OpKind.VISIT_GUESSED,
+    OpKind.UPDATE_DEVICE_EARLY,
     OpKind.STATE_H2D,
     OpKind.STATE_D2H,
 )
-_GUESSES = (OpKind.UPDATE_GUESSED, OpKind.VISIT_GUESSED)
+_EARLY_KINDS = (OpKind.UPDATE_HOST_EARLY, OpKind.UPDATE_DEVICE_EARLY)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
@@ -45,21 +45,21 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
     amounts = Bytes.of(workload)
     recipes = {early: [way.recipe for way in ways() if way.early is early] for early in (False, True)}
     per_param = {
-        (guessed, step.kind): (step.rate, step.work(amounts))
-        for guessed, some in recipes.items()
+        (updated_early, step.kind): (step.rate, step.work(amounts))
+        for updated_early, some in recipes.items()
         for recipe in some
         for step in recipe.steps
         if step.kind in _RATED
     }
-    guesses = {(s.subgroup, s.iteration) for s in timeline.spans if s.kind in _GUESSES}
+    early_updates = {(s.subgroup, s.iteration) for s in timeline.spans if s.kind in _EARLY_KINDS}
     in_place = {s.subgroup for s in timeline.spans if s.kind == OpKind.STATE_WRITE}
     samples: dict[str, list[float]] = defaultdict(list)
     for span in timeline.spans:
-        key = ((span.subgroup, span.iteration) in guesses, span.kind)
+        key = ((span.subgroup, span.iteration) in early_updates, span.kind)
         if key in per_param and span.end_s > span.start_s:
             name, work = per_param[key]
             work *= workload.subgroups[span.subgroup]
-            if span.kind == OpKind.UPDATE_GUESSED:
+            if span.kind == OpKind.UPDATE_HOST_EARLY:
                 name = "host_adam_params_per_s"
                 work /= 1.0 if span.subgroup in in_place else machine.out_of_place
             samples[name].append(work / (span.end_s - span.start_s))

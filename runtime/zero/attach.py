@@ -238,8 +238,8 @@ def _attach_automatically(
         finest = _finest(engine.optimizer, rule, stores=storage is not None)
         size = min(size, max(piece, finest))
     sizes = subgroups_of(engine.optimizer, size)
-    home = private.parameter_home(engine.optimizer)
-    plan = host_plan(size, len(sizes) or 1, home, overlap_forward=own_step)
+    location = private.parameter_location(engine.optimizer)
+    plan = host_plan(size, len(sizes) or 1, location, overlap_forward=own_step)
     if storage is not None and not own_step:
         plan = storing_plan(engine, rule, sizes, storage)
     attach(engine, plan, device=device, checkpoint=checkpoint, overlap_forward=overlap_forward)

@@ -38,8 +38,8 @@ class Partitions:
             return False
         subgroup = self.subgroup_of.get(param.ds_id)
         if subgroup is None:  # it is not trained: DeepSpeed keeps it
-            return private.parameter_home(self._optimizer) == "host"
-        return executor.states[subgroup].parameter_home == "host"
+            return private.parameter_location(self._optimizer) == "host"
+        return executor.states[subgroup].parameter_location == "host"
 
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
         """Return each parameter's partition on the device, and the completions to await before its use.

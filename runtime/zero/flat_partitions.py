@@ -116,7 +116,7 @@ class FlatPartitions(FlatState):
         return Buffers(self.state(subgroup), gradient, wire)
 
 
-class HomeSums(MutableMapping[int, torch.Tensor | None]):
+class HostSums(MutableMapping[int, torch.Tensor | None]):
     """DeepSpeed's ``accumulated_grads_in_cpu``: parameter id -> sum of its micro-batches so far.
 
     What DeepSpeed sums is in here; of what is summed at home, for which None is set, whoever reads

@@ -39,9 +39,9 @@ def needed_bytes(
     if not plan.subgroups:
         return 0
     held = Holding.of(optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches)
-    amounts, guessed = tallies(plan.subgroups, plan)
+    amounts, updated_early = tallies(plan.subgroups, plan)
     summed = summed_elements(plan.subgroups, plan)
-    return held.bytes(amounts, plan.staging_slots, plan.host_slots, guessed, summed)["host"]
+    return held.bytes(amounts, plan.staging_slots, plan.host_slots, updated_early, summed)["host"]
 
 
 def check_host_memory(

@@ -94,20 +94,20 @@ class PlannedZero:
 
     # -- what the session asks ---------------------------------------------------------------
 
-    def gradient_homes(
+    def host_gradients(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> Windows:
         spend = self._spend if self._rule.spends else None
         one = self.zero_stage() < 3 and self.master_weights_and_grads_dtype != torch.float32
-        homes = OneBuffer if one else Windows
-        return homes(device, states, self.slices(), ops, complete, spend=spend)
+        buffers = OneBuffer if one else Windows
+        return buffers(device, states, self.slices(), ops, complete, spend=spend)
 
     def slices(self) -> dict[int, ZeroSlice]:
         raise NotImplementedError
 
     @property
     def _windows(self) -> Windows:
-        return cast("Windows", self._ebbtide.homes)
+        return cast("Windows", self._ebbtide.host_gradients)
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
         """Implement `Windows.spend`. Waits for the subgroup's update."""
@@ -166,7 +166,7 @@ class PlannedZero:
         if len(steps) == 1:
             self._rule.resume(steps.pop(), [groups[number] for number in self._group_of()])
 
-    def guess(self) -> tuple[list[UpdateStep], float]:
+    def expected_step(self) -> tuple[list[UpdateStep], float]:
         rule, groups = copy.deepcopy(self._rule), self.optimizer.param_groups
         steps = [
             rule.step(groups[number], self.optimizer.state[master]["step"] + 1)
@@ -177,7 +177,7 @@ class PlannedZero:
     def unclipped_scale(self) -> float:
         return self._gradient_scale(torch.zeros((), dtype=torch.float64))
 
-    def guess_holds(self) -> bool:
+    def early_updates_allowed(self) -> bool:
         """Return whether the speculation may still be right. Norms on a device are not read: backward would have to
         end.
         """
@@ -278,7 +278,7 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
-def bring_home(inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[str, torch.Tensor]) -> None:
+def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
     """Loaders replace the moments by new tensors: their values go to where the state lives.
 
     A checkpoint of stock's from before the first update has none, and stock then starts anew.
@@ -289,13 +289,13 @@ def bring_home(inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[s
     state.setdefault("step", 0)
     for key in rule.unused:
         state.setdefault(key, torch.zeros_like(master))
-    for key, home in homes.items():
+    for key, buffer in buffers.items():
         loaded = state.get(key)
         if loaded is None:
-            home.zero_()
-        elif loaded is not home:
-            home.copy_(loaded)
-        state[key] = home
+            buffer.zero_()
+        elif loaded is not buffer:
+            buffer.copy_(loaded)
+        state[key] = buffer
 
 
 def _in_host_memory(way: Way, *, parameters_too: bool) -> Way:

@@ -16,10 +16,10 @@ from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
-from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
-from ebbtide.runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
+from ebbtide.runtime.zero.planned import PlannedZero, bring_to_host, float64_norm, gated, published
 from ebbtide.runtime.zero.windows import ZeroSlice
-from ebbtide.simulator.plan import ParameterHome, Plan
+from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.workload import ZeroStage
 
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
@@ -66,7 +66,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         _, _, _, elements = self.grad_position[key]
         rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
         source = self._get_compact_grad_partition_slice(group, rank, key, elements)
-        self._bring_home(key, source, first=True, boundary=True)
+        self._copy_to_host(key, source, first=True, boundary=True)
         self._drop_gradient(param)
 
     def _take_reduced(self, param: Any, boundary: bool) -> None:
@@ -87,7 +87,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
             first = self.micro_step_id <= 0 or sums_all
-            self._bring_home(key, own_part, first=first, boundary=boundary, alone=not accumulates)
+            self._copy_to_host(key, own_part, first=first, boundary=boundary, alone=not accumulates)
         if boundary:
             self._drop_gradient(param)
 
@@ -107,7 +107,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._ebbtide.executor.device.let_go(gradient)
         self.clear_grad_attribute(param)
 
-    def _bring_home(
+    def _copy_to_host(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> None:
         """``alone``: as stock does with a step's only backward, outside of its sums, which a
@@ -124,9 +124,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
             self.norm_for_param_grads[key] = float64_norm(total)
 
-    def _sum_at_home(self, key: int) -> torch.Tensor:
-        homes = self._windows
-        return torch.cat([homes.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
+    def _sum_on_host(self, key: int) -> torch.Tensor:
+        sums = self._windows
+        return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
@@ -146,10 +146,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             total = self.accumulated_grads_in_cpu[key]
             self.update_offload_overflow_tracker(total)
             total = total.view(-1).narrow(0, start, elements)
-            self._bring_home(key, total.to(param.device), first=True, boundary=True)
+            self._copy_to_host(key, total.to(param.device), first=True, boundary=True)
             return
-        homes = [self._windows.finish(piece).to(param.device) for piece in self._flat.slices[key]]
-        self.norm_for_param_grads[key] = float64_norm(torch.cat(homes))
+        sums = [self._windows.finish(piece).to(param.device) for piece in self._flat.slices[key]]
+        self.norm_for_param_grads[key] = float64_norm(torch.cat(sums))
 
     # -- step --------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def _adopt_loaded(self) -> None:
         for group, master in enumerate(self._masters()):
-            bring_home(self.optimizer, self._rule, master, self._flat.moments(group))
+            bring_to_host(self.optimizer, self._rule, master, self._flat.moments(group))
         self._link_all_hp_params()
         self._take_back()
         self.resume_rule()
@@ -395,7 +395,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         group, _, _ = self._flat.cuts[subgroup]
         return own + self._kept(self._masters()[group])
 
-    def parameter_home(self) -> ParameterHome:
+    def parameter_location(self) -> ParameterLocation:
         return "device"
 
     def gathers(self) -> None:
@@ -432,7 +432,7 @@ def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, o
         optimizer.__class__ = DeepSpeedZeroOptimizer
         hand_back(optimizer, masters)
         raise
-    optimizer.accumulated_grads_in_cpu = HomeSums(optimizer.accumulated_grads_in_cpu, optimizer._sum_at_home)
+    optimizer.accumulated_grads_in_cpu = HostSums(optimizer.accumulated_grads_in_cpu, optimizer._sum_on_host)
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
     # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.

@@ -15,9 +15,9 @@ from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.flat_partitions import FlatState
 from ebbtide.runtime.zero.gathers import Gathers
-from ebbtide.runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from ebbtide.runtime.zero.planned import PlannedZero, bring_to_host, float64_norm, gated, published
 from ebbtide.runtime.zero.windows import ZeroSlice
-from ebbtide.simulator.plan import ParameterHome, Plan, PlanError
+from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import ZeroStage
 
@@ -276,9 +276,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             if self._flat is not None:
                 moments = self._flat.moments(number)
             else:
-                home = executor.states[number]
-                moments = dict(zip(self._rule.moments, home.moments, strict=True))
-            bring_home(self.optimizer, self._rule, master, moments)
+                placed = executor.states[number]
+                moments = dict(zip(self._rule.moments, placed.moments, strict=True))
+            bring_to_host(self.optimizer, self._rule, master, moments)
         self._pieces.take_back()
         executor.state_loaded()  # what was published is taken back before the next update
         self.resume_rule()
@@ -307,7 +307,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             return stage3_buffers.stock_buffers(self, self._masters(), subgroup)
         movable = subgroup not in self._swapped
         state = now.state if self._flat is None else self._flat.state(subgroup)
-        return Buffers(state, now.gradient, now.wire, now.parameter_home, movable)
+        return Buffers(state, now.gradient, now.wire, now.parameter_location, movable)
 
     def adopt(self, state: SubgroupState) -> None:
         group, _, _ = self._pieces.cuts[state.index]
@@ -331,8 +331,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         own = self._ebbtide.executor.states[subgroup].state
         return own + self._kept(self._masters()[subgroup])
 
-    def parameter_home(self) -> ParameterHome:
-        return private.parameter_home(self)
+    def parameter_location(self) -> ParameterLocation:
+        return private.parameter_location(self)
 
     def gathers(self) -> Gathered | None:
         return private.gathers(self)

@@ -117,11 +117,11 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     """Return the subgroup's tensors as DeepSpeed has made them; the fp32 gradient (4 bytes per parameter)
     is given back.
     """
-    pieces, home = optimizer._pieces, private.parameter_home(optimizer)
+    pieces, location = optimizer._pieces, private.parameter_location(optimizer)
     if not pieces.whole:
         state = optimizer._flat.state(subgroup)
         gradient = gradient_of(optimizer, subgroup)
-        return Buffers(state, gradient, pieces.wire(subgroup), home)
+        return Buffers(state, gradient, pieces.wire(subgroup), location)
     master = masters[subgroup]
     rule = optimizer._rule
     # An optimizer that runs its own step is asked for nothing: its state would hold an entry then.
@@ -134,7 +134,7 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     if swapped:
         wire = optimizer._unread[: master.numel()]
     moments = (state[key] for key in rule.moments)
-    return Buffers((master.data, *moments), gradient, wire, home, movable=not swapped)
+    return Buffers((master.data, *moments), gradient, wire, location, movable=not swapped)
 
 
 def swapped(optimizer: Any) -> list[int]:
@@ -219,7 +219,7 @@ def hand_back(optimizer: Any) -> None:
             state[key] = moment
         master.grad = torch.zeros_like(master.data)
     _join_gradients(optimizer)
-    on_host = private.parameter_home(optimizer) == "host"
+    on_host = private.parameter_location(optimizer) == "host"
     where = torch.device("cpu") if on_host else private.training_device()
     optimizer._pieces.hand_back(where)
 

@@ -61,7 +61,7 @@ def host_room_bytes(optimizer: Any) -> int:
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
     held += 0 if gradients is None else gradients.nbytes
-    if private.parameter_home(optimizer) == "host":
+    if private.parameter_location(optimizer) == "host":
         held += sum(w.nbytes for w in optimizer.fp16_partitioned_groups_flat if w is not None)
     return free_host_bytes() + int(held)
 
@@ -107,11 +107,11 @@ def _spaced(count: int, stored: int) -> frozenset[int]:
 
 
 def _plan(engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slots: int) -> Plan:
-    home = private.parameter_home(engine.optimizer)
+    location = private.parameter_location(engine.optimizer)
     return Plan(
         subgroup_size=max(1, int(engine.zero_sub_group_size())),
         subgroups=sizes,
-        ways=tuple(Way("stored" if i in stored else "host", home) for i in range(len(sizes))),
+        ways=tuple(Way("stored" if i in stored else "host", location) for i in range(len(sizes))),
         staging_slots=0,
         overlap_forward=False,
         host_slots=host_slots,

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice, Segment
+from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice, Segment
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 
@@ -44,7 +44,7 @@ class ZeroSlice(ParameterSlice):
 
 
 @dataclass
-class Windows(GradientHomes[ZeroSlice]):
+class Windows(HostGradients[ZeroSlice]):
     """The bits of stock training include gradients that are applied again.
 
     With accumulation a window's first micro-batches overwrite the gradient of the window before,
@@ -70,7 +70,7 @@ class Windows(GradientHomes[ZeroSlice]):
         if alone and piece.summed and piece.apart is None and not piece.held:
             for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
                 arrival.wait_host()
-            piece.apart = self._home(piece).clone()
+            piece.apart = self._host_buffer(piece).clone()
         total = self._take(piece, gradient, first=first, boundary=boundary, alone=alone)
         if not alone:
             piece.summed, piece.apart = True, None
@@ -85,7 +85,7 @@ class Windows(GradientHomes[ZeroSlice]):
         if piece.apart is not None:
             return piece.apart.narrow(0, 0, elements)
         if not (piece.held or piece.summed):
-            return torch.zeros_like(self._home(piece, elements))
+            return torch.zeros_like(self._host_buffer(piece, elements))
         if not piece.held and self._left_behind(piece):
             return self._spares[piece.subgroup].narrow(0, piece.offset, elements)
         return super()._sum_so_far(piece, elements)
@@ -110,7 +110,7 @@ class Windows(GradientHomes[ZeroSlice]):
                 self._turned.add(subgroup)
         elif piece.used and piece.kept is None and not (piece.touched or piece.copied):
             spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
-            self.ops.set_aside(subgroup, piece.offset, spare, self._home(piece))
+            self.ops.set_aside(subgroup, piece.offset, spare, self._host_buffer(piece))
             self.before_reuse()
             piece.copied = True
 
@@ -151,14 +151,14 @@ class Windows(GradientHomes[ZeroSlice]):
         """
         self.ops.wait()
         for piece in self.slices.values():
-            home = self._home(piece)
+            buffer = self._host_buffer(piece)
             if piece.unsent:  # the next window may go on from it
-                piece.apart = self._held(piece).to(home.device, copy=True)
+                piece.apart = self._held(piece).to(buffer.device, copy=True)
             elif piece.begun and not piece.touched and piece.apart is None:
-                piece.apart = home.clone()
+                piece.apart = buffer.clone()
             previous = self._previous(piece)
             if previous is not None:
-                home.copy_(previous)
+                buffer.copy_(previous)
             piece.unsent = piece.copied = False
         self._turned.clear()
         for spare in self._spares.values():
@@ -174,16 +174,16 @@ class Windows(GradientHomes[ZeroSlice]):
         For accumulation that ends at ``step()``, after its last backward.
         """
         if piece.unsent:
-            self.ops.send(piece.subgroup, piece.offset, self._home(piece), self._held(piece), summed=False)
+            self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
             piece.unsent = False
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         if piece.apart is not None:  # another plan has been since
-            self._home(piece).copy_(piece.apart)
+            self._host_buffer(piece).copy_(piece.apart)
             piece.apart = None
         piece.touched = piece.used = True
         piece.kept, piece.empty = None, False
-        return self._home(piece)
+        return self._host_buffer(piece)
 
     def close_window(self) -> None:
         """Parameters without a gradient keep what DeepSpeed would reuse: it leaves their fp32
@@ -196,7 +196,7 @@ class Windows(GradientHomes[ZeroSlice]):
             self._spend_kept(piece)
             if self._left_behind(piece):
                 spare = self._spares[piece.subgroup]
-                self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
+                self._host_buffer(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
         for piece in self.slices.values():
             piece.begun = piece.copied = False
         self._turned.clear()
@@ -232,8 +232,8 @@ class Windows(GradientHomes[ZeroSlice]):
         dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
-        home, previous = self._home(piece), self._previous(piece)
-        return (home if previous is None else previous).to(home.device, dtype, copy=True)
+        buffer, previous = self._host_buffer(piece), self._previous(piece)
+        return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
         """Return the fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
@@ -274,8 +274,8 @@ class Windows(GradientHomes[ZeroSlice]):
         for piece in sorted(kept, key=lambda p: p.offset):
             assert piece.kept is not None
             if piece.offset > position:
-                home = state.gradient[position : piece.offset]
-                runs.append(Segment(position, piece.offset, home, scale))
+                buffer = state.gradient[position : piece.offset]
+                runs.append(Segment(position, piece.offset, buffer, scale))
             position = piece.offset + piece.elements
             runs.append(Segment(piece.offset, position, piece.kept, 1.0))
         if position < state.elements:
@@ -297,7 +297,7 @@ class OneBuffer(Windows):
         del alone  # there is nothing else
         fresh = (piece.begun or piece.touched) and piece.kept is None
         if not (first or fresh):
-            self._home(piece).copy_(self.keep(piece))
+            self._host_buffer(piece).copy_(self.keep(piece))
         piece.kept, piece.summed = None, True
         return super().accept(piece, gradient, first=first, boundary=boundary)
 

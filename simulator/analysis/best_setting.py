@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ebbtide.simulator.analysis.guessed import expected, guesses_worth
+from ebbtide.simulator.analysis.expected import early_updates_worth, expected
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
@@ -77,7 +77,7 @@ class _Strategy:
         """Return the fastest that fits, or the one with the smallest shortage."""
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
-            tried += self._guessing(plain)
+            tried += self._early_variants(plain)
         return min(tried, key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:
@@ -109,7 +109,7 @@ class _Strategy:
             plan = _fitted(plan, self.workload, self.limits)
         return self._run(setting, {"plan": plan})
 
-    def _guessing(self, plain: Simulated) -> Iterator[Simulated]:
+    def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
         """With as many updates on the host before the norm as there is memory and time for,
         without visits before it and with all of them.
         """
@@ -120,11 +120,13 @@ class _Strategy:
         plan = _spread(work, **setting)
         left = self.limits.host_bytes - plain.result.host_peak_bytes
         able = [i for i, way in enumerate(plan.ways) if way == Way("host")]
-        count = guesses_worth(work, machine, Holding.of_workload(work), [work.subgroups[i] for i in able[::-1]], left)
+        count = early_updates_worth(
+            work, machine, Holding.of_workload(work), [work.subgroups[i] for i in able[::-1]], left
+        )
         hosts = {*able[len(able) - count :]}
-        for visits in {False, plan.count("device") > 0}:
+        for staged in {False, plan.count("device") > 0}:
             ways = [
-                way._replace(early=i in hosts or (visits and way == Way("device"))) for i, way in enumerate(plan.ways)
+                way._replace(early=i in hosts or (staged and way == Way("device"))) for i, way in enumerate(plan.ways)
             ]
             if not any(way.early for way in ways):
                 continue

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Numbers = Mapping[Placement, int]  # of subgroups
-Visitor = tuple[int, int] | None
+SizeRange = tuple[int, int] | None
 EACH = 30  # subgroups that are looked at one by one
 BLOCKS = 24  # of neighbours, and of each size in them, where there are more
 FEWEST_BLOCKS = 6
 FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
-MOST_VISITORS = 6  # ranges of sizes
+MOST_STAGED_RANGES = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
 NODES_OF_PLANNING = 300  # the others of few take ten times as long
@@ -61,10 +61,10 @@ def bound(
     workload: Workload,
     machine: Machine,
     device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (),
+    locations: Sequence[Memory] | None = (),
     host_bytes: float | None = None,
     storage_bytes: float | None = None,
-    guesses: bool = False,
+    early_updates: bool = False,
     *,
     enough_s: float | None = None,
 ) -> Bound:
@@ -88,7 +88,7 @@ def bound(
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes, guesses)
+    some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes, early_updates)
     return tightened(fluid_bound(*some), *some, enough_s=enough_s)
 
 
@@ -96,18 +96,18 @@ def fluid_bound(
     workload: Workload,
     machine: Machine,
     device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (),
+    locations: Sequence[Memory] | None = (),
     host_bytes: float | None = None,
     storage_bytes: float | None = None,
-    guesses: bool = False,
+    early_updates: bool = False,
 ) -> Bound:
     """`bound` as if parameters were a fluid: no tighter, and there in milliseconds.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes)
-    problem = _Problem(*some, guesses=guesses, pieces=1)
+    some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes)
+    problem = _Problem(*some, early_updates=early_updates, pieces=1)
     window = problem.window(None, fewest=0)
     solved = window.rows.lowest(window.seconds)
     if solved is None:
@@ -141,10 +141,10 @@ def tightened(
     workload: Workload,
     machine: Machine,
     device_bytes: float | None = None,
-    homes: Sequence[Memory] | None = (),
+    locations: Sequence[Memory] | None = (),
     host_bytes: float | None = None,
     storage_bytes: float | None = None,
-    guesses: bool = False,
+    early_updates: bool = False,
     *,
     most_nodes: int = NODES_OF_FEW,
     enough_s: float | None = None,
@@ -159,8 +159,8 @@ def tightened(
         return fluid
     count, sizes = len(workload.subgroups), len(set(workload.subgroups))
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
-    room = (device_bytes, homes, host_bytes, storage_bytes)
-    problem = _Problem(workload, machine, *room, guesses=guesses, pieces=pieces)
+    room = (device_bytes, locations, host_bytes, storage_bytes)
+    problem = _Problem(workload, machine, *room, early_updates=early_updates, pieces=pieces)
     return problem.tightened(fluid, min(_nodes(count), most_nodes), enough_s)
 
 
@@ -217,25 +217,25 @@ class _Problem:
         workload: Workload,
         machine: Machine,
         device_bytes: float | None,
-        homes: Sequence[Memory] | None,
+        locations: Sequence[Memory] | None,
         host_bytes: float | None,
         storage_bytes: float | None,
         pieces: int,
         *,
-        guesses: bool = False,
+        early_updates: bool = False,
     ) -> None:
         everywhere: tuple[Memory, ...] = ("device",)
-        where = () if homes is None else homes or everywhere * len(workload.subgroups)
+        where = () if locations is None else locations or everywhere * len(workload.subgroups)
         some = [way for way in plain_ways() if not where or way.parameters in where]
         held = Holding.of_workload(workload)
-        each = max(held.per_param["host"]) + (held.guess_bytes if guesses else 0)
+        each = max(held.per_param["host"]) + (held.early_bytes if early_updates else 0)
         most = each * workload.params
         if host_bytes is None or most <= host_bytes:
             # There is room: what is stored takes all the time that the host's takes, and more.
             host_bytes, storage_bytes = None, 0
         if storage_bytes == 0:
             some = [way for way in some if way.recipe.state != "storage"]
-        self.model = Model(workload, machine, some, pieces, where, guesses=guesses, sums=held.sums)
+        self.model = Model(workload, machine, some, pieces, where, early_updates=early_updates, sums=held.sums)
         w = self.model.workload
         gone = moved_out(w, fetched_elements(w, where)) * w.wire_bytes if where else 0
         taken = max(0, w.device_base_bytes - gone) + w.activation_bytes
@@ -247,9 +247,13 @@ class _Problem:
             self.room["storage"] = storage_bytes
 
     def window(
-        self, slots: int | None, fewest: int, numbers: Sequence[float] = (), visitor: tuple[int, int] | None = None
+        self,
+        slots: int | None,
+        fewest: int,
+        numbers: Sequence[float] = (),
+        largest_staged: tuple[int, int] | None = None,
     ) -> Window:
-        return Window(self.model, self.room, slots, fewest, numbers, visitor)
+        return Window(self.model, self.room, slots, fewest, numbers, largest_staged)
 
     def by_placement(self, x: Floats) -> dict[Placement, float]:
         """Sum over pieces and homes."""
@@ -264,10 +268,10 @@ class _Problem:
         least_s, near = math.inf, []
         if enough_s is not None:
             least_s, nodes = enough_s - self.model.rest_s, NODES_OF_PROOF
-        for low_s, _, slots, visitor in sorted(self._fractions(nodes), key=lambda case: case[:2]):
+        for low_s, _, slots, largest_staged in sorted(self._fractions(nodes), key=lambda case: case[:2]):
             if low_s >= least_s:
                 break
-            window = self.window(slots, FEWEST_MANY, visitor=visitor)
+            window = self.window(slots, FEWEST_MANY, largest_staged=largest_staged)
             Sharing(window, max(low_s, self.model.forward_s))
             solved = window.rows.lowest(window.seconds)
             if nodes and solved is not None and solved[0] < least_s:
@@ -292,18 +296,18 @@ class _Problem:
             promising=tuple((self._rounded(x), slots) for _, slots, x in near),
         )
 
-    def _fractions(self, nodes: int) -> Iterator[tuple[float, int, int | None, Visitor]]:
-        cases = product((*range(1, FEWEST_MANY), None), self._visitors() if nodes else (None,))
-        for number, (slots, visitor) in enumerate([(0, None), *cases]):
-            window = self.window(slots, FEWEST_MANY, visitor=visitor)
+    def _fractions(self, nodes: int) -> Iterator[tuple[float, int, int | None, SizeRange]]:
+        cases = product((*range(1, FEWEST_MANY), None), self._staged_ranges() if nodes else (None,))
+        for number, (slots, largest_staged) in enumerate([(0, None), *cases]):
+            window = self.window(slots, FEWEST_MANY, largest_staged=largest_staged)
             solved = window.rows.lowest(window.seconds)
             if solved is not None:
-                yield solved[0], number, slots, visitor
+                yield solved[0], number, slots, largest_staged
 
-    def _visitors(self) -> list[tuple[int, int]]:
+    def _staged_ranges(self) -> list[tuple[int, int]]:
         """Ranges of sizes: the largest visitor is in one of them."""
         sizes = np.unique(self.model.workload.subgroups)
-        some = np.array_split(sizes, min(len(sizes), MOST_VISITORS))
+        some = np.array_split(sizes, min(len(sizes), MOST_STAGED_RANGES))
         return [(int(each[0]), int(each[-1])) for each in some]
 
     def _rounded(self, x: Floats) -> dict[Placement, int]:

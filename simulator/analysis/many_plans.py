@@ -136,7 +136,7 @@ class PlanSweep:
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
-        both = amounts, guessed = self.amounts(placement)
+        both = amounts, updated_early = self.amounts(placement)
         slots = self.slots(both, staging_slots, host_slots)
         limits = early_limits(prefetch, slots)
         early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
@@ -158,7 +158,7 @@ class PlanSweep:
         )
         row = self._run(scratch, count, self._rates_with(threads))
         # On top of the activations' peak.
-        held = self.held_bytes(amounts, staging_slots, host_slots, guessed, self.summed_elements(placement))
+        held = self.held_bytes(amounts, staging_slots, host_slots, updated_early, self.summed_elements(placement))
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
@@ -167,8 +167,8 @@ class PlanSweep:
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
         """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
-        waiting, guessed = totals(placement, self.sizes, self.ways).tolist()
-        return tuple(map(tuple, waiting)), tuple(map(tuple, guessed))
+        waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
+        return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Return the elements of subgroups with sums on the device, if micro-batches are added up."""
@@ -195,10 +195,10 @@ class PlanSweep:
         away = placement >= PARAMETERS_ON_HOST
         key = (away.tobytes(), overlaps)
         if key not in self._programs:
-            homes: list[Memory] = ["host" if gone else "device" for gone in away]
-            gone_bytes = moved_out(self.workload, fetched_elements(self.workload, homes))
+            locations: list[Memory] = ["host" if gone else "device" for gone in away]
+            gone_bytes = moved_out(self.workload, fetched_elements(self.workload, locations))
             gone_bytes *= self.workload.wire_bytes
-            tape = record(self.workload, homes, overlaps=overlaps)
+            tape = record(self.workload, locations, overlaps=overlaps)
             if len(self._programs) == MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             program = Program.of(tape)
@@ -213,10 +213,10 @@ class PlanSweep:
                 "a placement is needed for each subgroup of the workload, but got "
                 f"{placement.size} for {self.sizes.size} subgroups"
             )
-        visits = staging_slots < 1 and self._takes(Slot.STAGING, placement)
+        staged = staging_slots < 1 and self._takes(Slot.STAGING, placement)
         if host_slots < 1 and self._takes(Slot.STATE, placement):
             raise PlanError(f"host_slots must be >= 1 for stored subgroups, but got {host_slots}")
-        if not 0 <= prefetch <= staging_slots or visits:
+        if not 0 <= prefetch <= staging_slots or staged:
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for visiting "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"

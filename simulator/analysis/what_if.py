@@ -313,8 +313,8 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
 
 def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:
     try:
-        guesses = work.zero_stage == 3
+        early_updates = work.zero_stage == 3
         device_bytes = limits.device_bytes
-        return fluid_bound(work, machine, device_bytes, storage_bytes=0, guesses=guesses).iteration_s
+        return fluid_bound(work, machine, device_bytes, storage_bytes=0, early_updates=early_updates).iteration_s
     except ValueError:  # nothing fits
         return float("nan")

@@ -363,8 +363,8 @@ _UPDATE_KINDS = tuple(
     KINDS.index(kind)
     for kind in (
         OpKind.UPDATE_HOST,
-        OpKind.UPDATE_GUESSED,
-        OpKind.VISIT_GUESSED,
+        OpKind.UPDATE_HOST_EARLY,
+        OpKind.UPDATE_DEVICE_EARLY,
         OpKind.UPDATE_DEVICE,
         OpKind.STATE_D2H,
         OpKind.PARAMETER_H2D,

@@ -21,7 +21,7 @@ from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Place, What
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import Bytes, Slot, Step, Wait
-from ebbtide.simulator.update.way import GUESSED, PARAMETERS_ON_HOST, SUMMED, ways
+from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
 
 SLOTS = list(Slot)
@@ -164,10 +164,10 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
         code = placement[s]
-        guessed = (code // GUESSED) % 2
-        code -= guessed * GUESSED
+        updated_early = (code // EARLY) % 2
+        code -= updated_early * EARLY
         code -= ((code // SUMMED) % 2) * SUMMED
-        result = both[guessed]
+        result = both[updated_early]
         if code >= PARAMETERS_ON_HOST:
             code = code - PARAMETERS_ON_HOST + kinds // 2
         result[0, code] += 1
@@ -211,7 +211,7 @@ class _Made(NamedTuple):
     after: Ints
     n: Ints
     done: Ints
-    home: Ints
+    on_host: Ints
     sums: Ints
     early: Ints
     begun: Ints
@@ -273,12 +273,12 @@ def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previo
         if waits & _WAIT_NORM:
             _wait(made, made.n[_N_NORM])
         if waits & _WAIT_GRADIENT:
-            _wait(made, made.home[s])
+            _wait(made, made.on_host[s])
         if waits & _WAIT_PREVIOUS:
             _wait(made, previous)
         previous = _add(made, given, row, given.sizes[s])
         if given.rows[row, T_PUBLISHES] > 0:
-            made.done[made.done.size - 2 * made.home.size + s] = previous
+            made.done[made.done.size - 2 * made.on_host.size + s] = previous
     return int(previous)
 
 
@@ -334,17 +334,17 @@ def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: 
         op = _add(made, given, row, places[place, X_ELEMENTS])
         if int(given.rows[row, kernel.KIND]) == _SENT:
             left = _make_room(made, op, left)
-    made.home[s] = made.sums[part] = op
+    made.on_host[s] = made.sums[part] = op
     if boundary and places[place, X_LAST]:
         made.complete[s] = 1
-        _guess(made, given, s)
+        _update_early(made, given, s)
         _come_in(made, given)
     return left
 
 
 @uncounted
-def _guess(made: _Made, given: _Given, s: int) -> None:
-    """`EbbtideLoop._guess`."""
+def _update_early(made: _Made, given: _Given, s: int) -> None:
+    """Send the op of an early update, and of what follows it."""
     way = given.placement[s]
     first, before = given.ways[way, W_FIRST], given.ways[way, W_BEFORE]
     begun = made.begun[s]
@@ -366,7 +366,7 @@ def _come_in(made: _Made, given: _Given) -> None:
             return
         n[_N_CAME] += 1
         _begin_early(made, given, s, n[_N_BEGIN])
-        _guess(made, given, s)
+        _update_early(made, given, s)
 
 
 @uncounted
@@ -385,8 +385,8 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
     for k in range(given.arrival.size):
         s = given.arrival[k]
         first = given.ways[given.placement[s], W_FIRST]
-        guesses = given.ways[given.placement[s], W_BEFORE] > first
-        if guesses and given.rows[first, T_EARLY] > 0:
+        early_updates = given.ways[given.placement[s], W_BEFORE] > first
+        if early_updates and given.rows[first, T_EARLY] > 0:
             made.coming[n[_N_COMING]] = s
             n[_N_COMING] += 1
     _add_first(made, given, P_EARLY)
@@ -419,8 +419,8 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
         s = given.issue[k]
         row = given.ways[given.placement[s], W_FIRST]
         slot = int(given.rows[row, T_TAKES])
-        guesses = given.ways[given.placement[s], W_BEFORE] > row
-        if given.rows[row, T_EARLY] > 0 and not guesses and made.left[slot] > 0:
+        early_updates = given.ways[given.placement[s], W_BEFORE] > row
+        if given.rows[row, T_EARLY] > 0 and not early_updates and made.left[slot] > 0:
             made.left[slot] -= 1
             left -= 1
             made.coming[made.n[_N_COMING]] = s
@@ -442,7 +442,7 @@ def _add_update(made: _Made, given: _Given, s: int) -> None:
     way, early = given.placement[s], made.early[s]
     first = given.ways[way, W_FIRST] + made.begun[s]
     end = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
-    made.done[made.done.size - made.home.size + s] = end
+    made.done[made.done.size - made.on_host.size + s] = end
     made.early[s] = -1
     made.begun[s] = made.complete[s] = 0
 

@@ -148,14 +148,14 @@ class CheckpointedLoop(EbbtideLoop):
         if hook < 0:
             return self.save_op
         if segment.part == "urgent":
-            return self._bring_home(segment.size_bytes, self.norm, segment.subgroup)
+            return self._copy_to_host(segment.size_bytes, self.norm, segment.subgroup)
         if hook not in self.pieces:
             size = sum(s.size_bytes for s, h in self.cuts if h == hook and s.part == "live")
             behind = self.passes[-1] if self.hook > 0 else self.save_op
-            self.pieces[hook] = self._bring_home(size, max(behind, self.save_op))
+            self.pieces[hook] = self._copy_to_host(size, max(behind, self.save_op))
         return self.pieces[hook]
 
-    def _bring_home(self, size_bytes: float, after: int, subgroup: int = -1) -> int:
+    def _copy_to_host(self, size_bytes: float, after: int, subgroup: int = -1) -> int:
         return self.out.add(
             OpKind.SNAPSHOT, Lane.D2H, size_bytes, "d2h_bytes_per_s", [after], dram_bytes=size_bytes, subgroup=subgroup
         )
@@ -165,7 +165,7 @@ class CheckpointedLoop(EbbtideLoop):
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
             if recipe.state == "device":
-                self.snapshots[subgroup] = self._bring_home(size, self.norm, subgroup)
+                self.snapshots[subgroup] = self._copy_to_host(size, self.norm, subgroup)
             else:
                 lane = next(step.lane for step in recipe.steps if step.overwrites)
                 self.snapshots[subgroup] = self.out.add(

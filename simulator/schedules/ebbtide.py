@@ -36,7 +36,7 @@ def build_schedule(
     return loop.schedule(iterations)
 
 
-def check_homes(plan: Plan, zero_stage: int) -> None:
+def check_locations(plan: Plan, zero_stage: int) -> None:
     """Raise PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
     storage where it keeps all of it in one piece, or in buffers that change places.
     """
@@ -48,7 +48,7 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
             "but some are: plan again with `tune plan`, or train with zero_optimization.stage 3",
             key="plan.ways",
         )
-    if "host" in plan.parameter_homes:
+    if "host" in plan.parameter_locations:
         raise PlanError(
             f"plan.ways must not have parameters on the host under ZeRO-{zero_stage}, which keeps them whole on "
             "the device, but some have: plan again with `tune plan`, or train with zero_optimization.stage 3",
@@ -81,8 +81,8 @@ class EbbtideLoop(PlannedLoop):
                 "wait for their updates, but got true: plan again with `tune plan`",
                 key="plan.overlap_forward",
             )
-        check_homes(plan, workload.zero_stage)
-        super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
+        check_locations(plan, workload.zero_stage)
+        super().__init__(workload, plan.parameter_locations, overlaps=plan.overlap_forward)
         self.plan = plan
         once = workload.adds_on_device
         ways = [way._replace(sum_on_device=once or way.sum_on_device) for way in plan.ways]
@@ -91,7 +91,7 @@ class EbbtideLoop(PlannedLoop):
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         arrival = arrival or arrival_order(self.layers_of)
         self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add, self._arrived)
-        self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient home
+        self.on_host: dict[int, int] = {}  # subgroup -> the op that brought its gradient home
         self.sums: dict[int, int] = {}  # number of a part -> the op that brought its gradient home
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
@@ -118,7 +118,7 @@ class EbbtideLoop(PlannedLoop):
             after = self._add(step, subgroup, [after, *sums], part.elements)
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
-        self.at_home[subgroup] = self.sums[part.number] = after
+        self.on_host[subgroup] = self.sums[part.number] = after
         if part.last and micro_step == self.boundary:
             self.issue.gradient(subgroup)
 
@@ -154,7 +154,7 @@ class EbbtideLoop(PlannedLoop):
         return done
 
     def _arrived(self, subgroup: int) -> list[int]:
-        return [self.at_home[subgroup]]
+        return [self.on_host[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
         """Append an op behind some others.

@@ -68,7 +68,7 @@ class FlatOffloadLoop(StockLoop):
         made = super().schedule(iterations, name)
         return replace(made, held={**made.held, "host": host})
 
-    def _send_home(self, layer: int, micro_step: int, after: int) -> int:
+    def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
         """Append the copies of the sum so far, in and out, unless it stays on the device.
 
         After the last micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
@@ -86,7 +86,7 @@ class FlatOffloadLoop(StockLoop):
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved)
 
-    def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
+    def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
         """Append the copy of the updated parameters to the device, as this version of DeepSpeed sends them."""
         fresh = self.flat.parameters == "fresh_16_bit"
         pageable = fresh or not self.flat.pinned

@@ -17,8 +17,8 @@ from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
 
-StateHome = Literal["cpu", "nvme"]
-Home = Literal["device", "cpu"]
+StateLocation = Literal["cpu", "nvme"]
+Location = Literal["device", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class InfinityOptions:
         torch_adam: Torch's own Adam updates on the host.
     """
 
-    optimizer: StateHome = "nvme"
-    parameters: Home = "cpu"
-    activations: Home = "device"
+    optimizer: StateLocation = "nvme"
+    parameters: Location = "cpu"
+    activations: Location = "device"
     pipelined: bool = False
     pinned: bool = True
     pinned_parameters: bool = True
@@ -48,7 +48,7 @@ class InfinityOptions:
     torch_adam: bool = False
 
     def __post_init__(self) -> None:
-        for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
+        for name, kinds in (("optimizer", StateLocation), ("parameters", Location), ("activations", Location)):
             value = getattr(self, name)
             if value not in get_args(kinds):
                 raise RuleError(f"{name} must be one of {get_args(kinds)}, but got {value!r}", key=f"options.{name}")
@@ -76,17 +76,17 @@ class InfinityLoop(StockLoop):
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
         super().__init__(workload, StockOptions(gradients=options.gradients, torch_adam=options.torch_adam))
-        self.homes = options
+        self.locations = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        made, w, homes = super().schedule(iterations, name), self.workload, self.homes
+        made, w, locations = super().schedule(iterations, name), self.workload, self.locations
         host, storage = dict(made.held["host"]), dict[Kind, int]()
-        if homes.parameters == "cpu":
+        if locations.parameters == "cpu":
             host["parameters"] = w.params * w.wire_bytes
-        if homes.optimizer == "nvme":
-            sets = min(len(self.sizes), 2 if homes.pipelined else 1)
+        if locations.optimizer == "nvme":
+            sets = min(len(self.sizes), 2 if locations.pipelined else 1)
             host["staging"] = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
             # The gradient's partition buffer stays; what is in fp32 goes to storage.
             storage = {"state": host.pop("state"), "gradients": w.params * FP32_BYTES}
@@ -96,17 +96,17 @@ class InfinityLoop(StockLoop):
     @property
     def gone_bytes(self) -> int:
         w = self.workload
-        if self.homes.parameters == "device":
+        if self.locations.parameters == "device":
             return 0
         return moved_out(w, [layer.params for layer in w.layers]) * w.wire_bytes
 
     # -- passes ------------------------------------------------------------------------------
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        ahead = self.passes[-2:-1] if self.homes.pinned_parameters else self.passes[-1:]
+        ahead = self.passes[-2:-1] if self.locations.pinned_parameters else self.passes[-1:]
         of = self.workload.layers[layer]
         fetched = fetched_for(of, of.params, self.micro_step, backward=backward)
-        if self.homes.parameters == "cpu" and fetched:
+        if self.locations.parameters == "cpu" and fetched:
             size = fetched * self.workload.wire_bytes
             waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
         waits = super().before_pass(layer, waits, backward=backward)
@@ -119,7 +119,7 @@ class InfinityLoop(StockLoop):
     def after_forward(self, layer: int, op: int) -> None:
         size = self.workload.layers[layer].activation_bytes
         last = layer == len(self.workload.layers) - 1
-        if self.homes.activations == "device" or last or not size:
+        if self.locations.activations == "device" or last or not size:
             return
         self.stored[layer] = self.out.add(
             OpKind.ACTIVATION_D2H,
@@ -135,7 +135,7 @@ class InfinityLoop(StockLoop):
 
     def _come_in(self, kind: OpKind, size_bytes: int, layer: int, after: list[int]) -> int:
         activations = size_bytes if kind == OpKind.ACTIVATION_H2D else 0
-        pageable = kind == OpKind.PARAMETER_FETCH and not self.homes.pinned_parameters
+        pageable = kind == OpKind.PARAMETER_FETCH and not self.locations.pinned_parameters
         return self.out.add(
             kind,
             Lane.H2D_PARAMETERS,
@@ -153,17 +153,17 @@ class InfinityLoop(StockLoop):
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
         super().gradients(layer, micro_step, after)
         size = self.workload.layers[layer].params * FP32_BYTES
-        if self.homes.optimizer == "nvme" and micro_step == self.boundary and size:
-            home = self.gradients_home[layer]  # the norm waits for what is here
-            self.gradients_home[layer] = self._write(size, home, layer=layer)
+        if self.locations.optimizer == "nvme" and micro_step == self.boundary and size:
+            on_host = self.gradients_on_host[layer]  # the norm waits for what is here
+            self.gradients_on_host[layer] = self._write(size, on_host, layer=layer)
 
     def _update(self, subgroup: int, after: int) -> int:
-        if self.homes.optimizer == "cpu":
+        if self.locations.optimizer == "cpu":
             return super()._update(subgroup, after)
         # Not pipelined, everything is one after the other. Pipelined, there are two sets of buffers
         # in turn, and reads follow each other: the first one waits for the norm.
         waits = [after, *self.writes[-1:]]
-        if self.homes.pipelined and self.writes:
+        if self.locations.pipelined and self.writes:
             waits = self.writes[-2:-1]
         size = self.sizes[subgroup]
         read_bytes = size * (self.state_bytes + FP32_BYTES)
@@ -178,13 +178,13 @@ class InfinityLoop(StockLoop):
         )
         updated = self._update_host(subgroup, [read, after])
         self.writes.append(self._write(size * self.state_bytes, updated, subgroup=subgroup))
-        return self._parameters_home(subgroup, [after, updated])
+        return self._parameters_to_host(subgroup, [after, updated])
 
-    def _parameters_home(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
+    def _parameters_to_host(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
         """Offloaded parameters are where the update writes them."""
-        if self.homes.parameters == "cpu":
+        if self.locations.parameters == "cpu":
             return waits[-1]
-        return super()._parameters_home(subgroup, waits)
+        return super()._parameters_to_host(subgroup, waits)
 
     def step_ends(self, waits: list[int]) -> None:
         super().step_ends([*waits, *self.writes])

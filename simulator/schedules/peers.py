@@ -106,11 +106,11 @@ class StockLoop(TrainingLoop):
         self.state_bytes = workload.optimizer_state.state_bytes
         count = len(self.sizes)
         self.resident = self._residents(count)  # the first ones, as DeepSpeed does
-        self.visits = {
+        self.staged = {
             s for i, s in enumerate(range(self.resident, count), start=1) if options.stride and i % options.stride == 0
         }
-        self.slots = min(options.staging_slots, len(self.visits))
-        self.gradients_home: dict[int, int] = {}  # layer -> op
+        self.slots = min(options.staging_slots, len(self.staged))
+        self.gradients_on_host: dict[int, int] = {}  # layer -> op
         self.stream: list[int] = []  # its last op
         self.missing: list[int] = []
         self.updated: dict[int, int] = {}  # subgroups updated during backward
@@ -126,7 +126,7 @@ class StockLoop(TrainingLoop):
         """Return the appended ops as a schedule, with the memory that is in use throughout."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
-        staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
+        staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)
         state = w.optimizer_state.state_bytes
         hosted = w.params - on_device
         device: dict[Kind, int] = {
@@ -155,25 +155,25 @@ class StockLoop(TrainingLoop):
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
         """Send a layer's gradients home; what is complete may be updated at once."""
-        home = self._send_home(layer, micro_step, after)
-        self.gradients_home[layer] = home
-        self.stream = [home]  # of the reductions: the next layer's copies queue behind these
+        on_host = self._send_to_host(layer, micro_step, after)
+        self.gradients_on_host[layer] = on_host
+        self.stream = [on_host]  # of the reductions: the next layer's copies queue behind these
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
             complete = self.missing[subgroup] == 0 and micro_step == self.boundary
             early = self.options.updates == "with_backward" and subgroup >= self.resident
             if complete and early:
-                self.updated[subgroup] = self._update_host(subgroup, [home])
+                self.updated[subgroup] = self._update_host(subgroup, [on_host])
 
     def backward(self, micro_step: int) -> None:
         """Append a backward. It ends when the gradients' stream is empty: DeepSpeed synchronises with it."""
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
-        homes = list(self.gradients_home.values())
-        self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=homes)
+        locations = list(self.gradients_on_host.values())
+        self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=locations)
 
-    def _send_home(self, layer: int, micro_step: int, after: int) -> int:
-        hosted = sum(n for s, n in self.shares[layer] if self._goes_home(s))
+    def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
+        hosted = sum(n for s, n in self.shares[layer] if self._goes_to_host(s))
         hosted *= micro_step == self.boundary  # earlier ones stop in the buffer
         elements = self.workload.layers[layer].params
         if not elements:
@@ -192,12 +192,12 @@ class StockLoop(TrainingLoop):
             moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
 
-    def _goes_home(self, subgroup: int) -> bool:
+    def _goes_to_host(self, subgroup: int) -> bool:
         """Interleaved builds leave the gradients of visiting subgroups on the device."""
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
     def _waits_on_device(self, subgroup: int) -> bool:
-        return self.options.updates == "interleaved" and subgroup in self.visits
+        return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Return the bytes allocated for staged subgroups, each whole when its first gradient arrives."""
@@ -281,25 +281,25 @@ class StockLoop(TrainingLoop):
 
     def step(self) -> None:
         """Norm, then subgroup by subgroup; `step()` returns when all is done."""
-        waits = [*self.gradients_done, *self.gradients_home.values(), *self.updated.values()]
+        waits = [*self.gradients_done, *self.gradients_on_host.values(), *self.updated.values()]
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=waits)
         ends: list[int] = []
         for subgroup in range(len(self.sizes)):
             sequential = self.options.updates != "interleaved" and bool(ends)
             ends.append(self._update(subgroup, ends[-1] if sequential else norm))
-        waits = [norm, *ends, *self.written_back[len(self.written_back) - len(self.visits) :]]
+        waits = [norm, *ends, *self.written_back[len(self.written_back) - len(self.staged) :]]
         self.step_ends(waits)
-        self.updated, self.gradients_home = {}, {}
+        self.updated, self.gradients_on_host = {}, {}
 
     def _update(self, subgroup: int, after: int) -> int:
         if subgroup < self.resident:
             return self._update_device(subgroup, [after])
-        if subgroup in self.visits:
-            return self._visit(subgroup, after)
+        if subgroup in self.staged:
+            return self._stage(subgroup, after)
         done = self.updated.get(subgroup)
         if done is None:
             done = self._update_host(subgroup, [after])
-        return self._parameters_home(subgroup, [after, done])
+        return self._parameters_to_host(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
         """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
@@ -334,7 +334,7 @@ class StockLoop(TrainingLoop):
         )
         return [copied]
 
-    def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
+    def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
         size = self.sizes[subgroup] * self.workload.wire_bytes
         if self.options.result_copy:
             waits = self._result_copied(subgroup, waits)
@@ -362,7 +362,7 @@ class StockLoop(TrainingLoop):
             subgroup=subgroup,
         )
 
-    def _visit(self, subgroup: int, after: int) -> int:
+    def _stage(self, subgroup: int, after: int) -> int:
         """State comes in once a slot is free, with the fp32 gradient if that is on the host."""
         waits = [after]
         if len(self.written_back) >= self.slots:

@@ -52,11 +52,11 @@ class PlannedLoop(TrainingLoop):
         ends: each subgroup's last op in the latest step.
     """
 
-    def __init__(self, workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> None:
+    def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         """``overlaps``: the step returns while updates still run."""
         super().__init__(workload)
-        self.homes, self.overlaps = homes, overlaps
-        self.fetched = fetched_elements(workload, homes)
+        self.locations, self.overlaps = locations, overlaps
+        self.fetched = fetched_elements(workload, locations)
         self.parts = parts_of(workload)
         self.ends: list[int] = []
 
@@ -86,8 +86,8 @@ class PlannedLoop(TrainingLoop):
         size = fetched_for(of, elements, self.micro_step, backward=backward)
         size *= self.workload.wire_bytes
         if size:
-            new, homes = self.parameters_new, self.homes
-            others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}
+            new, locations = self.parameters_new, self.locations
+            others = {new[s] for s, _ in self.shares[layer] if locations[s] == "device" and s in new}
             fetch = self.out.add(
                 OpKind.PARAMETER_FETCH,
                 Lane.H2D_FETCH,

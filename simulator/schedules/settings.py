@@ -28,11 +28,11 @@ def _strides(subgroups: int) -> Iterator[Setting]:
 
 def _shares(_: int) -> Iterator[Setting]:
     for residents in range(STEPS + 1):
-        for visits in range(STEPS + 1 - residents):
-            yield {"resident_share": residents / STEPS, "device_share": visits / STEPS}
+        for staged in range(STEPS + 1 - residents):
+            yield {"resident_share": residents / STEPS, "device_share": staged / STEPS}
 
 
-def _homes(_: int) -> Iterator[Setting]:
+def _locations(_: int) -> Iterator[Setting]:
     for optimizer, pipelined in (("cpu", False), ("nvme", False), ("nvme", True)):
         for parameters in ("device", "cpu"):
             for activations in ("device", "cpu"):
@@ -48,5 +48,5 @@ SETTINGS: Mapping[str, Callable[[int], Iterator[Setting]]] = {
     "twin_flow": _ratios,
     "deep_optimizer_states": _strides,
     "ebbtide": _shares,
-    "zero_infinity": _homes,
+    "zero_infinity": _locations,
 }

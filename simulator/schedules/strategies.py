@@ -10,7 +10,7 @@ from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions, SentBack
-from ebbtide.simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
+from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions, Location, StateLocation
 from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
 from ebbtide.simulator.workload import Workload
 
@@ -198,9 +198,9 @@ def zero_offload(
 def zero_infinity(
     workload: Workload,
     iterations: int = 3,
-    optimizer: StateHome = "nvme",
-    parameters: Home = "cpu",
-    activations: Home = "device",
+    optimizer: StateLocation = "nvme",
+    parameters: Location = "cpu",
+    activations: Location = "device",
     pipelined: bool = False,
     pinned: bool = True,
     pinned_parameters: bool = True,
@@ -276,9 +276,9 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
         )
     count = len(workload.subgroups)
     residents = round(resident_share * count)
-    visits = min(round(device_share * count), count - residents)
+    staged = min(round(device_share * count), count - residents)
     placements: list[Placement] = ["resident"] * residents
-    placements += spread(visits, count - residents)
+    placements += spread(staged, count - residents)
     if base is not None:
         return base.placed(placements)
     return Plan(
@@ -286,9 +286,9 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
     )
 
 
-def spread(visits: int, count: int) -> list[Placement]:
-    """``visits`` of ``count`` subgroups on the device, evenly among those on the host."""
-    return ["device" if (i + 1) * visits // count > i * visits // count else "host" for i in range(count)]
+def spread(staged: int, count: int) -> list[Placement]:
+    """``staged`` of ``count`` subgroups on the device, evenly among those on the host."""
+    return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
 STRATEGIES: Mapping[str, Callable[..., Schedule]] = {

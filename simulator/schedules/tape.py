@@ -45,13 +45,13 @@ class Place:
     boundary: bool = False
 
 
-def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> list[Place]:
+def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
     """Return an iteration's ops that no placement changes.
 
     Raises:
         ValueError: there are more passes than `TrainingLoop.run` builds.
     """
-    loop = _Recorder(workload, homes, overlaps=overlaps)
+    loop = _Recorder(workload, locations, overlaps=overlaps)
     loop.run(2)
     return loop.places()
 
@@ -59,8 +59,8 @@ def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> li
 class _Recorder(PlannedLoop):
     """The passes of a plan that is not known, with a marker for each thing that it decides."""
 
-    def __init__(self, workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> None:
-        super().__init__(workload, homes, overlaps=overlaps)
+    def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
+        super().__init__(workload, locations, overlaps=overlaps)
         self.marks: dict[int, Place] = {}
         self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
 

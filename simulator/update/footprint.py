@@ -16,7 +16,7 @@ from ebbtide.simulator.schedule import KINDS, Kind
 from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
 from ebbtide.simulator.update.recipes import HOST_SLOTS, Placement, Recipe, Slot, slot_limit
 from ebbtide.simulator.update.tiers import TIERS, Memory
-from ebbtide.simulator.update.way import ParameterHome, Way, plain_ways
+from ebbtide.simulator.update.way import ParameterLocation, Way, plain_ways
 from ebbtide.simulator.workload import BaseKind, Layer, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
@@ -50,11 +50,11 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     parameters that live on the host, as many are on the device as are gathered at once.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
-    homes = plan.parameter_homes
-    amounts, guessed = tallies(workload.subgroups, plan)
-    gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
+    locations = plan.parameter_locations
+    amounts, updated_early = tallies(workload.subgroups, plan)
+    gone = moved_out(workload, fetched_elements(workload, locations)) * workload.wire_bytes
     summed = summed_elements(workload.subgroups, plan)
-    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, guessed, summed)
+    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, updated_early, summed)
     taken["device"] = with_base(workload, taken["device"], gone)
     return taken
 
@@ -84,11 +84,11 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
     return parts
 
 
-def fetched_elements(workload: Workload, homes: Sequence[Memory]) -> list[int]:
+def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
     """Elements of each layer's parameters that live on the host."""
-    if "host" not in homes:
+    if "host" not in locations:
         return [0] * len(workload.layers)
-    return [sum(n for s, n in held if homes[s] == "host") for held in workload.shares()]
+    return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
@@ -179,7 +179,7 @@ class Holding:
             optimizer,
             wire_bytes,
             {key: tuple(row[key] for row in rows) for key in sorted(set().union(*rows))},
-            {s: (_users(s, recipes), _users(s, [r.guessed for r in recipes])) for s in Slot},
+            {s: (_users(s, recipes), _users(s, [r.updated_early for r in recipes])) for s in Slot},
             gradient_bytes,
             keeps,
         )
@@ -209,18 +209,18 @@ class Holding:
         amounts: Amounts,
         staging_slots: int,
         host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None,
+        updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
         """Return the sum of all kinds of `by_kind`."""
-        return totals(self.by_kind(amounts, staging_slots, host_slots, guessed, summed))
+        return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
 
     def by_kind(
         self,
         amounts: Amounts,
         staging_slots: int,
         host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None,
+        updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
         """Return the bytes by memory and kind, without the workload's base.
@@ -231,7 +231,7 @@ class Holding:
             summed: elements with sums of micro-batches on the device. They leave from there,
                 and the gradients of the window before stay at home meanwhile.
         """
-        both = amounts, guessed or [[0] * len(amounts[0])] * 3
+        both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
         elements = list(map(add, amounts[1], early))
         taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
@@ -241,7 +241,7 @@ class Holding:
         stay = int(summed) if self.sums else 0
         taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
         taken["host"]["gradients"] -= stay * self.gradient_bytes
-        taken["host"]["staging"] += int(sum(early)) * self.guess_bytes
+        taken["host"]["staging"] += int(sum(early)) * self.early_bytes
         for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
                 taken[slot.memory]["staging"] += limit * self.each_bytes(slot, both)
@@ -249,8 +249,8 @@ class Holding:
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
         """Return the bytes of one slot of a kind. It holds the largest of its users; ``both`` as in `slots`."""
-        waiting, guesses = ([int(n) for n in each] for each in self._of(slot, both, 2))
-        return self.slot_bytes(slot, max(*waiting, *guesses, 0), guesses=any(guesses))
+        waiting, early_updates = ([int(n) for n in each] for each in self._of(slot, both, 2))
+        return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
         """`slot_limits` of subgroups that wait for the norm, and of those that are guessed."""
@@ -287,7 +287,7 @@ class Holding:
         return sum(self.sending_bytes(sent, stay) <= most for stay in accumulate(sizes))
 
     @property
-    def guess_bytes(self) -> int:
+    def early_bytes(self) -> int:
         """Bytes of host memory for each element of an early update: new state and new parameters."""
         return self.optimizer.state_bytes + self.wire_bytes
 
@@ -296,7 +296,7 @@ class Holding:
         """Return whether gradients leave the device in each of `ways`."""
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
-    def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
+    def slot_bytes(self, slot: Slot, elements: int, *, early_updates: bool = False) -> int:
         """Return the bytes of a slot that holds any subgroup of up to so many elements.
 
         Args:
@@ -304,7 +304,7 @@ class Holding:
         """
         if slot.holds_state:
             each = self.optimizer.tensor_count * FP32_BYTES
-            each += self.wire_bytes * (guesses and slot.memory == "device")
+            each += self.wire_bytes * (early_updates and slot.memory == "device")
             return slot_elements(elements) * each
         return elements * self.wire_bytes
 
@@ -336,7 +336,7 @@ def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
 
 
 def tally(
-    sizes: Iterable[int], placements: Sequence[Placement], homes: Sequence[ParameterHome] = ()
+    sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
 ) -> tuple[list[int], list[int], list[int]]:
     """Return, for each of `ways`: number of subgroups, their elements, elements of the largest.
 
@@ -344,10 +344,10 @@ def tally(
         homes: locations of the parameters. Empty: all on the device.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
-    everywhere: tuple[ParameterHome, ...] = ("device",)
-    homes = homes or everywhere * len(placements)
-    for size, placement, home in zip(sizes, placements, homes, strict=True):
-        held[Way(placement, home)].append(size)
+    everywhere: tuple[ParameterLocation, ...] = ("device",)
+    locations = locations or everywhere * len(placements)
+    for size, placement, location in zip(sizes, placements, locations, strict=True):
+        held[Way(placement, location)].append(size)
     by = held.values()
     return [len(n) for n in by], [sum(n) for n in by], [max(n, default=0) for n in by]
 

@@ -91,8 +91,8 @@ class Issue(Generic[Op]):
             return
         self._in_backward, self._begin = True, behind
         self._now = self.recipes if early else self.redo
-        visits = (s for s in self.arrival if self._now[s].before_norm and self._now[s].steps[0].early)
-        some = [*visits, *self._first(ahead=False)]
+        staged = (s for s in self.arrival if self._now[s].before_norm and self._now[s].steps[0].early)
+        some = [*staged, *self._first(ahead=False)]
         self._coming = deque(s for s in some if s not in self.early)
         self.come_in()
 

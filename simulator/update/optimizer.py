@@ -36,7 +36,7 @@ class OptimizerState:
         return FP32_BYTES * self.tensor_count
 
     @property
-    def visit_bytes(self) -> int:
+    def staged_bytes(self) -> int:
         """Per parameter, each way: all of the state comes in, and all of it goes back."""
         return self.state_bytes
 

@@ -77,7 +77,7 @@ class Bytes:
     """
 
     state: int
-    visit: int
+    staged: int
     wire: int
     gradient: int
     host_traffic: int
@@ -89,7 +89,7 @@ class Bytes:
         gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
         traffic = optimizer.host_traffic_bytes(gradient, wire)
         return cls(
-            optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire)
+            optimizer.state_bytes, optimizer.staged_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire)
         )
 
 
@@ -185,26 +185,26 @@ class Recipe:
         return replace(self, steps=tuple(steps))
 
     @cached_property
-    def guessed(self) -> Recipe | None:
+    def updated_early(self) -> Recipe | None:
         """Return the same, updated as soon as the gradient is complete, on the guess that the step neither
         clips nor overflows: out of place, so that a wrong guess is dropped. Its new parameters wait
         for the norm in a buffer of their own. None: nothing of it can be done before the norm.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:
-            return replace(self, steps=_guessed_visit(update, *rest))
+            return replace(self, steps=_early_staged_update(update, *rest))
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
         # As many bytes as in place: what is written goes past the caches, and is not read first.
-        guess = replace(
+        early = replace(
             update,
-            kind=OpKind.UPDATE_GUESSED,
+            kind=OpKind.UPDATE_HOST_EARLY,
             rate="host_adam_out_of_place_params_per_s",
             waits=update.waits & ~Wait.NORM,
             takes=None,
         )
         after, *others = rest
-        return replace(self, steps=(guess, _behind_the_norm(after), *others))
+        return replace(self, steps=(early, _behind_the_norm(after), *others))
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
@@ -212,10 +212,10 @@ class Recipe:
 
         None: no sum ever leaves the device.
         """
-        home = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
-        if len(home) == len(self.gradient_steps):
+        location = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
+        if len(location) == len(self.gradient_steps):
             return None
-        once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in home)
+        once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in location)
         return replace(self, gradient_steps=once)
 
     @cached_property
@@ -260,7 +260,7 @@ def _device_update(waits: Wait) -> Step:
 
 # New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
 # behind a parameter whose host update is still running.
-_PARAMETERS_HOME = into(
+_PARAMETERS_TO_HOST = into(
     "device",
     OpKind.PARAMETER_H2D,
     lambda b: b.wire,
@@ -280,19 +280,19 @@ def _behind_the_norm(publish: Step) -> Step:
     return replace(publish, waits=publish.waits | Wait.NORM, gives_back=None)
 
 
-def _guessed_visit(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
+def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
     """The new state goes home to where the old one is not, and takes the new parameters along: they
     wait there for the norm.
     """
 
-    def home(b: Bytes) -> float:
-        return b.visit + b.wire
+    def location(b: Bytes) -> float:
+        return b.staged + b.wire
 
     return (
         replace(come, waits=come.waits & ~Wait.NORM),
-        replace(update, kind=OpKind.VISIT_GUESSED, waits=update.waits & ~Wait.NORM, publishes=False),
-        replace(leave, work=home, dram=home),
-        _behind_the_norm(_PARAMETERS_HOME),
+        replace(update, kind=OpKind.UPDATE_DEVICE_EARLY, waits=update.waits & ~Wait.NORM, publishes=False),
+        replace(leave, work=location, dram=location),
+        _behind_the_norm(_PARAMETERS_TO_HOST),
     )
 
 
@@ -322,7 +322,7 @@ RECIPES: Mapping[Placement, Recipe] = {
                 takes=Slot.PARAMETER,
                 threads=True,
             ),
-            _PARAMETERS_HOME,
+            _PARAMETERS_TO_HOST,
         ),
     ),
     "device": Recipe(
@@ -332,9 +332,9 @@ RECIPES: Mapping[Placement, Recipe] = {
         steps=(
             # The slot's last visitor must be back home before its buffer is overwritten. Slots are
             # never more than visits: so a subgroup's own write-back comes before its next visit.
-            into("device", OpKind.STATE_H2D, lambda b: b.visit, Wait.NORM, takes=Slot.STAGING, early=True),
+            into("device", OpKind.STATE_H2D, lambda b: b.staged, Wait.NORM, takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
-            out_of("device", OpKind.STATE_D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
+            out_of("device", OpKind.STATE_D2H, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
         ),
     ),
     "resident": Recipe(Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)),
@@ -344,7 +344,7 @@ RECIPES: Mapping[Placement, Recipe] = {
         gradient="host",
         gradient_steps=GRADIENT_TO_HOST,
         steps=(
-            out_of("storage", OpKind.STATE_READ, lambda b: b.visit, Wait.NORM, takes=Slot.STATE, early=True),
+            out_of("storage", OpKind.STATE_READ, lambda b: b.staged, Wait.NORM, takes=Slot.STATE, early=True),
             Step(
                 OpKind.UPDATE_HOST,
                 Lane.HOST,
@@ -355,9 +355,9 @@ RECIPES: Mapping[Placement, Recipe] = {
                 takes=Slot.PARAMETER,
                 threads=True,
             ),
-            _PARAMETERS_HOME,
+            _PARAMETERS_TO_HOST,
             # Out of place; from its end on, readers of the state see what it has written.
-            into("storage", OpKind.STATE_WRITE, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
+            into("storage", OpKind.STATE_WRITE, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
         ),
     ),
 }
@@ -380,15 +380,15 @@ UNFUSED_HOST = Recipe(
             takes=Slot.PARAMETER,
             threads=True,
         ),
-        _PARAMETERS_HOME,
+        _PARAMETERS_TO_HOST,
     ),
 )
 
 
 def recipe_of(
-    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False, summed: bool = False
+    placement: Placement, location: Memory, *, fused: bool = True, updated_early: bool = False, summed: bool = False
 ) -> Recipe:
-    """Return the recipe of a subgroup's update; ``home`` is the location of its parameters.
+    """Return the recipe of a subgroup's update; ``location`` is the location of its parameters.
 
     Args:
         fused: False: `UNFUSED_HOST` replaces the host's kernel.
@@ -396,8 +396,8 @@ def recipe_of(
         summed: add up micro-batches on the device, if that is possible.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
-    recipe = recipe if home == "device" else recipe.parameters_on_host
-    recipe = (recipe.guessed or recipe) if guessed else recipe
+    recipe = recipe if location == "device" else recipe.parameters_on_host
+    recipe = (recipe.updated_early or recipe) if updated_early else recipe
     return (recipe.summed_on_device or recipe) if summed else recipe
 
 

@@ -11,39 +11,41 @@ from ebbtide.simulator.update.recipes import RECIPES, Placement, Recipe, Slot, r
 
 # A way's code is the sum of these.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
-SUMMED, GUESSED, PARAMETERS_ON_HOST = 16, 32, 64  # there are fewer placements
-ParameterHome = Literal["host", "device"]
-HOME_CODES: dict[ParameterHome, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
+SUMMED, EARLY, PARAMETERS_ON_HOST = 16, 32, 64  # there are fewer placements
+ParameterLocation = Literal["host", "device"]
+LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 
 
 class Way(NamedTuple):
     """A way to update a subgroup. The attributes are those of a row of a plan file (`WayRun`)."""
 
     placement: Placement
-    parameters: ParameterHome = "device"
+    parameters: ParameterLocation = "device"
     early: bool = False
     sum_on_device: bool = False
 
     @staticmethod
-    def each(placements: Iterable[Placement], parameters: ParameterHome = "device") -> tuple[Way, ...]:
+    def each(placements: Iterable[Placement], parameters: ParameterLocation = "device") -> tuple[Way, ...]:
         """Return the plain ways of some placements."""
         return tuple(Way(placement, parameters) for placement in placements)
 
     @property
     def code(self) -> int:
         """Return the way as a number below 128."""
-        code = PLACEMENT_CODES[self.placement] + HOME_CODES[self.parameters]
-        return code + self.early * GUESSED + self.sum_on_device * SUMMED
+        code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
+        return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
         """Return the ops of an update in this way."""
-        return recipe_of(self.placement, self.parameters, guessed=self.early, summed=self.sum_on_device)
+        return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
         """Return the ops of an update in this way with stock's separate passes on the host."""
-        return recipe_of(self.placement, self.parameters, fused=False, guessed=self.early, summed=self.sum_on_device)
+        return recipe_of(
+            self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
+        )
 
     @property
     def redo(self) -> Recipe:
@@ -65,7 +67,7 @@ class Way(NamedTuple):
     @property
     def can_be_early(self) -> bool:
         """True if the placement allows an update before the norm."""
-        return recipe_of(self.placement, self.parameters).guessed is not None
+        return recipe_of(self.placement, self.parameters).updated_early is not None
 
     @property
     def can_sum_on_device(self) -> bool:
@@ -81,7 +83,7 @@ class Way(NamedTuple):
 
 def plain_ways() -> list[Way]:
     """Return the ways without early update and without a sum on the device."""
-    return [Way(placement, parameters) for parameters, placement in product(HOME_CODES, RECIPES)]
+    return [Way(placement, parameters) for parameters, placement in product(LOCATION_CODES, RECIPES)]
 
 
 def ways() -> list[Way]:

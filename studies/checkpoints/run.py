@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import xxhash
 from ebbtide.simulator import CheckpointPlan, Plan, Way
-from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.plan import ParameterLocation, Placement
 from ebbtide.simulator.update.recipes import RECIPES
 
 from studies.bench import killed
@@ -30,7 +30,7 @@ STORED, GUESSED = "stored", "guessed"
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
 BLOCK_BYTES = 65536
 SUBGROUP = 20_000
-HOMES: Mapping[str, tuple[ParameterHome, ...]] = {  # in turn over the subgroups
+HOMES: Mapping[str, tuple[ParameterLocation, ...]] = {  # in turn over the subgroups
     "host": ("host",),
     "mixed": ("device", "host"),
     "device": ("device",),
@@ -223,7 +223,7 @@ def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: d
     return engine, engine.checkpoint_engine
 
 
-def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> Plan:
+def _plan(count: int, homes: Sequence[ParameterLocation], storage: Path | None) -> Plan:
     used = [p for p in get_args(Placement) if storage or RECIPES[p].state != "storage"]
     if storage:  # first of all: each of two ranks has three subgroups
         used.reverse()

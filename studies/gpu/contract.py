@@ -182,8 +182,8 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
-    guesses = {"speculate": early, "speculate_visits": early}
-    plan = plan_of(engine, pattern, device_sums=1, **(guesses | fields))
+    early_updates = {"speculate": early, "speculate_visits": early}
+    plan = plan_of(engine, pattern, device_sums=1, **(early_updates | fields))
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
@@ -200,7 +200,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
     homes = fields.pop("homes", ())
     values = {"staging_slots": slots, "prefetch": min(1, slots)} | fields
     if homes:
-        values["parameter_home"] = Plan.home_runs([homes[i % len(homes)] for i in range(count)])
+        values["parameter_home"] = Plan.location_runs([homes[i % len(homes)] for i in range(count)])
     return Plan.from_fields({"subgroup_size": subgroup, "placement": Plan.runs(placements), **values})
 
 

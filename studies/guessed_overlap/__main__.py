@@ -4,7 +4,7 @@
 
 Trains on the emulated device with real copies, updates and bits, in sequences of steps that clip at a rate, in
 bursts or more and more often. Each sequence runs twice under one plan: with early updates under the rule that
-pauses them (`ebbtide.simulator.update.guessing`), and without. No figure from here is a GPU figure.
+pauses them (`ebbtide.simulator.update.pausing`), and without. No figure from here is a GPU figure.
 """
 
 import logging
@@ -106,7 +106,7 @@ def _measured(
         bench.clips = lambda number: clips(number - first)
         bench.apply(plan)
         if always:
-            bench.engine.optimizer._ebbtide.guessing.stepped = lambda _right: None
+            bench.engine.optimizer._ebbtide.pausing.stepped = lambda _right: None
         found = bench.measure_on(steps).mean_s
         clipped.extend(map(clips, range(bench.steps - first)))
         return found
@@ -116,7 +116,7 @@ def _measured(
         plain_s, rule_s = mean_s(plain, clips), mean_s(planned, clips)
         always_s = mean_s(planned, clips, always=True) if sequence == f"{COMPARED:.0%}" else 0.0
         rows.append(Row(name, sequence, plain_s, rule_s, always_s, rule_s / plain_s))
-    early = sum(bench.engine.optimizer._ebbtide.plan.guessed)
+    early = sum(bench.engine.optimizer._ebbtide.plan.updated_early)
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__, **zero)) == ()
     return rows, same and early > 0
 

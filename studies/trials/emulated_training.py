@@ -251,9 +251,9 @@ class ReducedBeside(GradientOps):
     the link.
     """
 
-    def _send(self, item: GradientOp, offset: int, home: torch.Tensor, source: torch.Tensor) -> None:
-        home.copy_(source)
-        super()._send(item, offset, torch.empty_like(home), source)
+    def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
+        buffer.copy_(source)
+        super()._send(item, offset, torch.empty_like(buffer), source)
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         item = self._template[OpKind.GRADIENT_H2D, subgroup, True]

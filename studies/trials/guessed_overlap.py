@@ -74,7 +74,7 @@ def setting_of(base: Setting, ratio: float) -> Setting:
     )
 
 
-def measure_guesses(
+def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
 ) -> dict[str, Any]:
     """Each ratio on an engine of its own.
@@ -123,7 +123,7 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
     given = setting.workload(*setting.given_s)
-    floor_s = bound(given, machine, storage_bytes=0, guesses=True).iteration_s
+    floor_s = bound(given, machine, storage_bytes=0, early_updates=True).iteration_s
     return Guessed(
-        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.guessed), slower, same
+        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.updated_early), slower, same
     )

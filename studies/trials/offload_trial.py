@@ -16,7 +16,7 @@ import torch
 from ebbtide.profiler.memory import reset_peak
 from ebbtide.simulator import Plan, Way
 from ebbtide.simulator.limits import GIB
-from ebbtide.simulator.plan import ParameterHome
+from ebbtide.simulator.plan import ParameterLocation
 
 from studies.bench.bits import digest, optimizer_state
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
@@ -208,11 +208,11 @@ def host_plan(engine: Any, keep: float = 0.0) -> Plan:
     Args:
         keep: this share of the offloaded parameters stays on the device.
     """
-    from ebbtide.runtime.zero.checks.private import parameter_home
+    from ebbtide.runtime.zero.checks.private import parameter_location
 
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    there, kept = parameter_home(engine.optimizer), int(keep * count)
-    homes: list[ParameterHome] = ["device" if i < kept else there for i in range(count)]
+    there, kept = parameter_location(engine.optimizer), int(keep * count)
+    homes: list[ParameterLocation] = ["device" if i < kept else there for i in range(count)]
     return Plan(
         subgroup_size=int(engine.optimizer.sub_group_size),
         ways=tuple(Way("host", home) for home in homes),

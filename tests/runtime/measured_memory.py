@@ -92,11 +92,11 @@ def resident_bytes():
 
 def measured(model, width, subgroup, case):
     """Predicted and measured bytes of both memories."""
-    placements, homes, config = CASES[case]
+    placements, locations, config = CASES[case]
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)
     device = Counting()
-    ebbtide.runtime.attach(engine, plan_for(engine, placements, subgroup, homes=homes), device=device)
+    ebbtide.runtime.attach(engine, plan_for(engine, placements, subgroup, locations=locations), device=device)
     own = engine.optimizer._ebbtide
     device.peak_bytes = device.bytes()  # of training
     for number in range(3):
@@ -106,11 +106,11 @@ def measured(model, width, subgroup, case):
     engine.optimizer.wait()
     work = observed_workload(own.engine, own.timeline())
     told = footprint(work, own.plan)
-    at_home = sum(s.gradient.nbytes for s in own.executor.states if s.placement == "host")
+    on_host = sum(s.gradient.nbytes for s in own.executor.states if s.placement == "host")
     # DeepSpeed's own device memory is host memory here: its bucket, and parameters that stay.
-    stay = 0 if "host" in homes else sum(s.wire.nbytes for s in own.executor.states)
+    stay = 0 if "host" in locations else sum(s.wire.nbytes for s in own.executor.states)
     beside = device.bytes() + stay + 2 * BUCKET
-    under_way = min(GRADIENTS_UNDER_WAY_BYTES, at_home)  # counted, and not made by `device_empty`
+    under_way = min(GRADIENTS_UNDER_WAY_BYTES, on_host)  # counted, and not made by `device_empty`
     found = {
         "host": [told["host"], resident_bytes() - before - beside],
         "device": [told["device"] - under_way, device.peak_bytes + stay],

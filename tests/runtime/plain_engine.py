@@ -25,7 +25,7 @@ from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
-from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
+from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -122,7 +122,7 @@ class PlainEngine:
         self.steps = self.micro = 0
         self.norms: dict[int, torch.Tensor] = {}
         self.rule, self.live = TorchAdamW(), LiveState()
-        self.home = {id(p): i for i, group in enumerate(self.groups) for p in group}
+        self.sent = {id(p): i for i, group in enumerate(self.groups) for p in group}
         self.session = Session(self, plan, device)
         self.live.register_all({i: self.saved_state(i) for i in range(len(self.groups))})
         self.session.executor.gate = self.live
@@ -131,12 +131,14 @@ class PlainEngine:
             param.register_post_accumulate_grad_hook(lambda p, n=number: self._arrived(p, n))
 
     def _await(self, params: Any) -> None:
-        self.session.executor.wait_parameters({self.home[id(p)] for p in params})
+        self.session.executor.wait_parameters({self.sent[id(p)] for p in params})
 
     def _arrived(self, param, number):
-        piece = self.session.homes.slices[number]
+        piece = self.session.host_gradients.slices[number]
         boundary = self.micro == self.accumulation - 1
-        total = self.session.homes.accept(piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary)
+        total = self.session.host_gradients.accept(
+            piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary
+        )
         if boundary:
             self.norms[number] = torch.linalg.vector_norm(total.float())
         param.grad = None
@@ -148,7 +150,7 @@ class PlainEngine:
         self.micro += 1
 
     def close_window(self):
-        self.session.homes.close_window()
+        self.session.host_gradients.close_window()
 
     def step(self):
         self.session.begin_step()
@@ -204,7 +206,7 @@ class PlainEngine:
     def wire_dtype(self):
         return "bf16"
 
-    def parameter_home(self):
+    def parameter_location(self):
         return "device"
 
     def zero_stage(self):
@@ -225,15 +227,15 @@ class PlainEngine:
                 offset += param.numel()
         return pieces
 
-    def gradient_homes(self, device, states, ops, complete):
-        return GradientHomes(device, states, self.slices(), ops, complete)
+    def host_gradients(self, device, states, ops, complete):
+        return HostGradients(device, states, self.slices(), ops, complete)
 
     def prepare(self, device):
         """Nothing is in one piece."""
 
     def take(self, subgroup, now):
         if now is not None:
-            return Buffers(now.state, now.gradient, now.wire, now.parameter_home)
+            return Buffers(now.state, now.gradient, now.wire, now.parameter_location)
         wire = torch.cat([p.detach().flatten() for p in self.groups[subgroup]])
         master = wire.float()
         state = (master, torch.zeros_like(master), torch.zeros_like(master))
@@ -252,13 +254,13 @@ class PlainEngine:
         self.steps += 1
         return [self.rule.step({}, self.steps)] * len(self.groups)
 
-    def guess(self):
+    def expected_step(self):
         return [self.rule.step({}, self.steps + 1)] * len(self.groups), 1.0
 
     def unclipped_scale(self):
         return 1.0
 
-    def guess_holds(self):
+    def early_updates_allowed(self):
         return True
 
     def publish(self):

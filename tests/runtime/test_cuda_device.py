@@ -35,20 +35,20 @@ def locked(fake, *, filled_with=0.0, elements=64):
 
 def copied_away(fake, *, recorded):
     """A source that is dropped while its copy on another stream has not run."""
-    stream, home = fake.cuda.Stream(), locked(fake)
+    stream, location = fake.cuda.Stream(), locked(fake)
     source = torch.ones(64)
     with fake.cuda.stream(stream):
-        home.copy_(source, non_blocking=True)
+        location.copy_(source, non_blocking=True)
     if recorded:
         source.record_stream(stream)
     del source
     stream.synchronize()
-    return home
+    return location
 
 
 def test_a_block_freed_under_a_copy_is_given_away(fake):
-    home = copied_away(fake, recorded=False)
-    assert not torch.equal(home, torch.ones(64))
+    location = copied_away(fake, recorded=False)
+    assert not torch.equal(location, torch.ones(64))
     assert fake.violations
     fake.violations.clear()
 
@@ -59,12 +59,12 @@ def test_record_stream_keeps_the_block(fake):
 
 def test_a_copy_reads_its_source_when_it_runs(fake):
     fake.latest_s = 60.0  # nothing runs before it is waited for
-    stream, home, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
+    stream, location, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     with fake.cuda.stream(stream):
-        home.copy_(source, non_blocking=True)
+        location.copy_(source, non_blocking=True)
     source.fill_(2.0)  # nothing made this wait
     stream.synchronize()
-    assert torch.equal(home, torch.full((64,), 2.0))
+    assert torch.equal(location, torch.full((64,), 2.0))
 
 
 def test_a_copy_from_pageable_memory_blocks(fake):
@@ -80,17 +80,17 @@ def test_a_copy_from_pageable_memory_blocks(fake):
 def test_an_event_stands_for_what_was_there_when_it_was_recorded(fake):
     fake.latest_s = 60.0
     one, other, event = fake.cuda.Stream(), fake.cuda.Stream(), fake.cuda.Event()
-    source, middle, home = torch.ones(64), locked(fake), torch.zeros(64)
+    source, middle, location = torch.ones(64), locked(fake), torch.zeros(64)
     with fake.cuda.stream(one):
         middle.copy_(source, non_blocking=True)
     event.record(one)
     assert not event.query()
     other.wait_event(event)
     with fake.cuda.stream(other):
-        home.copy_(middle, non_blocking=True)
+        location.copy_(middle, non_blocking=True)
     other.synchronize()
     assert event.query()
-    assert torch.equal(home, source)
+    assert torch.equal(location, source)
 
 
 def test_delays_are_those_of_the_seed(fake):
@@ -101,11 +101,11 @@ def test_delays_are_those_of_the_seed(fake):
 
 def test_synchronisations_are_counted(fake):
     fake.latest_s = 60.0
-    stream, home, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
+    stream, location, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     stream.synchronize()
     assert not fake.counts, "nothing was there to wait for"
     with fake.cuda.stream(stream):
-        home.copy_(source, non_blocking=True)
+        location.copy_(source, non_blocking=True)
     stream.synchronize()
     fake.cuda.synchronize()
     assert fake.counts == {"held_up": 1, "device": 1}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
-from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
+from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
@@ -20,7 +20,7 @@ from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.recipes import Slot
 from ebbtide.simulator.update.way import ways
-from ebbtide.tuner.placements.moves import VISITING
+from ebbtide.tuner.placements.moves import STAGED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,25 +63,25 @@ def executor_for(workload, plan):
         SimpleNamespace(
             index=i,
             placement=p,
-            parameter_home=home,
+            parameter_location=location,
             elements=n,
             wire=torch.empty(1),
             gradient=torch.empty(n),
             state=(),
             sum=torch.empty(n) if summed else None,
         )
-        for i, (n, p, home, summed) in enumerate(
-            zip(workload.subgroups, plan.placements, plan.parameter_homes, plan.summed_on_device, strict=True)
+        for i, (n, p, location, summed) in enumerate(
+            zip(workload.subgroups, plan.placements, plan.parameter_locations, plan.summed_on_device, strict=True)
         )
     ]
     gradients = gradient_template(workload.subgroups, workload.wire_dtype, plan)
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
-    guesses = spares_of(device, states, plan.guessed)
-    count = sum(p in VISITING for p in plan.placements)
+    early_updates = spares_of(device, states, plan.updated_early)
+    count = sum(p in STAGED for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
     stored = [StagingSlot(()) for _ in range(plan.host_slots)]
-    return Executor(device, states, plan, slots, 1, rule, gradients, host_slots=stored, guesses=guesses)
+    return Executor(device, states, plan, slots, 1, rule, gradients, host_slots=stored, early_updates=early_updates)
 
 
 def executed(workload, plan):
@@ -126,18 +126,18 @@ def backward(executor, workload):
             held[subgroup] += n
 
     def complete(subgroup):
-        if subgroup in executor.guesses.wires:
-            executor.guess(subgroup, SubgroupJob(None, []))
+        if subgroup in executor.early_updates.wires:
+            executor.update_early(subgroup, SubgroupJob(None, []))
         executor.come_in()
 
-    homes = GradientHomes(executor.device, executor.states, slices, executor.gradients, complete=complete)
+    locations = HostGradients(executor.device, executor.states, slices, executor.gradients, complete=complete)
     last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
         if micro_batch == last:
             executor.prefetch()
         for piece in reversed(slices.values()):
             gradient = torch.zeros(piece.elements)
-            homes.accept(piece, gradient, first=micro_batch == 0, boundary=micro_batch == last)
+            locations.accept(piece, gradient, first=micro_batch == 0, boundary=micro_batch == last)
 
 
 def ops_of(executor):
@@ -274,9 +274,9 @@ def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
     executor = executor_for(workload, plan)
     executor.states[0].gradient.zero_()
     piece = ZeroSlice(0, 0, size, real=True)
-    homes = Windows(executor.device, executor.states, {0: piece}, executor.gradients)
-    homes.accept(piece, torch.ones(size), first=True, boundary=True)
+    locations = Windows(executor.device, executor.states, {0: piece}, executor.gradients)
+    locations.accept(piece, torch.ones(size), first=True, boundary=True)
     assert under_way, "it is on its way home"
-    homes.close_window()
-    homes.accept(piece, torch.full((size,), 2.0), first=True, boundary=True, alone=True)
+    locations.close_window()
+    locations.accept(piece, torch.full((size,), 2.0), first=True, boundary=True, alone=True)
     assert torch.equal(piece.apart, torch.ones(size))

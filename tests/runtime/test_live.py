@@ -29,14 +29,14 @@ def machine(**rates):
     return node(device_kind="emulated", cpu_cores=2, **memory, **rates)
 
 
-def plan_of(pattern, count, slots=2, prefetch=1, homes=("device",)):
+def plan_of(pattern, count, slots=2, prefetch=1, locations=("device",)):
     placements = [pattern[i % len(pattern)] for i in range(count)]
     return Plan(
         subgroup_size=SUBGROUP,
         placement=Plan.runs(placements),
         staging_slots=slots,
         prefetch=prefetch,
-        parameter_home=Plan.home_runs([homes[i % len(homes)] for i in range(count)]),
+        parameter_home=Plan.location_runs([locations[i % len(locations)] for i in range(count)]),
     )
 
 
@@ -83,16 +83,18 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
     engine = new_engine(stage)
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     patterns = [["host"], ["device", "resident"], ["host", "device"]]
-    homes = [["device"], ["host"], ["host", "device"], ["device"]] if stage == 3 else [["device"]]
+    locations = [["device"], ["host"], ["host", "device"], ["device"]] if stage == 3 else [["device"]]
     ebbtide.runtime.attach(engine, plan_of(patterns[0], count), device=device())
     switched = []
 
     def switch(number):
-        plan = plan_of(patterns[(number + 1) % 3], count, slots=3, prefetch=2, homes=homes[number % len(homes)])
+        plan = plan_of(
+            patterns[(number + 1) % 3], count, slots=3, prefetch=2, locations=locations[number % len(locations)]
+        )
         switch_plan(engine, plan)
         now = engine.optimizer._ebbtide.plan
-        same_homes = now.parameter_homes == plan.parameter_homes
-        switched.append(now.placements == plan.placements and same_homes)
+        same_locations = now.parameter_locations == plan.parameter_locations
+        switched.append(now.placements == plan.placements and same_locations)
 
     assert_same_bits(train(engine, after_step=switch), stock_of(stage))
     assert switched == [True] * STEPS
@@ -119,7 +121,7 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
         plan = engine.optimizer._ebbtide.plan
         placements.append(set(plan.placements))
         if len(placements) < 4 or stage == 2:
-            assert set(plan.parameter_homes) == ({"host"} if stage == 3 else {"device"})
+            assert set(plan.parameter_locations) == ({"host"} if stage == 3 else {"device"})
 
     assert_same_bits(train(engine, after_step=note), stock_of(stage))
     assert placements[0] == {"host"}
@@ -244,11 +246,11 @@ def test_rates_come_from_the_spans():
     lion = measured_rates(timeline, work.model_copy(update={"optimizer": "lion"}), on)
     assert lion["h2d_bytes_per_s"] == 200 * 8 / 4.0, "Lion's visits carry 8 bytes"
     assert lion["host_adam_params_per_s"] == pytest.approx(125.0 * 20 / 28), "of Adam's parameters"
-    guessed = [replace(span, kind=OpKind.UPDATE_GUESSED) for span in spans]
-    timeline = Timeline(tuple(guessed), "measured")
+    updated_early = [replace(span, kind=OpKind.UPDATE_HOST_EARLY) for span in spans]
+    timeline = Timeline(tuple(updated_early), "measured")
     assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 250.0}, "in place"
     writes = [Span(OpKind.STATE_WRITE, Lane.STORAGE, 3.0, 4.0, subgroup=s) for s in (0, 1)]
-    timeline = Timeline((*guessed, *writes), "measured")
+    timeline = Timeline((*updated_early, *writes), "measured")
     assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 125.0}, "in a slot"
 
 

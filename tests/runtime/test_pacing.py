@@ -67,19 +67,19 @@ def test_an_error_in_the_block_gives_its_share_back():
 
 def test_gradients_cross_in_the_background_in_order():
     device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=1e6))
-    homes = [torch.zeros(2000) for _ in range(3)]
+    locations = [torch.zeros(2000) for _ in range(3)]
     sources = [torch.full((2000,), float(i)) for i in range(3)]
     ops = gradient_ops(device, [2000] * 3)
     for subgroup in range(3):
-        ops.send(subgroup, 0, homes[subgroup], sources[subgroup], summed=False)
+        ops.send(subgroup, 0, locations[subgroup], sources[subgroup], summed=False)
     (latest,) = ops.arrived(2)
     for source in sources:
         source.fill_(-1.0)  # the backward goes on and reuses its buffers
     assert not latest.ended, "the copy did not run in the background"
     latest.wait_host()
-    assert [float(h[-1]) for h in homes] == [0.0, 1.0, 2.0]
-    total = ops.fetch_sum(2, 0, homes[2], torch.ones(2000))
-    assert total.data_ptr() != homes[2].data_ptr()
+    assert [float(h[-1]) for h in locations] == [0.0, 1.0, 2.0]
+    total = ops.fetch_sum(2, 0, locations[2], torch.ones(2000))
+    assert total.data_ptr() != locations[2].data_ptr()
     assert float(total[-1]) == 3.0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ebbtide.runtime.replan.auto import _agreed, _medians
-from ebbtide.simulator.update.guessing import Guessing
+from ebbtide.simulator.update.pausing import PauseRule
 
 from tests.machines import workload
 
@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from ebbtide.runtime.replan.auto import _agreed
 from ebbtide.runtime.replan.ranks import by_the_first
-from ebbtide.simulator.update.guessing import Guessing
+from ebbtide.simulator.update.pausing import PauseRule
 from tests.machines import workload
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meeting", rank=rank, world_size=2)
-session = SimpleNamespace(guessing=Guessing())
+session = SimpleNamespace(guessing=PauseRule())
 agreed = _agreed(workload(forward_s=1.0 + 2 * rank, backward_s=4.0), session)
 print(agreed.ranks_per_node, agreed.nodes, round(agreed.forward_s, 9), round(agreed.backward_s, 9))
 print(by_the_first(lambda: f"plan of rank {rank}"))
@@ -59,11 +59,11 @@ def test_all_ranks_come_to_the_same_plan(tmp_path, child_environment):
 
 
 def test_the_counted_clip_rate_is_planned_with():
-    counted = Guessing(steps=64, clipped=40)
-    agreed = _agreed(workload(clip=True), SimpleNamespace(guessing=counted))
+    counted = PauseRule(steps=64, clipped=40)
+    agreed = _agreed(workload(clip=True), SimpleNamespace(pausing=counted))
     assert agreed.clip_rate == (40 + 1.6) / 80
-    assert _agreed(workload(clip=False), SimpleNamespace(guessing=counted)).clip_rate == 0.0
-    assert Guessing().clip_rate == 0.1
+    assert _agreed(workload(clip=False), SimpleNamespace(pausing=counted)).clip_rate == 0.0
+    assert PauseRule().clip_rate == 0.1
 
 
 def test_rates_are_the_median_of_the_ranks_that_know_them():

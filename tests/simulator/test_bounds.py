@@ -16,7 +16,7 @@ from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holdin
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.simulator.update.recipes import RECIPES, Slot
-from ebbtide.simulator.update.way import GUESSED, PLACEMENT_CODES, SUMMED, Way, plain_ways
+from ebbtide.simulator.update.way import EARLY, PLACEMENT_CODES, SUMMED, Way, plain_ways
 
 from studies.trials.emulated_training import Setting
 from studies.trials.guessed_overlap import setting_of
@@ -24,7 +24,7 @@ from tests.machines import node
 
 PLENTY = 2**45
 PLACEMENTS = tuple(RECIPES)
-VISITING = [i for i, r in enumerate(RECIPES.values()) if any(s.takes == Slot.STAGING for s in r.steps)]
+STAGED = [i for i, r in enumerate(RECIPES.values()) if any(s.takes == Slot.STAGING for s in r.steps)]
 
 
 def random_workload(rng, most, zero_stage=3):
@@ -155,8 +155,8 @@ def random_plans(rng, count, plans=10):
         codes = rng.choice(len(PLACEMENTS), size=count, p=shares).astype(np.int8)
         if rng.random() < 0.1:  # the embedding's host update among others
             codes[:] = PLACEMENTS.index("host")
-        visits = int(np.isin(codes, VISITING).sum())
-        slots = int(rng.integers(1, min(visits, 8) + 1)) if visits else 0
+        staged = int(np.isin(codes, STAGED).sum())
+        slots = int(rng.integers(1, min(staged, 8) + 1)) if staged else 0
         yield codes, slots, *random_rest(rng, slots, count)
 
 
@@ -191,8 +191,8 @@ def test_no_plan_beats_the_bound_of_its_own_placements_and_homes(seed, most):
         count, away = len(work.subgroups), rng.choice([0.0, 0.0, 0.5])
         model = Model(work, on, plain_ways(), count)
         for codes, slots, *rest in random_plans(rng, count, 4):
-            homes = ["host" if rng.random() < away else "device" for _ in codes]
-            names = [Way(PLACEMENTS[code], home) for code, home in zip(codes, homes, strict=True)]
+            locations = ["host" if rng.random() < away else "device" for _ in codes]
+            names = [Way(PLACEMENTS[code], location) for code, location in zip(codes, locations, strict=True)]
             floor_s = floor_of_names(model, [plain_ways().index(name) for name in names], slots)
             elsewhere = [way.code for way in names]
             plan = (np.array(elsewhere, dtype=np.int8), slots, *rest)
@@ -530,7 +530,7 @@ def test_parameters_in_host_memory_leave_room_and_take_the_link():
     """Two subgroups' state fit beside the parameters, and more once those are gone."""
     work, have = (workload(16, device_base_bytes=10**9 + 2 * 16 * 10**8), machine(host_adam_params_per_s=1e8))
     room = work.device_base_bytes + 16 * 10**8 + 2 * 14 * 10**8
-    here, anywhere = (bound(work, have, room, homes).iteration_s for homes in ((), None))
+    here, anywhere = (bound(work, have, room, locations).iteration_s for locations in ((), None))
     away = bound(work, have, room, ("host",) * 16).iteration_s
     assert here > away * 1.05
     assert anywhere <= away * (1 + 1e-4)
@@ -592,15 +592,15 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
     rng, near, below = np.random.default_rng(1), [], 0
     for _ in range(10):
         work, on = balanced(rng)
-        model = Model(work, on, plain_ways(), len(work.subgroups), guesses=True)
+        model = Model(work, on, plain_ways(), len(work.subgroups), early_updates=True)
         for codes, slots, prefetch, threads, *rest in random_plans(rng, len(work.subgroups), 2):
             chosen = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
-            early = with_guesses(chosen, rng.random(codes.size) < rng.choice([0.5, 1.0]))
-            guessed = {
+            early = with_early_updates(chosen, rng.random(codes.size) < rng.choice([0.5, 1.0]))
+            updated_early = {
                 PLACEMENT_CODES[way.placement]: len(plain_ways()) + n
                 for n, way in enumerate(way for way in plain_ways() if way.can_be_early)
             }
-            named = [guessed[code - GUESSED] if code >= GUESSED else code for code in early.tolist()]
+            named = [updated_early[code - EARLY] if code >= EARLY else code for code in early.tolist()]
             floor_s = floor_of_names(model, named, slots)
             plan = (early, slots, prefetch, threads * int(rng.integers(2)), *rest)
             seconds = steady_s(work, on, floor_s, *plan)
@@ -616,10 +616,10 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_memory():
     for _ in range(3):
         work, on = balanced(rng)
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 1):
-            plan = (with_guesses(codes, rng.random(codes.size) < 0.7), slots, *rest)
+            plan = (with_early_updates(codes, rng.random(codes.size) < 0.7), slots, *rest)
             sizes = np.array(work.subgroups, float)
-            amounts, guessed = totals(plan[0], sizes, len(plain_ways())).tolist()
-            held = Holding.of_workload(work).bytes(amounts, slots, guessed=guessed)
+            amounts, updated_early = totals(plan[0], sizes, len(plain_ways())).tolist()
+            held = Holding.of_workload(work).bytes(amounts, slots, updated_early=updated_early)
             room = work.device_base_bytes + held["device"]
             room += sum(layer.activation_bytes for layer in work.layers)
             there = (work, on, room, (), held["host"], held["storage"])
@@ -642,9 +642,9 @@ def balanced(rng):
     return work.model_copy(update={"layers": tuple(layers)}), on
 
 
-def with_guesses(codes, early):
+def with_early_updates(codes, early):
     able = np.isin(codes, [way.code for way in plain_ways() if way.can_be_early])
-    return (codes + GUESSED * (able & early)).astype(np.int8)
+    return (codes + EARLY * (able & early)).astype(np.int8)
 
 
 def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
@@ -656,19 +656,19 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     slow = have.model_copy(update={"host_adam_out_of_place": Quantity.exact(0.5)})
     slower_s = simulate(build_schedule(work, plan), slow).iteration_s
     assert slower_s == pytest.approx(by_hand + 4 * (0.2 - update_s)), "as the profile says"
-    model = Model(work, have, [Way("host")], 4, guesses=True)
+    model = Model(work, have, [Way("host")], 4, early_updates=True)
     assert model.ways == (Way("host"), Way("host", early=True))
     # The bound lets the last layer's update be the last one, and waits for its forward alone.
     assert 0.8 * by_hand < floor_of_names(model, [1] * 4, 0) <= (by_hand - 3 * 0.01) * (1 + 2e-5)
     quick = machine(host_adam_params_per_s=1e11, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
-    model = Model(work, quick, [Way("host")], 4, guesses=True)
+    model = Model(work, quick, [Way("host")], 4, early_updates=True)
     assert 4 * 0.03 <= floor_of_names(model, [1] * 4, 0) < 4 * 0.03 * 1.02
 
 
 def test_where_no_slot_fits_no_visit_is_guessed():
     setting = setting_of(Setting(), 2.0)  # updates on the host take twice as long as the passes
     work = setting.workload(*setting.given_s)
-    floor_s = bound(work, setting.machine(), guesses=True).iteration_s
+    floor_s = bound(work, setting.machine(), early_updates=True).iteration_s
     assert floor_s >= 2 * (work.forward_s + work.backward_s)
 
 

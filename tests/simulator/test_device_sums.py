@@ -21,8 +21,8 @@ def test_the_first_ones_that_leave_the_device_stay():
     stay = [planned(n).summed_on_device for n in range(5)]
     assert [[i for i, s in enumerate(some) if s] for some in stay] == [[], [0], [0, 2], [0, 2, 3], [0, 2, 3]]
     assert "device_sums" not in planned(0).model_dump()
-    homes = Plan.home_runs(["host"] * 4)
-    assert planned(9, parameter_home=homes).summed_on_device == planned(9).summed_on_device
+    locations = Plan.location_runs(["host"] * 4)
+    assert planned(9, parameter_home=locations).summed_on_device == planned(9).summed_on_device
 
 
 def test_they_go_home_once_and_never_come_back():
@@ -35,10 +35,10 @@ def test_they_go_home_once_and_never_come_back():
 def test_guessed_updates_begin_behind_the_one_way_home():
     work = workload(gradient_accumulation_steps=2)
     schedule = build_schedule(work, planned(9, ["host"] * 4, speculate=4))
-    home = {op.id for op in schedule.of_kind(OpKind.GRADIENT_D2H)}
-    guesses = schedule.of_kind(OpKind.UPDATE_GUESSED)
-    assert len(guesses) == len(home) == 4 * schedule.iterations
-    assert all(home.intersection(op.after) for op in guesses)
+    location = {op.id for op in schedule.of_kind(OpKind.GRADIENT_D2H)}
+    early_updates = schedule.of_kind(OpKind.UPDATE_HOST_EARLY)
+    assert len(early_updates) == len(location) == 4 * schedule.iterations
+    assert all(location.intersection(op.after) for op in early_updates)
 
 
 def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():

@@ -76,14 +76,14 @@ def random_plan(work, rng):
     known = list(RECIPES) if work.zero_stage == 3 else ["host", "device", "resident"]
     placements = rng.choices(known, k=len(work.subgroups))
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
-    homes = ["device"] * len(placements)
+    locations = ["device"] * len(placements)
     if work.zero_stage == 3:
-        homes = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(homes))
+        locations = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(locations))
     return Plan(
         subgroup_size=max(work.subgroups),
         placement=Plan.runs(placements),
         staging_slots=slots,
-        parameter_home=Plan.home_runs(homes),
+        parameter_home=Plan.location_runs(locations),
         prefetch=rng.randint(0, slots),
         threads=rng.choice([0, 1, 2]),
         host_slots=host_slots,

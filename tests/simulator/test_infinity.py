@@ -16,8 +16,8 @@ QUICK = {
 }
 
 
-def run(work=None, on=None, **homes):
-    schedule = build_strategy("zero_infinity", work or workload(), **homes)
+def run(work=None, on=None, **locations):
+    schedule = build_strategy("zero_infinity", work or workload(), **locations)
     return simulate(schedule, on or machine())
 
 
@@ -119,13 +119,13 @@ def test_ranks_share_the_drive():
 
 
 @pytest.mark.parametrize(
-    ("homes", "said"),
+    ("locations", "said"),
     [
         ({"optimizer": "disk"}, "optimizer must be one of .*'disk'"),
         ({"parameters": "nvme"}, "parameters must be one of .*'nvme'"),
         ({"optimizer": "cpu", "pipelined": True}, "pipelined must be False .* got True"),
     ],
 )
-def test_homes_that_are_none_are_refused(homes, said):
+def test_homes_that_are_none_are_refused(locations, said):
     with pytest.raises(ValueError, match=said):
-        run(**homes)
+        run(**locations)

@@ -22,7 +22,7 @@ class Run:
     def __init__(self, some, rng=None, slots=2, host_slots=2, prefetch=1, order=None):
         count, rng = len(some), rng or random.Random(0)
         recipes = [way.recipe for way in some]
-        self.ops, self.at_home, self.norms = [], {}, []
+        self.ops, self.on_host, self.norms = [], {}, []
         self.made = Issue(
             recipes,
             order or rng.sample(range(count), count),
@@ -30,7 +30,7 @@ class Run:
             slot_limits(slots, recipes, host_slots),
             prefetch,
             self.add,
-            lambda s: [self.at_home[s]],
+            lambda s: [self.on_host[s]],
             [way.redo for way in some],
         )
 
@@ -44,7 +44,7 @@ class Run:
         return len(self.ops) - 1
 
     def arrives(self, subgroup):
-        self.at_home[subgroup] = self.event()
+        self.on_host[subgroup] = self.event()
         if self.made.recipes[subgroup].before_norm:
             self.made.gradient(subgroup)
 
@@ -78,7 +78,7 @@ def a_step(run, some, rng):
         if some[subgroup].early and rng.random() < 0.2:  # another gradient for the same window
             run.made.drop(subgroup)
     for subgroup in range(len(some)):
-        run.at_home.setdefault(subgroup, run.event())
+        run.on_host.setdefault(subgroup, run.event())
     if rng.random() < 0.2:
         run.made.skip()
         return
@@ -99,16 +99,16 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
     run.made.ahead()
     for _ in range(STEPS):
         a_step(run, some, rng)
-    waited, used, home = behind(run.ops), {}, {}
+    waited, used, location = behind(run.ops), {}, {}
     for number, (step, subgroup, _, buffer) in enumerate(run.ops):
         ended = {-1, *waited[number]}
         if step is not None and step.takes is not None:
             assert used.get((step.takes, buffer), -1) in ended, "the last user has given it back"
         if step is not None and step.gives_back is not None:
             used[step.gives_back, buffer] = number
-            home[subgroup] = number
+            location[subgroup] = number
         if step is not None and step.kind in (OpKind.STATE_H2D, OpKind.STATE_READ):
-            assert home.get(subgroup, -1) in ended, "its own last visit is back home"
+            assert location.get(subgroup, -1) in ended, "its own last visit is back home"
 
 
 def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():
@@ -119,9 +119,9 @@ def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():
     run.made.drop(1)
     run.arrives(0)
     _, _, late = run.norm()
-    ways_home = [n for n, (step, s, *_) in enumerate(run.ops) if step and step.kind == OpKind.STATE_D2H and s == 1]
+    copies_to_host = [n for n, (step, s, *_) in enumerate(run.ops) if step and step.kind == OpKind.STATE_D2H and s == 1]
     (again,) = [waits for step, s, waits, _ in late if step.kind == OpKind.STATE_H2D and s == 1]
-    assert ways_home[0] in again or ways_home[0] < max(again)
+    assert copies_to_host[0] in again or copies_to_host[0] < max(again)
 
 
 def test_what_is_in_a_slot_since_a_step_that_was_skipped_does_not_come_again():
@@ -138,7 +138,7 @@ def test_what_holds_a_slot_is_updated_first_if_late_visits_need_it():
     run = Run([Way("device", early=True)] * 2 + [Way("device")], slots=1, prefetch=1, order=[0, 1, 2])
     run.made.backward(None)
     for subgroup in (2, 1, 0):
-        run.at_home[subgroup] = run.event()
+        run.on_host[subgroup] = run.event()
     _, _, late = run.norm()
     updated = [s for step, s, *_ in late if step.kind == OpKind.UPDATE_DEVICE]
     assert updated == [1, 0, 2]

@@ -187,18 +187,18 @@ def test_the_digest_is_of_what_a_plan_does():
 
 def test_parameters_live_on_the_device_unless_a_plan_says_otherwise(tmp_path):
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 3), staging_slots=0)
-    assert plan.parameter_homes == ("device",) * 3
+    assert plan.parameter_locations == ("device",) * 3
     said = Plan(subgroup_size=10, ways=(Way("host", "device"),) * 3, staging_slots=0)
     assert said.digest == plan.digest
     assert plan.model_dump()["ways"] == [{"count": 3, "placement": "host"}]
-    homes = ("device", "host", "host")
-    moved = plan.with_ways([Way("host", home) for home in homes])
-    assert moved.parameter_homes == homes
+    locations = ("device", "host", "host")
+    moved = plan.with_ways([Way("host", location) for location in locations])
+    assert moved.parameter_locations == locations
     assert moved.digest != plan.digest
     moved.save(tmp_path / "p.json")
     assert Plan.load(tmp_path / "p.json") == moved
-    assert moved.placed(["device"] * 3, staging_slots=1).parameter_homes == homes
-    assert moved.placed(["host"] * 4).parameter_homes == ("device",) * 4
+    assert moved.placed(["device"] * 3, staging_slots=1).parameter_locations == locations
+    assert moved.placed(["host"] * 4).parameter_locations == ("device",) * 4
 
 
 def test_the_exported_schema_is_the_plans_own():

@@ -9,7 +9,7 @@ from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.update.way import of_codes, ways
 
 from tests.simulator.recorded_schedules import CASES, PATH, case, digest
-from tests.simulator.test_guessing import workload
+from tests.simulator.test_pausing import workload
 
 OLD = {"subgroup_size": 64, "placement": [{"placement": "device", "count": 4}]}
 
@@ -91,18 +91,18 @@ def test_a_bit_that_a_placement_does_not_allow_is_refused(bit, row):
 
 def test_fields_of_schema_2_are_refused_in_schema_3():
     for name in ("placement", "speculate", "device_sums", "parameter_home"):
-        with pytest.raises(PlanError, match=rf"{name}: must be a field that is known"):
+        with pytest.raises(PlanError, match=rf"{name}: must be a known field"):
             Plan.from_fields(
                 {"schema_version": 3, "subgroup_size": 64, "ways": [{"count": 1, "placement": "host"}], name: 1}
             )
 
 
-@pytest.mark.parametrize("homes", [[], [{"home": "host", "count": 3}]])
-def test_counts_that_do_not_fit_are_refused(homes):
+@pytest.mark.parametrize("locations", [[], [{"home": "host", "count": 3}]])
+def test_counts_that_do_not_fit_are_refused(locations):
     runs = [{"placement": "host", "count": 4}]
     with pytest.raises(PlanError, match=r"must be absent or cover every subgroup once|must be greater than or equal"):
         Plan.from_fields(
-            {"subgroup_size": 64, "placement": runs, "parameter_home": homes, "speculate": 1 - 2 * (not homes)}
+            {"subgroup_size": 64, "placement": runs, "parameter_home": locations, "speculate": 1 - 2 * (not locations)}
         )
 
 

@@ -115,7 +115,7 @@ def test_parameters_on_the_host_come_in_for_each_pass():
     """As above, but nothing crosses at the update, and 20 s of parameters before each pass; layer
     0's come in as soon as its update has ended. The next layer's come in beside a pass.
     """
-    plan = plan_of(["host"] * 2, parameter_home=Plan.home_runs(["host"] * 2))
+    plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
     assert spans(found, OpKind.PARAMETER_FETCH) == [(0, 20), (20, 40), (40, 60), (60, 80)]
     assert spans(found, OpKind.FORWARD) == [(20, 21), (40, 41)]
@@ -131,14 +131,14 @@ def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
     """Three resident subgroups: 10 s of update, 20 s of copy; the third waits for the first one's
     buffer. A layer whose parameters stay on the device waits for nothing else.
     """
-    plan = plan_of(["resident"] * 3, parameter_home=Plan.home_runs(["host"] * 3))
+    plan = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["host"] * 3))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
     norm = spans(found, OpKind.NORM)[0][0]
     shown = [(a - norm, b - norm) for a, b in spans(found, OpKind.UPDATE_DEVICE)]
     assert shown == [(0, 10), (10, 20), (30, 40)]
-    home = [(a - norm, b - norm) for a, b in spans(found, OpKind.PARAMETER_D2H)]
-    assert home == [(10, 30), (30, 50), (50, 70)]
-    mixed = plan_of(["resident"] * 3, parameter_home=Plan.home_runs(["device", "host", "host"]))
+    location = [(a - norm, b - norm) for a, b in spans(found, OpKind.PARAMETER_D2H)]
+    assert location == [(10, 30), (30, 50), (50, 70)]
+    mixed = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["device", "host", "host"]))
     found = simulate(build_schedule(workload((10, 10, 10)), mixed), machine())
     assert [s.layer for s in found.spans if s.kind == OpKind.PARAMETER_FETCH][:4] == [1, 2, 2, 1]
     norm = spans(found, OpKind.NORM)[0][0]

@@ -22,11 +22,11 @@ FURTHER = "spilled"
 @pytest.fixture
 def further(monkeypatch):
     """State on storage: read, updated as a hosted subgroup's, and written back."""
-    update, home = RECIPES["host"].steps
+    update, location = RECIPES["host"].steps
     steps = (
         out_of("storage", OpKind.STATE_READ, lambda b: b.state, Wait.NORM),
         replace(update, waits=update.waits | Wait.PREVIOUS),
-        home,
+        location,
         into("storage", OpKind.STATE_WRITE, lambda b: b.state, Wait.PREVIOUS),
     )
     monkeypatch.setitem(RECIPES, FURTHER, Recipe(Queue.HOST, "storage", "host", steps))
@@ -34,21 +34,21 @@ def further(monkeypatch):
     return FURTHER
 
 
-def planned(placements, homes=(), order=None, **fields):
+def planned(placements, locations=(), order=None, **fields):
     """A plan with placements that a plan file does not know."""
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
-    ways = tuple(map(Way, placements, homes or ["device"] * len(placements)))
+    ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})
 
 
 def random_plan(work, rng, **fields):
     known = [p for p, recipe in RECIPES.items() if work.zero_stage == 3 or recipe.state != "storage"]
     placements = rng.choices(known, k=len(work.subgroups))
-    homes = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
+    locations = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
     slots = rng.randint(1, 4)
     return planned(
         placements,
-        homes if work.zero_stage == 3 else (),
+        locations if work.zero_stage == 3 else (),
         order_of(rng.sample(range(len(placements)), len(placements)), placements),
         staging_slots=slots,
         prefetch=rng.randint(0, slots),

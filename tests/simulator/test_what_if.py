@@ -68,7 +68,7 @@ def test_no_row_that_fits_is_faster_than_its_bound_or_beyond_its_memory():
     assert (table.device_peak_bytes <= table.gpu_memory_bytes).all()
     assert (table.iteration_s >= table.lower_bound_s * (1 - 1e-9)).all()
     room = 10e9 * (1 - UNKNOWN_MARGIN)
-    expected = fluid_bound(workload(), machine(), room, guesses=True).iteration_s
+    expected = fluid_bound(workload(), machine(), room, early_updates=True).iteration_s
     assert table.lower_bound_s[1] == pytest.approx(expected)
 
 
@@ -194,9 +194,11 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     on = machine(h2d_bytes_per_s=40e9, d2h_bytes_per_s=40e9)
     made = plan(work, on.with_rates(device_memory_bytes=10 * GIB), memory_margin=0)
     never = work.model_copy(update={"clip_rate": 0.0})
-    [row], [guessed] = (what_if(one, on, ["ebbtide"], gpu_memory_bytes=10 * GIB).itertuples() for one in (work, never))
+    [row], [updated_early] = (
+        what_if(one, on, ["ebbtide"], gpu_memory_bytes=10 * GIB).itertuples() for one in (work, never)
+    )
     assert row.fits
-    assert guessed.fits
+    assert updated_early.fits
     over = row.iteration_s / made.prediction.iteration_s
     assert 1 - 1e-3 <= over <= 1.08
-    assert guessed.iteration_s < 0.98 * row.iteration_s
+    assert updated_early.iteration_s < 0.98 * row.iteration_s

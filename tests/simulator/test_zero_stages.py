@@ -60,10 +60,10 @@ def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
         simulate(build_schedule(w, host_plan(w)), machine())
         for w in (workload((10, 10), zero_stage=s, gradient_accumulation_steps=3) for s in (1, 2))
     )
-    homes = [s for s in first.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
+    locations = [s for s in first.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
     behind = max(s.end_s for s in first.spans if s.iteration == 2 and s.kind == OpKind.BACKWARD)
-    assert len(homes) == 2
-    assert min(s.start_s for s in homes) >= behind
+    assert len(locations) == 2
+    assert min(s.start_s for s in locations) >= behind
     again = [s for s in second.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
     assert len(again) == 6
 

@@ -9,7 +9,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.placements.annealing import CLOSE, anneal, options, reorder
-from ebbtide.tuner.placements.moves import CHOICES, QUEUES, VISITING, Moved
+from ebbtide.tuner.placements.moves import CHOICES, QUEUES, STAGED, Moved
 from ebbtide.tuner.placements.search import Candidate, Search
 
 from tests.tuner.test_search import machine, workload
@@ -66,8 +66,8 @@ def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
         assert sorted(s for sequence in state.sequences for s in sequence) == list(range(9))
         for queue, sequence in zip(QUEUES, state.sequences, strict=True):
             assert all(RECIPES[state.placements[s]].queue == queue for s in sequence)
-        visits = sum(p in VISITING for p in state.placements)
-        assert state.prefetch <= state.slots <= max(1, visits)
+        staged = sum(p in STAGED for p in state.placements)
+        assert state.prefetch <= state.slots <= max(1, staged)
         seen.add(state.placements)
     assert len(seen) > 100
 
@@ -83,10 +83,10 @@ def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
 
 def test_guesses_mix_every_placement_that_there_is_and_try_slots():
     search = begun()
-    search.guess()
+    search.try_first()
     assert {p for c in search.scores for p in c.placements} == set(CHOICES)
     assert {c.staging_slots for c in search.scores} > {1, 2, 4}
-    assert all(sum(p in VISITING for p in c.placements) >= c.prefetch for c in search.scores)
+    assert all(sum(p in STAGED for p in c.placements) >= c.prefetch for c in search.scores)
 
 
 def test_options_are_tried_where_they_help():
@@ -102,11 +102,11 @@ def test_options_are_tried_where_they_help():
 
 def test_other_orders_of_the_updates_are_found():
     search = begun()
-    guessed = search.ordered(Candidate(("host",) * 20, order=UpdateOrder(host="arrival")))
+    updated_early = search.ordered(Candidate(("host",) * 20, order=UpdateOrder(host="arrival")))
     search.scores.clear()
-    before_s = search.score(guessed).iteration_s
+    before_s = search.score(updated_early).iteration_s
     reorder(search, 50)
-    assert search.best().placements == guessed.placements
+    assert search.best().placements == updated_early.placements
     assert search.score(search.best()).iteration_s < before_s
 
 

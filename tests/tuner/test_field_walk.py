@@ -25,7 +25,7 @@ from ebbtide.simulator import (
     workload_from_model,
 )
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
-from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedule import OpKind

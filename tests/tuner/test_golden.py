@@ -60,7 +60,7 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     assert found.iteration_s <= row.iteration_s * (1 + SLOWER.get(number, 0) + 1e-9)
     sizes = list(zip(workload.subgroups, plan.placements, strict=True))
     slots = slot_limits(
-        plan.staging_slots, [recipe_of(*way) for way in zip(plan.placements, plan.parameter_homes, strict=True)]
+        plan.staging_slots, [recipe_of(*way) for way in zip(plan.placements, plan.parameter_locations, strict=True)]
     )
     hosted = max((n for n, p in sizes if p == "host"), default=0)
     waiting = slots[Slot.PARAMETER] * hosted * workload.wire_bytes

@@ -33,8 +33,8 @@ def by_brute_force(workload, machine):
     best = np.inf
     for codes in product(range(3), repeat=len(workload.subgroups)):
         placement = np.array(codes, dtype=np.int8)
-        visits = codes.count(1)
-        for slots in range(1, visits + 1) if visits else (0,):
+        staged = codes.count(1)
+        for slots in range(1, staged + 1) if staged else (0,):
             for prefetch in range(slots + 1):
                 for sums in range(1 + codes.count(0) * sweep.held.sums):
                     row = sweep.evaluate(with_sums(placement, sums), slots, prefetch)
@@ -69,7 +69,7 @@ def test_the_optimum_is_no_worse_than_what_was_known_and_pruning_spares_simulati
     workload, machine = pairs(1, 5)[0]
     alone = optimum(begun(workload, machine))
     searched = begun(workload, machine)
-    searched.guess()
+    searched.early()
     before = searched.score(searched.best()).iteration_s
     after = optimum(searched)
     assert after.iteration_s <= before

@@ -58,11 +58,11 @@ def test_parameters_move_where_that_is_asked_for():
     current = on_the_host(workload)
     stay = quick_plan(workload, machine, current)
     moved = quick_plan(workload, machine, current, move_parameters=True)
-    assert "host" not in stay.plan.parameter_homes
-    assert "host" in moved.plan.parameter_homes
+    assert "host" not in stay.plan.parameter_locations
+    assert "host" in moved.plan.parameter_locations
     assert moved.iteration_s < stay.iteration_s
     again = quick_plan(workload, machine, moved.plan)
-    assert again.plan.parameter_homes == moved.plan.parameter_homes
+    assert again.plan.parameter_locations == moved.plan.parameter_locations
 
 
 def test_sums_of_micro_batches_stay_where_device_memory_is_given():

@@ -7,7 +7,7 @@ from ebbtide.simulator.analysis.bound import bound
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
-from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
 from hypothesis import given, settings
@@ -72,20 +72,20 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     limit = int(device_gib * GIB)
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
-    floor = bound(work, have, limit, guesses=True).iteration_s
+    floor = bound(work, have, limit, early_updates=True).iteration_s
     # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
     assert floor <= found.prediction.iteration_s * (1 + 1e-8)
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    visits=st.integers(0, 8),
+    staged=st.integers(0, 8),
     slots=st.integers(1, 4),
     threads=st.sampled_from([0, 1, 4]),
     overlap=st.booleans(),
     shared=st.booleans(),
 )
-def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, shared):
+def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, shared):
     from ebbtide.simulator import Plan
 
     by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # fewer may be faster
@@ -93,9 +93,9 @@ def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, share
     work = workload(8)
     plan = Plan(
         subgroup_size=work.subgroup_size,
-        placement=Plan.runs(spread(visits, 8)),
-        staging_slots=slots if visits else 0,
-        prefetch=min(slots, visits),
+        placement=Plan.runs(spread(staged, 8)),
+        staging_slots=slots if staged else 0,
+        prefetch=min(slots, staged),
         threads=threads,
         overlap_forward=overlap,
     )

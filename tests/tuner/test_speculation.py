@@ -5,11 +5,11 @@ from functools import cache
 import ebbtide.tuner
 import pytest
 from ebbtide.simulator import build_schedule, simulate, what_if
-from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.guessing import ALLOWANCE
+from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
 
 from tests.machines import node
@@ -36,7 +36,7 @@ def planned(clip_rate, **limits):
 
 def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
     found = planned(None)
-    assert any(found.guessed)
+    assert any(found.updated_early)
     assert found.prediction.clip_rate == 0.1
     assert found.prediction.iteration_s == planned(0.1).prediction.iteration_s
     assert any("10% of the steps clip, which is assumed" in reason for reason in found.reasons)
@@ -49,7 +49,7 @@ def test_without_clipping_no_step_is_assumed_to_clip():
 
 def test_where_no_step_clips_the_plan_guesses_and_is_faster():
     plain, found = planned(1.0), planned(0.0)
-    assert any(found.guessed)
+    assert any(found.updated_early)
     assert found.prediction.iteration_s < 0.95 * plain.prediction.iteration_s
     assert found.prediction.iteration_s >= found.prediction.lower_bound_s
     assert found.prediction.lower_bound_s < plain.prediction.lower_bound_s
@@ -77,7 +77,7 @@ def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_befo
 
 def test_where_every_step_clips_it_does_not():
     found = planned(1.0)
-    assert not any(found.guessed)
+    assert not any(found.updated_early)
     assert found.prediction.clip_rate is None
 
 
@@ -86,7 +86,7 @@ def test_guesses_stay_within_host_memory():
     less = footprint(small(), all_of_it)["host"] - GIB // 2
     found = planned(0.0, host_memory_bytes=less)
     assert found.prediction.host_peak_bytes <= less
-    assert 0 < sum(found.guessed) < sum(all_of_it.guessed)
+    assert 0 < sum(found.updated_early) < sum(all_of_it.updated_early)
     assert found.prediction.iteration_s >= all_of_it.prediction.iteration_s * (1 - 1e-9)
 
 
@@ -109,7 +109,7 @@ def test_one_figure_everywhere():
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)
     rows = compare(work, on, Limits.of(work, on, margin=0), found)
-    assert any(found.guessed)
+    assert any(found.updated_early)
     assert rows[0].result.iteration_s == pytest.approx(found.prediction.iteration_s)
     assert min(row.result.iteration_s for row in rows if row.role in ("plan", "variant")) == pytest.approx(
         found.prediction.iteration_s

@@ -12,7 +12,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.storage import StorageRates, shares
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.placements.annealing import anneal
-from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import CHOICES, STORED, Moved, choices
 from ebbtide.tuner.placements.search import Candidate, Search, evenly

@@ -9,7 +9,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.answer.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.service.scenario import MODELS
 
 from tests.machines import node

@@ -10,9 +10,9 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import distance
 from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
-from ebbtide.tuner.placements.homes import brought
+from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.speculation import about_guesses
+from ebbtide.tuner.placements.speculation import about_early_updates
 
 
 def even_plan(
@@ -45,5 +45,5 @@ def best_of(found: Decision) -> Plan:
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
     made = made.model_copy(update={"prediction": prediction})
-    why = (f"a quick plan: {more}", *about_guesses(search, made, found.plain_s), *brought(search))
+    why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search))
     return made.model_copy(update={"reasons": why})

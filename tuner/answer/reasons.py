@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ebbtide.simulator.analysis.bound import Bound
-from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan

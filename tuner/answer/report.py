@@ -116,7 +116,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots"
         + f", {plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
         + (f"; {plan.host_slots} host slots" if plan.stores else "")
-        + (f"; {sum(plan.guessed)} updated before the norm" if any(plan.guessed) else "")
+        + (f"; {sum(plan.updated_early)} updated before the norm" if any(plan.updated_early) else "")
         + (f"; {staying} sums of micro-batches stay on the device" if staying else "")
     )
     if plan.trained_as is not None:

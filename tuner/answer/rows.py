@@ -140,8 +140,8 @@ def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, 
     """Stock's strategy and setting: its own way to the same room, where a plan keeps parameters in
     host memory or state on storage.
     """
-    if plan is not None and ("host" in plan.parameter_homes or plan.stores):
-        away = "cpu" if "host" in plan.parameter_homes else "device"
+    if plan is not None and ("host" in plan.parameter_locations or plan.stores):
+        away = "cpu" if "host" in plan.parameter_locations else "device"
         if not plan.stores:
             return "zero_infinity", {"optimizer": "cpu", "parameters": away}
         return "zero_infinity", {"optimizer": "nvme", "parameters": away, "pipelined": True}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
-    from ebbtide.simulator.update.guessing import StepTimes
+    from ebbtide.simulator.update.pausing import StepTimes
     from ebbtide.simulator.workload import Workload
 
 
@@ -159,7 +159,7 @@ def _figures(
 
 def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
     """Return the times of steps that clip and that do not. None without early updates."""
-    from ebbtide.simulator.analysis.guessed import step_times
+    from ebbtide.simulator.analysis.expected import step_times
     from ebbtide.simulator.engines.compiled import simulate_fast
     from ebbtide.simulator.schedules.strategies import build_strategy
 

@@ -75,8 +75,8 @@ def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
         return loose
     work = question.workload(c)
     try:  # if nothing fits otherwise, plans under ZeRO-3 keep parameters in host memory
-        homes = None if work.zero_stage == 3 else ()
-        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes, homes)
+        locations = None if work.zero_stage == 3 else ()
+        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes, locations)
     except ValueError:  # the workload alone does not fit: its simulation says how much is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s

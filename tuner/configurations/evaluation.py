@@ -16,7 +16,7 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
-from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.search import Score, Search
 from ebbtide.tuner.placements.storage import named, with_storage
 

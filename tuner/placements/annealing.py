@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from ebbtide.simulator.update.order import Direction, UpdateOrder
-from ebbtide.tuner.placements.moves import AWAITED, PLACEMENTS, STORED, VISITING, Moved
+from ebbtide.tuner.placements.moves import AWAITED, PLACEMENTS, STAGED, STORED, Moved
 from ebbtide.tuner.placements.search import Candidate, Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
@@ -88,7 +88,7 @@ def reorder(search: Search, evaluations: int) -> None:
 def options(search: Search) -> None:
     """Slots, prefetch, threads, overlap and host slots of the best candidate, in turn."""
     best = search.best()
-    most = max(1, min(MOST_SLOTS, sum(p in VISITING for p in best.placements)))
+    most = max(1, min(MOST_SLOTS, sum(p in STAGED for p in best.placements)))
     values: dict[str, list[Any]] = {
         "threads": [0, *sorted(search.machine.host_adam_by_threads)],
         "staging_slots": list(range(max(1, best.prefetch), most + 1)),
@@ -114,7 +114,7 @@ class _Walk:
             base.placements, base.order, base.staging_slots, base.prefetch, search.choices, base.host_slots
         )
         if search.speculates and "early" not in search.fixed:
-            self.state = replace(self.state, guesses=search.ordered(base).guesses)
+            self.state = replace(self.state, early_updates=search.ordered(base).early_updates)
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
@@ -127,8 +127,8 @@ class _Walk:
     def try_(self, tried: Moved, heat_s: float, rng: Random) -> None:
         codes, issue = tried.arrays()
         options = (tried.slots, tried.prefetch, self.base.threads, self.base.overlap_forward)
-        guesses = self.base.guesses if tried.guesses is None else tried.guesses
-        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, guesses)
+        early_updates = self.base.early_updates if tried.early_updates is None else tried.early_updates
+        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, early_updates)
         worse_s = seconds - self.state_s
         if worse_s > 0 and (heat_s <= 0 or rng.random() >= math.exp(-worse_s / heat_s)):
             return
@@ -141,9 +141,9 @@ class _Walk:
                 staging_slots=tried.slots,
                 prefetch=tried.prefetch,
                 host_slots=tried.host_slots,
-                speculate=guesses[0],
-                speculate_among=guesses[1],
-                speculate_visits=guesses[2],
+                speculate=early_updates[0],
+                speculate_among=early_updates[1],
+                speculate_visits=early_updates[2],
                 device_sums=None,
             )
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)

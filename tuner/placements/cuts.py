@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import VISITING
+from ebbtide.tuner.placements.moves import STAGED
 from ebbtide.tuner.placements.search import Candidate
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
@@ -68,12 +68,12 @@ def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
     for subgroup, c in enumerate(owner):
         inside.setdefault(c, []).append(subgroup)
     issue = [s for c in issue_order(candidate.placements, candidate.order or FORWARD) for s in inside.get(c, ())]
-    visiting = sum(p in VISITING for p in placements)
-    slots = max(1, min(candidate.staging_slots * ratio, visiting))
+    staged = sum(p in STAGED for p in placements)
+    slots = max(1, min(candidate.staging_slots * ratio, staged))
     return replace(
         candidate,
         placements=placements,
-        homes=tuple(candidate.homes[c] for c in owner) if candidate.homes else (),
+        locations=tuple(candidate.locations[c] for c in owner) if candidate.locations else (),
         order=order_of(issue, placements),
         staging_slots=slots,
         prefetch=min(candidate.prefetch * ratio, slots),

@@ -17,11 +17,11 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal, options, reorder
 from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
 from ebbtide.tuner.placements.fit import roomiest
-from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Candidate, Search
-from ebbtide.tuner.placements.speculation import fewest, may_guess, with_guesses
+from ebbtide.tuner.placements.speculation import fewest, may_update_early, with_early_updates
 from ebbtide.tuner.placements.storage import with_storage
 
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
@@ -246,7 +246,7 @@ def _begun(question: Question, cut: Workload, *, freely: bool = False) -> Search
 
 def _level(plain: Search, coarser: Sequence[Level]) -> Level:
     """Return the first guesses at a cut, those of coarser ones among them."""
-    same = [level for level in coarser if bool(level.search.homes) == bool(plain.homes)]
+    same = [level for level in coarser if bool(level.search.locations) == bool(plain.locations)]
     for level in same:
         plain.score(finer(level.plain.best(), level.plain.workload, plain.workload))
     return with_early(plain, same)
@@ -255,10 +255,10 @@ def _level(plain: Search, coarser: Sequence[Level]) -> Level:
 def with_early(plain: Search, coarser: Sequence[Level] = ()) -> Level:
     """Return the first guesses with early updates beside those without."""
     best = plain.best()
-    if not may_guess(plain):
+    if not may_update_early(plain):
         return Level(plain, plain, best)
     seeds = [finer(level.chosen, level.search.workload, plain.workload) for level in coarser]
-    search, chosen = with_guesses(plain, best, lambda _: None, seeds)
+    search, chosen = with_early_updates(plain, best, lambda _: None, seeds)
     return Level(plain, search, chosen)
 
 
@@ -283,8 +283,8 @@ def improve(level: Level, effort: float) -> None:
     if search.speculates:
         for name in ("speculate", "speculate_visits"):
             best = fewest(search, best, name)
-    elif may_guess(search):
-        search, best = with_guesses(search, best, lambda _: None)
+    elif may_update_early(search):
+        search, best = with_early_updates(search, best, lambda _: None)
     if search.score(best).iteration_s < level.seconds:
         level.search, level.chosen = search, best
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.limits import MIB, Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.plan import ParameterLocation, Placement
 from ebbtide.simulator.update.footprint import Holding
 from ebbtide.simulator.update.recipes import Queue
 from ebbtide.simulator.update.way import Way, plain_ways
@@ -32,7 +32,7 @@ class Fit:
     device_peak_bytes: int
     host_peak_bytes: int
     storage_bytes: int
-    shares: Mapping[tuple[Placement, ParameterHome], float]
+    shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
         """Return the fraction of the elements with a placement."""
@@ -41,7 +41,7 @@ class Fit:
     @property
     def away(self) -> float:
         """Fraction of the parameters that live on the host."""
-        return sum(share for (_, home), share in self.shares.items() if home == "host")
+        return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 
 def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:

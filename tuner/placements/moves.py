@@ -20,7 +20,7 @@ NEAR = 4  # positions apart
 _QUEUE_OF = [QUEUES.index(recipe.queue) for recipe in RECIPES.values()]
 
 
-def visits(recipe: Recipe) -> bool:
+def is_staged(recipe: Recipe) -> bool:
     """Return whether the state is staged to the device for the update."""
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
@@ -37,12 +37,12 @@ def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
 
 
-VISITING = frozenset(placement for placement, recipe in RECIPES.items() if visits(recipe))
+STAGED = frozenset(placement for placement, recipe in RECIPES.items() if is_staged(recipe))
 # Their state comes to a slot first, of whichever memory.
 AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
-HOME = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
-_VISITING_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in VISITING]
+HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
+_STAGED_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in STAGED]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: `Candidate.guesses`; None: they stay.
+        guesses: `Candidate.early_updates`; None: they stay.
     """
 
     codes: list[int]
@@ -61,7 +61,7 @@ class Moved:
     prefetch: int
     choices: tuple[Placement, ...] = CHOICES
     host_slots: int = HOST_SLOTS
-    guesses: tuple[int, ...] | None = None
+    early_updates: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -85,10 +85,10 @@ class Moved:
         """Return a neighbour of this candidate."""
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
-        if self.guesses is not None and rng.random() < 0.15:
-            new, which = list(self.guesses), rng.choice(self._guessing)
+        if self.early_updates is not None and rng.random() < 0.15:
+            new, which = list(self.early_updates), rng.choice(self._early_positions)
             new[which] = max(0, new[which] + rng.choice((-1, 1)))
-            return replace(self, guesses=tuple(new))
+            return replace(self, early_updates=tuple(new))
         kind = rng.random()
         if kind < 0.3:
             return self._with(lambda new: new._swap(rng))
@@ -102,14 +102,14 @@ class Moved:
         return replace(self, prefetch=self.prefetch + step)._limited()
 
     @property
-    def _guessing(self) -> list[int]:
-        """Return the positions of ``guesses`` that count."""
-        return [0, 1, *([2] if self.visiting else [])]
+    def _early_positions(self) -> list[int]:
+        """Return the positions of ``early_updates`` that count."""
+        return [0, 1, *([2] if self.staged else [])]
 
     @property
-    def visiting(self) -> int:
+    def staged(self) -> int:
         """Return the number of staged subgroups."""
-        return sum(self.codes.count(code) for code in _VISITING_CODES)
+        return sum(self.codes.count(code) for code in _STAGED_CODES)
 
     def reordered(self, rng: Random) -> Self:
         """Return the same placements with other sequences."""
@@ -123,7 +123,7 @@ class Moved:
 
     def _limited(self) -> Self:
         """Limit the slots to the staged subgroups, and the prefetched ones to the slots."""
-        self.slots = max(1, min(self.slots, self.visiting))
+        self.slots = max(1, min(self.slots, self.staged))
         self.prefetch = max(0, min(self.prefetch, self.slots))
         return self
 

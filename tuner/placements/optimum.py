@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 
 from ebbtide.simulator.analysis.bound import NumberedBounds
 from ebbtide.simulator.plan import Placement
-from ebbtide.tuner.placements.moves import CHOICES, VISITING
+from ebbtide.tuner.placements.moves import CHOICES, STAGED
 from ebbtide.tuner.placements.search import Candidate, Search
 
 MOST_SUBGROUPS = 10
@@ -69,8 +69,8 @@ def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
     for cuts in combinations_with_replacement(range(count + 1), len(CHOICES) - 1):
         ends = [0, *cuts, count]
         numbers = {p: ends[i + 1] - ends[i] for i, p in enumerate(CHOICES)}
-        visiting = sum(numbers[p] for p in VISITING)
-        yield from ((numbers, slots) for slots in (range(1, visiting + 1) if visiting else (0,)))
+        staged = sum(numbers[p] for p in STAGED)
+        yield from ((numbers, slots) for slots in (range(1, staged + 1) if staged else (0,)))
 
 
 def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator.analysis.guessed import step_times
+from ebbtide.simulator.analysis.expected import step_times
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
@@ -21,10 +21,10 @@ from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
 from ebbtide.tuner.placements.decision import Progress, Question, about_subgroups, decide, silently
-from ebbtide.tuner.placements.homes import brought
+from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Candidate, Search, seconds_of
-from ebbtide.tuner.placements.speculation import about_guesses
+from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.quantities import told_seconds
 
@@ -95,7 +95,7 @@ def plan(
         chosen = _robust_choice(search)
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, question.folders)
-    why = about_guesses(search, made, found.plain_s) + about_sums(search, chosen)
+    why = about_early_updates(search, made, found.plain_s) + about_sums(search, chosen)
     why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search)
     result = _explained(made, search, why, workload)
     return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
@@ -186,8 +186,10 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     Raises:
         PlanError: another number of subgroups.
     """
-    homes = made.parameter_homes if "host" in made.parameter_homes else ()
-    search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes, speculates=any(made.guessed))
+    locations = made.parameter_locations if "host" in made.parameter_locations else ()
+    search = Search(
+        workload, machine, Limits.of(workload, machine), seed=0, locations=locations, speculates=any(made.updated_early)
+    )
     prediction = predict(workload, machine, made, search.limits, search.proven_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 

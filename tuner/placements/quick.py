@@ -16,8 +16,8 @@ from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.cuts import finer, merged
 from ebbtide.tuner.placements.decision import Level, improve, with_early
-from ebbtide.tuner.placements.homes import begun
-from ebbtide.tuner.placements.moves import STORED, VISITING
+from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.moves import STAGED, STORED
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.search import Candidate, Search
 
@@ -64,17 +64,17 @@ def quick_plan(
         move_parameters: between device and host. Otherwise they live where they do under ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
-    now = current.parameter_homes if "host" in current.parameter_homes else ()
+    now = current.parameter_locations if "host" in current.parameter_locations else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
     new = partial(Search, workload, machine, limits, seed, _fixed(current), storable=stored, effort=effort)
-    search = new(homes=now)
+    search = new(locations=now)
     running = _running(current)
     current_s = search.seconds_anyhow(running)
     levels = list[Level]()
     if not (machine.unified_memory or now or stored or move_parameters):
         levels = _coarser(workload, machine, limits, seed, _fixed(current))
     search.score(replace(running, early=()))
-    search.guess()
+    search.try_first()
     for level in levels:
         search.score(finer(level.plain.best(), level.plain.workload, workload))
     found = [with_early(search, levels)] if search.fits else []
@@ -97,19 +97,19 @@ def _coarser(workload: Workload, machine: Machine, limits: Limits, seed: int, fi
     levels = list[Level]()
     for many in MERGED:
         search = Search(merged(workload, many), machine, limits, seed, fixed)
-        search.guess()
+        search.try_first()
         if search.fits:
             levels.append(with_early(search, levels))
     return levels
 
 
 def _as_plan(current: Plan, best: Candidate, level: Level) -> Plan:
-    visits, search = not VISITING.isdisjoint(best.placements), level.search
+    staged, search = not STAGED.isdisjoint(best.placements), level.search
     made = current.with_ways(
         of_codes(best.codes),
         order=best.order or FORWARD,
-        staging_slots=best.staging_slots if visits else 0,
-        prefetch=best.prefetch if visits else 0,
+        staging_slots=best.staging_slots if staged else 0,
+        prefetch=best.prefetch if staged else 0,
         prediction=None,
         alternatives=(),
         reasons=(),
@@ -128,7 +128,7 @@ def _running(current: Plan) -> Candidate:
         order=current.order,
         host_slots=current.host_slots,
         device_sums=sum(current.summed_on_device),
-        early=current.guessed if any(current.guessed) else (),
+        early=current.updated_early if any(current.updated_early) else (),
     )
 
 

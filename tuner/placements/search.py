@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
 from ebbtide.simulator.analysis.bounds.window import NAMED
-from ebbtide.simulator.analysis.guessed import guesses_worth, late_s, times_of
+from ebbtide.simulator.analysis.expected import early_updates_worth, late_s, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome, Placement, Plan
+from ebbtide.simulator.plan import ParameterLocation, Placement, Plan
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out, slots_within
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES, Slot
-from ebbtide.simulator.update.way import GUESSED, HOME_CODES, SUMMED, of_codes, plain_ways
+from ebbtide.simulator.update.way import EARLY, LOCATION_CODES, SUMMED, of_codes, plain_ways
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.fit import Fit, roomiest
-from ebbtide.tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
+from ebbtide.tuner.placements.moves import HOST, PLACEMENTS, STAGED, STORED, choices
 from ebbtide.tuner.placements.update_orders import UpdateOrders
 from numpy.typing import NDArray
 
@@ -40,7 +40,7 @@ MOST_AROUND = 3  # choices for the largest, around the bound's split
 SPECULATES: Mapping[Placement, str] = {"host": "speculate", "device": "speculate_visits"}
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 # By code: a search asks for each of its candidates, and `np.isin` takes ten times as long.
-_GUESSABLE: dict[Placement, NDArray[np.bool_]] = {
+_CAN_BE_EARLY: dict[Placement, NDArray[np.bool_]] = {
     placement: np.isin(range(2**7), [w.code for w in plain_ways() if w.placement == placement and w.can_be_early])
     for placement in SPECULATES
 }
@@ -71,7 +71,7 @@ class Candidate:
     threads: int = 0
     overlap_forward: bool = True
     order: UpdateOrder | None = None
-    homes: tuple[ParameterHome, ...] = ()
+    locations: tuple[ParameterLocation, ...] = ()
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
     speculate_visits: int | None = None
@@ -81,7 +81,7 @@ class Candidate:
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """Return the plan that it stands for, with more of a plan's ``fields``."""
-        visits = not VISITING.isdisjoint(self.placements)
+        staged = not STAGED.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
             "trained_as": workload.trained_as,
@@ -89,8 +89,8 @@ class Candidate:
             "subgroups": workload.subgroups,
             "ways": of_codes(self.codes),
             "order": self.order or FORWARD,
-            "staging_slots": self.staging_slots if visits else 0,
-            "prefetch": self.prefetch if visits else 0,
+            "staging_slots": self.staging_slots if staged else 0,
+            "prefetch": self.prefetch if staged else 0,
             "threads": self.threads,
             "overlap_forward": self.overlap_forward,
             "host_slots": self.host_slots,
@@ -99,13 +99,13 @@ class Candidate:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        codes = _codes(self.placements, self.homes)
-        early = with_bits(codes, self.early) if self.early else with_guesses(codes, *self.guesses)
+        codes = _codes(self.placements, self.locations)
+        early = with_bits(codes, self.early) if self.early else with_early_updates(codes, *self.early_updates)
         return with_sums(early, self.device_sums or 0)
 
     @property
-    def guesses(self) -> tuple[int, ...]:
-        """As `with_guesses` takes them."""
+    def early_updates(self) -> tuple[int, ...]:
+        """As `with_early_updates` takes them."""
         return self.speculate or 0, self.speculate_among, self.speculate_visits or 0
 
     @cached_property
@@ -141,7 +141,7 @@ class Search:
         limits: Limits,
         seed: int = 0,
         fixed: Mapping[str, Any] | None = None,
-        homes: tuple[ParameterHome, ...] = (),
+        locations: tuple[ParameterLocation, ...] = (),
         storable: Collection[int] | None = None,
         *,
         speculates: bool = False,
@@ -149,7 +149,7 @@ class Search:
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
 
-        ``homes``: of the parameters under every candidate; empty: all on the device.
+        ``locations``: of the parameters under every candidate; empty: all on the device.
         ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
         ``speculates``: updates may begin before the norm; times are then means over steps of which
         `Workload.expected_clip_rate` clip.
@@ -172,15 +172,15 @@ class Search:
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
-        self.homes = homes
-        if homes:
-            self.fixed["homes"] = homes
+        self.locations = locations
+        if locations:
+            self.fixed["locations"] = locations
         self.scores: dict[Candidate, Score] = {}
         self._ordered: dict[Candidate, Candidate] = {}
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
-        self._gone: dict[tuple[ParameterHome, ...], int] = {}  # bytes, by homes
+        self._gone: dict[tuple[ParameterLocation, ...], int] = {}  # bytes, by homes
         self.best_s = self.whole_s = math.inf  # with parameters as they are; all on the device
 
     def share_of(self, evaluations: int, least: int = 1) -> int:
@@ -219,7 +219,7 @@ class Search:
         for placement, name in SPECULATES.items():
             number = getattr(candidate, name)
             if number is None:
-                number = self._most_guesses(candidate, placement)
+                number = self._most_early_updates(candidate, placement)
             if number != getattr(candidate, name):
                 changed = {name: number}
                 candidate = replace(candidate, **changed)
@@ -243,7 +243,7 @@ class Search:
             return wanted
         summed = sweep.summed_elements(codes)
         taken = sweep.held_bytes(both[0], 0, host_slots, both[1], summed)["device"]
-        left = self.limits.device_bytes - taken - self._device_bytes(self.homes)
+        left = self.limits.device_bytes - taken - self._device_bytes(self.locations)
         slots = slots_within(left, users, sweep.each_bytes(Slot.STAGING, both))
         return slots if slots < users else wanted
 
@@ -262,23 +262,23 @@ class Search:
         overlap: bool,
         issue: NDArray[np.int64] | None,
         host_slots: int = HOST_SLOTS,
-        guesses: Sequence[int] = (0,),
+        early_updates: Sequence[int] = (0,),
     ) -> float:
         """What `PlanSweep.evaluate` gives for these arguments, not remembered, with as many sums on
         the device as fit; ``inf`` where it does not fit.
 
         Args:
-            guesses: as `with_guesses` takes them.
+            guesses: as `with_early_updates` takes them.
         """
         if not self._may_store(codes):
             return math.inf
-        codes = codes + home_codes(self.homes)
-        early = self._early(codes, guesses)
+        codes = codes + location_codes(self.locations)
+        early = self._early(codes, early_updates)
         slots = self._slots(early, slots, host_slots)
         codes = with_sums(codes, self._most_sums(early, (slots, host_slots)))
         prefetch = min(prefetch, slots)
         options = (slots, prefetch, threads, overlap, issue, host_slots)
-        early = self._early(codes, guesses)
+        early = self._early(codes, early_updates)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
         if (early == codes).all() or math.isinf(seconds):
@@ -286,11 +286,13 @@ class Search:
         plain = self._sweep.evaluate(codes, *options)
         return self._mean_of(row, early, plain, threads, prefetch)
 
-    def _early(self, codes: NDArray[np.int8], guesses: Sequence[int]) -> NDArray[np.int8]:
+    def _early(self, codes: NDArray[np.int8], early_updates: Sequence[int]) -> NDArray[np.int8]:
         fixed = self.fixed.get("early")
-        return with_bits(codes & ~SUMMED, fixed) + (codes & SUMMED) if fixed else with_guesses(codes, *guesses)
+        return (
+            with_bits(codes & ~SUMMED, fixed) + (codes & SUMMED) if fixed else with_early_updates(codes, *early_updates)
+        )
 
-    def _most_guesses(self, c: Candidate, placement: Placement) -> int:
+    def _most_early_updates(self, c: Candidate, placement: Placement) -> int:
         """How many subgroups of a placement, from the last one on, there is memory and time for."""
         if placement not in c.placements:
             return 0
@@ -298,10 +300,10 @@ class Search:
         taken = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
         sizes = self._sweep.sizes[_able(c.codes, placement)][::-1].astype(int).tolist()
         left = self.limits.host_bytes - taken
-        most = guesses_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
-        if placement in VISITING and most:  # slots with room for new parameters fit too
+        most = early_updates_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
+        if placement in STAGED and most:  # slots with room for new parameters fit too
             some = self._fitted(replace(c, speculate_visits=1))
-            device_bytes, *_ = self._taken(some, c.homes)
+            device_bytes, *_ = self._taken(some, c.locations)
             return most if device_bytes <= self.limits.device_bytes else 0
         return most
 
@@ -314,7 +316,7 @@ class Search:
             return min(len(sizes), int(self.fixed["device_sums"]))
         amounts, early = self._sweep.amounts(codes)
         taken = self._sweep.held_bytes(amounts, *slots, early)["device"]
-        taken += self._device_bytes(self.homes)
+        taken += self._device_bytes(self.locations)
         return self._sweep.held.most_sums(sizes, self.limits.device_bytes - taken)
 
     @property
@@ -326,7 +328,7 @@ class Search:
         """Return a candidate's mean seconds over steps that clip and steps that do not."""
         from ebbtide.simulator.engines import kernel
 
-        if not (c.codes & GUESSED).any():
+        if not (c.codes & EARLY).any():
             return float(row[kernel.ITERATION_S])
         none: dict[str, Any] = {**dict.fromkeys(SPECULATES.values(), 0), "early": ()}
         plain = evaluated(self._sweep, replace(c, **none))
@@ -337,21 +339,20 @@ class Search:
     ) -> float:
         from ebbtide.simulator.engines import kernel
 
-        early = (codes // GUESSED) % 2 == 1
+        early = (codes // EARLY) % 2 == 1
         if not early.any():
             return float(row[kernel.ITERATION_S])
         a, b = kernel.ITERATION_S, kernel.BACKWARD_S
         sizes = {
-            placement: self._sweep.sizes[early & _able(codes & ~GUESSED, placement)].tolist()
-            for placement in SPECULATES
+            placement: self._sweep.sizes[early & _able(codes & ~EARLY, placement)].tolist() for placement in SPECULATES
         }
         late = late_s(self.workload, self.machine, sizes, threads, prefetch)
         right, waiting = ((float(r[a]), float(r[b])) for r in (row, plain))
         return times_of(right, waiting, late).mean_s(self.workload.expected_clip_rate)
 
-    def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
+    def peaks(self, candidate: Candidate, locations: tuple[ParameterLocation, ...]) -> Score:
         """Return the peaks of a candidate with other parameter locations, without remembering them."""
-        return self._simulate(replace(self.ordered(candidate), homes=homes))
+        return self._simulate(replace(self.ordered(candidate), locations=locations))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """Return the period of later iterations, where it is longer.
@@ -366,7 +367,7 @@ class Search:
 
     def _simulate(self, c: Candidate) -> Score:
         """Simulate a candidate if it fits. The peaks are known without a simulation."""
-        taken = self._taken(c, c.homes)
+        taken = self._taken(c, c.locations)
         if not self.limits.hold(*taken):
             return Score(math.inf, *taken)
         row = evaluated(self._sweep, c)
@@ -400,14 +401,14 @@ class Search:
 
     # -- guesses -----------------------------------------------------------------------------
 
-    def guess(self) -> None:
+    def try_first(self) -> None:
         """Try first guesses: all on the host, evenly spread shares on a coarse grid, and shares near the bound's.
 
         Subgroups far larger than the others, such as an embedding's, are tried everywhere: no swap
         with a single other one fits into memory.
         """
         count = len(self.workload.subgroups)
-        least = self.score(evenly({HOME: count}))
+        least = self.score(evenly({HOST: count}))
         if len(self.choices) == 1:
             return
         if least.device_peak_bytes > self.limits.device_bytes:  # nothing takes less of it
@@ -440,40 +441,40 @@ class Search:
         ):
 
             def spilled(n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots) -> Candidate:
-                some = {**numbers, HOME: numbers[HOME] - n, stored: n}
+                some = {**numbers, HOST: numbers[HOST] - n, stored: n}
                 return replace(evenly(some, FEW_SLOTS), host_slots=slots)
 
-            low, high = 0, numbers[HOME] + 1
+            low, high = 0, numbers[HOST] + 1
             while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if self._holds(spilled(middle)) else (middle + 1, high)
-            if low <= numbers[HOME]:
+            if low <= numbers[HOST]:
                 self.score(spilled(low))
 
     def _holds(self, c: Candidate) -> bool:
         """Return whether the candidate fits, without a simulation."""
-        return self.limits.hold(*self._taken(c, self.homes))
+        return self.limits.hold(*self._taken(c, self.locations))
 
-    def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
+    def _taken(self, c: Candidate, locations: tuple[ParameterLocation, ...]) -> tuple[int, int, int]:
         """Return its peaks: all activations are there at the end of forward."""
-        codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
+        codes = c.codes if locations == c.locations else replace(c, locations=locations).codes
         amounts, early = self._sweep.amounts(codes)
         summed = self._sweep.summed_elements(codes)
         held = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early, summed)
-        return held["device"] + self._device_bytes(homes), held["host"], held["storage"]
+        return held["device"] + self._device_bytes(locations), held["host"], held["storage"]
 
-    def _device_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+    def _device_bytes(self, locations: tuple[ParameterLocation, ...]) -> int:
         """Return the device memory of the workload alone, all activations among it."""
-        base = max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
+        base = max(0, self.workload.device_base_bytes - self._gone_bytes(locations))
         return base + self.workload.activation_bytes
 
-    def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+    def _gone_bytes(self, locations: tuple[ParameterLocation, ...]) -> int:
         """Return the bytes of parameters that live elsewhere."""
-        if homes not in self._gone:
+        if locations not in self._gone:
             w = self.workload
-            gone = moved_out(w, fetched_elements(w, homes)) * w.wire_bytes if homes else 0
-            self._gone[homes] = gone
-        return self._gone[homes]
+            gone = moved_out(w, fetched_elements(w, locations)) * w.wire_bytes if locations else 0
+            self._gone[locations] = gone
+        return self._gone[locations]
 
     def try_all(self) -> None:
         """Try the bound's whole numbers, evenly mixed, and every choice of placements if there are few subgroups."""
@@ -483,9 +484,9 @@ class Search:
         if len(self.choices) ** count > self.share_of(MOST_CHOICES):
             return
         for placements in product(self.choices, repeat=count):
-            for slots in range(1, 1 + max(1, min(2, sum(p in VISITING for p in placements)))):
-                visits = any(p in VISITING for p in placements)
-                self.score(Candidate(placements, slots, slots if visits else 0))
+            for slots in range(1, 1 + max(1, min(2, sum(p in STAGED for p in placements)))):
+                staged = any(p in STAGED for p in placements)
+                self.score(Candidate(placements, slots, slots if staged else 0))
 
     def _grid(
         self, held: Sequence[dict[int, Placement]], points: int, slots: Sequence[int]
@@ -521,7 +522,9 @@ class Search:
     @cached_property
     def _division(self) -> Fit:
         """Return the division with the most room left, with as many parameters on the host as this search has."""
-        away = sum(n for n, home in zip(self.workload.subgroups, self.homes, strict=False) if home == "host")
+        away = sum(
+            n for n, location in zip(self.workload.subgroups, self.locations, strict=False) if location == "host"
+        )
         return roomiest(self.workload, self.machine, self.limits, away=away / self.workload.params)
 
     def _held_apart(self) -> Iterator[dict[int, Placement]]:
@@ -567,10 +570,10 @@ class Search:
         return fluid_bound(*self._bounded)
 
     @property
-    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int, int, bool]:
+    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterLocation, ...], int, int, bool]:
         some = self.limits
         room = (some.host_bytes, some.storage_bytes or 0)
-        return (self.workload, self.machine, some.device_bytes, self.homes, *room, self.speculates)
+        return (self.workload, self.machine, some.device_bytes, self.locations, *room, self.speculates)
 
     @property
     def floor_s(self) -> float:
@@ -581,7 +584,7 @@ class Search:
             return math.inf
 
 
-def with_guesses(codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0) -> NDArray[np.int8]:
+def with_early_updates(codes: NDArray[np.int8], speculate: int, among: int = 0, staged: int = 0) -> NDArray[np.int8]:
     """Return codes with some early updates.
 
     Args:
@@ -589,12 +592,12 @@ def with_guesses(codes: NDArray[np.int8], speculate: int, among: int = 0, visits
         visits: The number of visits: the last ones.
     """
     early = codes
-    numbers: dict[Placement, tuple[int, int]] = {"host": (speculate, among), "device": (visits, 0)}
+    numbers: dict[Placement, tuple[int, int]] = {"host": (speculate, among), "device": (staged, 0)}
     for placement, (count, within) in numbers.items():
         if count:
             able = np.flatnonzero(_able(codes, placement))
             early = early.copy()
-            early[able[spread(len(able), count, within)]] += GUESSED
+            early[able[spread(len(able), count, within)]] += EARLY
     return early
 
 
@@ -607,7 +610,7 @@ def spread(able: int, count: int, among: int = 0) -> list[int]:
 
 def with_bits(codes: NDArray[np.int8], early: Sequence[bool]) -> NDArray[np.int8]:
     """Return the codes with these early updates, as far as the ways allow them."""
-    return codes + GUESSED * (np.array(early) & _EARLY[codes]).astype(np.int8)
+    return codes + EARLY * (np.array(early) & _EARLY[codes]).astype(np.int8)
 
 
 def with_sums(codes: NDArray[np.int8], device_sums: int) -> NDArray[np.int8]:
@@ -629,22 +632,22 @@ def _sends(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
 
 def _able(codes: NDArray[np.int8], placement: Placement) -> NDArray[np.bool_]:
     """Which of a placement's can be updated before the norm."""
-    able: NDArray[np.bool_] = _GUESSABLE[placement][codes & ~SUMMED]
+    able: NDArray[np.bool_] = _CAN_BE_EARLY[placement][codes & ~SUMMED]
     return able
 
 
 @lru_cache(2**12)
-def _codes(placements: tuple[Placement, ...], homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
+def _codes(placements: tuple[Placement, ...], locations: tuple[ParameterLocation, ...]) -> NDArray[np.int8]:
     """Of subgroups that wait for the norm; for all candidates that differ in the rest alone."""
     some = [PLACEMENTS.index(p) for p in placements]
-    codes = np.array(some, dtype=np.int8) + home_codes(homes)
+    codes = np.array(some, dtype=np.int8) + location_codes(locations)
     codes.flags.writeable = False
     return codes
 
 
-def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
+def location_codes(locations: tuple[ParameterLocation, ...]) -> NDArray[np.int8]:
     """Return the addends of parameter locations to the codes of placements."""
-    return np.array([HOME_CODES[home] for home in homes] or [0], dtype=np.int8)
+    return np.array([LOCATION_CODES[location] for location in locations] or [0], dtype=np.int8)
 
 
 def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[Placement, int]]:
@@ -671,9 +674,9 @@ def evenly(numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int,
     placements = [*stay, *(p for _, _, p in mixed)]
     for subgroup, placement in sorted((fixed or {}).items()):
         placements.insert(subgroup, placement)
-    visiting = sum(p in VISITING for p in placements)
-    slots = max(1, min(slots, visiting))
-    return Candidate(tuple(placements), slots, min(slots, visiting))
+    staged = sum(p in STAGED for p in placements)
+    slots = max(1, min(slots, staged))
+    return Candidate(tuple(placements), slots, min(slots, staged))
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:

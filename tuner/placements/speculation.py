@@ -1,6 +1,6 @@
 """How many updates begin before the norm is known, on the guess that the step does not clip.
 
-Guesses take host memory, and a step that clips makes all of them wrong. So they are planned for
+EarlyUpdates take host memory, and a step that clips makes all of them wrong. So they are planned for
 where somebody says how many steps do (`Workload.clip_rate`), and where the mean iteration is
 shorter by more than nothing. What was said may be wrong: while its guesses pause, such a plan is
 nearly as quick as the best one without.
@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.tuner.placements.moves import VISITING
+from ebbtide.tuner.placements.moves import STAGED
 from ebbtide.tuner.placements.search import SPECULATES, Candidate, Search
 from ebbtide.tuner.quantities import told_seconds
 
@@ -23,7 +23,7 @@ PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chose
 SPREADS = 4  # likewise of how far apart they are
 
 
-def may_guess(search: Search) -> bool:
+def may_update_early(search: Search) -> bool:
     """Return whether plans of this search may update early.
 
     The runtime can do so under ZeRO-3, but not where DeepSpeed's own state stays whole (pieces). Without any
@@ -34,7 +34,7 @@ def may_guess(search: Search) -> bool:
     return able and work.expected_clip_rate < 1
 
 
-def with_guesses(
+def with_early_updates(
     plain: Search, chosen: Candidate, improve: Callable[[Search], object], more: Sequence[Candidate] = ()
 ) -> tuple[Search, Candidate]:
     """Return the search whose plans guess, and its best with as few guesses as serve; or what is given,
@@ -46,7 +46,7 @@ def with_guesses(
         plain.limits,
         plain.seed,
         plain.fixed,
-        plain.homes,
+        plain.locations,
         plain.storable,
         speculates=True,
         effort=plain.effort,
@@ -60,7 +60,7 @@ def with_guesses(
     for candidate in more:
         search.score(candidate)
         search.score(replace(candidate, **most))
-    search.guess()
+    search.try_first()
     if not search.fits:
         return plain, chosen
     _spread(search)
@@ -79,13 +79,13 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
     """
     yield candidate
     placements = list(candidate.placements)
-    if VISITING.isdisjoint(placements):
+    if STAGED.isdisjoint(placements):
         return
     slots = range(1, candidate.staging_slots)
     yield from (replace(candidate, staging_slots=n, prefetch=min(n, candidate.prefetch)) for n in slots)
     stay = [i for i, p in enumerate(placements) if RECIPES[p].state == "device"]
     for subgroup in stay[: -ROOM - 1 : -1]:
-        placements[subgroup] = next(p for p in placements if p in VISITING)
+        placements[subgroup] = next(p for p in placements if p in STAGED)
         yield replace(candidate, placements=tuple(placements))
 
 
@@ -108,10 +108,10 @@ def fewest(search: Search, best: Candidate, name: str) -> Candidate:
     return next(near, best)
 
 
-def about_guesses(search: Search, made: Plan, plain_s: float) -> list[str]:
+def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]:
     """Return a sentence about the updates that begin before the norm. None below ZeRO-3."""
-    count, work, told = sum(made.guessed), search.workload, made.prediction
-    if told is None or not may_guess(search):
+    count, work, told = sum(made.updated_early), search.workload, made.prediction
+    if told is None or not may_update_early(search):
         return []
     rate = f"{work.expected_clip_rate:.1%} of the steps clip"
     if work.clip_rate is None:

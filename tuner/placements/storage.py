@@ -11,7 +11,7 @@ from ebbtide.simulator.storage import shares
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import HOME, STORED
+from ebbtide.tuner.placements.moves import HOST, STORED
 from ebbtide.tuner.placements.search import Candidate, Search
 from ebbtide.tuner.quantities import told_seconds
 
@@ -55,7 +55,7 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
     """Return the bytes that a node writes to storage in each step."""
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
-    return elements * Bytes.of(workload).visit * workload.ranks_per_node
+    return elements * Bytes.of(workload).staged * workload.ranks_per_node
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
@@ -69,7 +69,7 @@ def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -
 
 def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     """Return a sentence about the same plan with enough host memory."""
-    hosted = tuple(HOME if p in STORED else p for p in c.placements)
+    hosted = tuple(HOST if p in STORED else p for p in c.placements)
     work = search.workload
     faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None))
     taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))

@@ -29,7 +29,7 @@ class UpdateOrders:
         rate = max(machine.host_adam_rate(n) for n in threads)
         rate = min(rate, room["dram"] / amounts.host_traffic)
         self.update_s = [n / rate for n in workload.subgroups]
-        self.home_s = [n * amounts.gradient / room["d2h"] for n in workload.subgroups]
+        self.copied_s = [n * amounts.gradient / room["d2h"] for n in workload.subgroups]
         self.copy_s = [n * amounts.wire / room["h2d"] for n in workload.subgroups]
         workload = workload.serial
         self.micro_batches = workload.gradient_accumulation_steps
@@ -67,8 +67,8 @@ class UpdateOrders:
         yield self.by_urgency(arrived)
         ascending = sorted(arrived)
         count = len(ascending)
-        home = sum(at_s <= 0.0 for at_s in arrived.values())
-        for held in sorted({0, home // 2, home, *(count * i // 8 for i in range(1, 8))}):
+        location = sum(at_s <= 0.0 for at_s in arrived.values())
+        for held in sorted({0, location // 2, location, *(count * i // 8 for i in range(1, 8))}):
             cut = count - held
             early, late = ascending[:cut][::-1], ascending[cut:]
             yield [*early, *late]
@@ -91,7 +91,7 @@ class UpdateOrders:
         for micro_step in range(self.micro_batches):
             begin_s = micro_step * (self.forward_s + self.backward_s)
             for subgroup in reversed(hosted):
-                free_s = max(free_s, begin_s + self.complete_s[subgroup]) + self.home_s[subgroup]
+                free_s = max(free_s, begin_s + self.complete_s[subgroup]) + self.copied_s[subgroup]
                 arrived[subgroup] = free_s
         norm_s = self.micro_batches * (self.forward_s + self.backward_s) - self.forward_s
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}

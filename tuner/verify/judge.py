@@ -273,7 +273,7 @@ def _defect(
         _others(found, wrong),
         0.0 if noise is None else noise.explained(wrong),
         off,
-        (*why, *_guesses(other, wrong, found)),
+        (*why, *_early_updates(other, wrong, found)),
     )
 
 
@@ -281,7 +281,7 @@ def _others(found: Sequence[Difference], first: Difference) -> int:
     return sum(d.is_tensor and d.name != first.name for d in found)
 
 
-def _guesses(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
+def _early_updates(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
     """Yield the likely causes of differences with this pattern."""
     if wrong.step == 0:
         yield "the runs begin with other parameters: the script's seeds, or a checkpoint it resumes"

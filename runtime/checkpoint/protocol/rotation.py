@@ -129,13 +129,13 @@ class Note:
             (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
             temporary.rename(place)  # whole or not there
 
-    def adopt(self, folder: Path, home: Path) -> None:
-        """Keep a folder that another one has replaced at ``home``."""
+    def adopt(self, folder: Path, origin: Path) -> None:
+        """Keep a folder that another one has replaced at ``origin``."""
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
         temporary.mkdir(parents=True)
         folder.rename(temporary / "tree")
-        path = os.path.relpath(home, self._save_dir)
+        path = os.path.relpath(origin, self._save_dir)
         (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
         temporary.rename(place)
 
@@ -188,19 +188,19 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
     """Give a deleted checkpoint its place again; return it. What is left there by a deletion
     that was cut short makes room.
     """
-    home = _home(save_dir, place)
-    if _same_files(place / "tree", home):
+    origin = _origin(save_dir, place)
+    if _same_files(place / "tree", origin):
         shutil.rmtree(place, ignore_errors=True)
-        return home
-    if home.exists():
-        home.rename(place / "rest")
-    home.parent.mkdir(parents=True, exist_ok=True)
-    (place / "tree").rename(home)
+        return origin
+    if origin.exists():
+        origin.rename(place / "rest")
+    origin.parent.mkdir(parents=True, exist_ok=True)
+    (place / "tree").rename(origin)
     shutil.rmtree(place, ignore_errors=True)
-    return home
+    return origin
 
 
-def _home(save_dir: Path, place: Path) -> Path:
+def _origin(save_dir: Path, place: Path) -> Path:
     """Return the path from which a retained checkpoint was deleted."""
     where = json.loads((place / "where.json").read_text())["path"]
     return Path(os.path.normpath(save_dir / where))
@@ -232,14 +232,14 @@ def restore_deleted(directory: Path) -> None:
         if notes is None or _anybody(notes):
             return
         for folder in kept(place):
-            if not _is_whole(_home(place, folder)):
+            if not _is_whole(_origin(place, folder)):
                 put_back(place, folder)
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _is_whole(home: Path) -> bool:
+def _is_whole(origin: Path) -> bool:
     """Return whether a whole checkpoint exists there again, as a checkpoint or as the folder of one."""
-    around = [*committed(home), *(c for c in committed(home.parent) if c.folder == home)]
+    around = [*committed(origin), *(c for c in committed(origin.parent) if c.folder == origin)]
     return any(not verify(c.folder.parent, c.folder.name) for c in around)
 
 
@@ -282,16 +282,16 @@ def _settle(save_dir: Path, notes: Path) -> None:
     complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
     # Without a note: what an attempt kept that ended while it did, or whose note a machine lost.
     good = all(done) and complete if pages else bool(committed(save_dir))
-    homes = []
+    origins = []
     for place in kept(save_dir):
         if good:
             shutil.rmtree(place)
         else:
-            homes.append(put_back(save_dir, place))
+            origins.append(put_back(save_dir, place))
     for page, whole in zip(pages, done, strict=True):
         (_name_latest if whole else _forget)(save_dir, page)
     if not good and (not complete or not committed(save_dir)):
-        _hide(save_dir, next((h for h in homes if h is not None), None))
+        _hide(save_dir, next((h for h in origins if h is not None), None))
     shutil.rmtree(notes, ignore_errors=True)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from ebbtide.simulator.plan import ParameterHome
+from ebbtide.simulator.plan import ParameterLocation
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, gathered
 
 TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
@@ -285,7 +285,7 @@ def is_partitioned(param: Any) -> bool:
     return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
 
 
-def parameter_home(optimizer: Any) -> ParameterHome:
+def parameter_location(optimizer: Any) -> ParameterLocation:
     """Return the memory in which DeepSpeed keeps partitions of parameters between their uses."""
     return "host" if getattr(optimizer, "offload_param", False) else "device"
 
@@ -407,15 +407,15 @@ def is_whole(param: Any) -> bool:
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
     """Return a gather of these parameters reads their partitions here."""
-    homes = {param: param.ds_tensor for param in tensors}
+    locations = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
         param.ds_tensor = tensor
     try:
         yield
     finally:
-        for param, home in homes.items():
-            param.ds_tensor = home
+        for param, location in locations.items():
+            param.ds_tensor = location
 
 
 @contextmanager

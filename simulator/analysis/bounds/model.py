@@ -88,9 +88,9 @@ class Model:
         machine: Machine,
         ways: Sequence[Way],
         most_pieces: int,
-        homes: Sequence[Memory] = (),
+        locations: Sequence[Memory] = (),
         *,
-        guesses: bool = False,
+        early_updates: bool = False,
         sums: bool = False,
     ) -> None:
         """Build the model.
@@ -101,10 +101,10 @@ class Model:
             sums: gradient sums may stay on the device, listed likewise.
         """
         self.workload = w = workload.serial
-        some = [*ways, *(way._replace(early=True) for way in ways if guesses and way.can_be_early)]
+        some = [*ways, *(way._replace(early=True) for way in ways if early_updates and way.can_be_early)]
         some += [way._replace(sum_on_device=True) for way in some if sums and way.can_sum_on_device]
         self.machine, self.ways = machine, tuple(some)
-        self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
+        self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, locations)
         self.largest = max(w.subgroups)
         self.micro = w.gradient_accumulation_steps
         backward = np.array([layer.backward_s for layer in w.layers])
@@ -135,7 +135,7 @@ class Model:
     def _parts(self, way: int, recipe: Recipe) -> list[Part]:
         steps = recipe.steps
         new = next(i for i, step in enumerate(steps) if step.publishes)
-        takes, gives = visit(recipe)
+        takes, gives = slot_steps(recipe)
         begin = takes + 1 if takes >= 0 and steps[takes].early else 0  # what follows the norm
         begin = recipe.before_norm or begin  # as backward goes on
         seconds = np.array([self._part(way, step).least_s for step in steps])
@@ -157,7 +157,7 @@ class Model:
                 tail = between(takes, new + 1)
             else:
                 inside, head, tail = Inside.NONE, between(begin, i), between(i, i)
-            # Guesses take slots in backward, of which nothing is said.
+            # EarlyUpdates take slots in backward, of which nothing is said.
             slot = steps[takes].takes if takes >= 0 and not recipe.before_norm else None
             parts.append(self._part(way, step, inside, head, tail, slot=slot))
         return parts
@@ -226,7 +226,7 @@ class Model:
         return modes({lane: some for lane, some in ops.items() if some}, self.machine, self.work.limits)
 
 
-def visit(recipe: Recipe) -> tuple[int, int]:
+def slot_steps(recipe: Recipe) -> tuple[int, int]:
     """Return the step that takes a slot and the step that frees it. -1: none.
 
     Only slots that are freed after the parameters are published, or that are taken early, count.

@@ -44,7 +44,7 @@ class Pieces:
     least: NDArray[np.int64]
     count: Floats
     whole: NDArray[np.bool_]
-    homes: tuple[str, ...]
+    locations: tuple[str, ...]
     tail_s: Floats
     sent_s: Floats
     left_s: Floats
@@ -59,7 +59,7 @@ class Pieces:
     passes: NDArray[np.int64]
 
     @classmethod
-    def of(cls, w: Workload, most: int, homes: Sequence[Memory]) -> Self:
+    def of(cls, w: Workload, most: int, locations: Sequence[Memory]) -> Self:
         """Group neighbouring subgroups into at most ``most`` blocks.
 
         Args:
@@ -72,7 +72,7 @@ class Pieces:
         held = parts_of_subgroups(w)
         first = [some[0][0] for some in held]
         blocks = _blocks(first, most)
-        parts = [part for block in blocks for part in _alike(w.subgroups, block, homes, fluid=most == 1)]
+        parts = [part for block in blocks for part in _alike(w.subgroups, block, locations, fluid=most == 1)]
         parts.sort(key=lambda part: part[-1])
         block = [next(b for b, some in enumerate(blocks) if part[0] in some) for part in parts]
         passes = [len({layer for s in some for layer, _ in held[s]}) for some in blocks]
@@ -85,7 +85,7 @@ class Pieces:
             np.array([min(some) for some in sizes]),
             np.array([sum(some) / max(some) for some in sizes]),
             np.array([len(set(some)) == 1 for some in sizes]),
-            tuple(homes[part[-1]] if homes else "" for part in parts),
+            tuple(locations[part[-1]] if locations else "" for part in parts),
             behind[layer],
             below[highest],
             below[layer],
@@ -148,10 +148,10 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(borders)]
 
 
-def _alike(sizes: Sequence[int], block: range, homes: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
+def _alike(sizes: Sequence[int], block: range, locations: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
     """Return groups of equal size if there are few sizes, never across two parameter locations."""
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}
     for s in block:
-        parts.setdefault((0 if many else sizes[s], homes[s] if homes else ""), []).append(s)
+        parts.setdefault((0 if many else sizes[s], locations[s] if locations else ""), []).append(s)
     return list(parts.values())

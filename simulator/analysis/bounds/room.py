@@ -35,14 +35,14 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     chains = [(times, _Chain(m, some)) for times, some in _micro_batches(m) if some]
     if not chains:
         return
-    home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
+    sent = [g for g in m.gradients if Wait.SUM not in g.step.waits]
     before_s = m.rest_s - m.first_s + chains[-1][1].left_s
-    most_s = np.max([g.times * g.seconds for g in home], axis=0) @ m.pieces.count
+    most_s = np.max([g.times * g.seconds for g in sent], axis=0) @ m.pieces.count
     if most_s <= before_s and not any(chain.waits for _, chain in chains):
         return
     rows.upper[waited] = np.inf
     rows.at_most(0.0, (waited, -1.0), *((chain.add(rows, every), times) for times, chain in chains))
-    rows.at_most(before_s, (waited, -1.0), *((every[:, g.way], g.times * g.seconds) for g in home))
+    rows.at_most(before_s, (waited, -1.0), *((every[:, g.way], g.times * g.seconds) for g in sent))
 
 
 def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
@@ -131,12 +131,12 @@ class _Chain:
         for _, _, pieces in self.bursts:
             if much_s[pieces].sum() > self._left_of(pieces, alone_s):
                 return True
-        home_s = -math.inf
+        copied_s = -math.inf
         for begin_s, end_s, left_s, much in zip(
             self.begin_s, self.end_s, alone_s[self.order], much_s[self.order], strict=True
         ):
-            home_s = max(home_s, -begin_s) + much
-            if home_s + end_s > left_s:
+            copied_s = max(copied_s, -begin_s) + much
+            if copied_s + end_s > left_s:
                 return True
         return False
 
@@ -149,25 +149,25 @@ class _Chain:
         for k in range(1, len(waited)):
             rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))
         for work, alone_s in zip(self.work, self.alone_s, strict=True):
-            self._come_home(rows, every, waited, work, alone_s)
+            self._come_to_host(rows, every, waited, work, alone_s)
         for beside in self.beside:
             beside.add(self, rows, every, waited)
         return int(waited[-1])
 
-    def _come_home(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
+    def _come_to_host(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
         """Add the rows of gradients that go home one after the other on a resource."""
         count, left_s = self.pieces.count, float(alone_s.max())
-        home = rows.new(len(count))  # since the first begins
+        sent = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
             mine = [(every[p, way], float(each[p])) for way, each in work.items()]
             before = [(int(waited[self.before[k]]), 1.0)] if self.before[k] >= 0 else []
             late_s = float(self.begin_s[0] - self.begin_s[k])
-            rows.at_most(-late_s, (int(home[k]), -1.0), *mine, *before)
+            rows.at_most(-late_s, (int(sent[k]), -1.0), *mine, *before)
             less = (every[p, self.ways], (left_s - alone_s[p]) / count[p])
             end_s = float(self.begin_s[0] - self.end_s[k])
-            rows.at_most(left_s + end_s, (int(home[k]), 1.0), (int(waited[k]), -1.0), less)
+            rows.at_most(left_s + end_s, (int(sent[k]), 1.0), (int(waited[k]), -1.0), less)
             if k:
-                rows.at_most(0.0, (int(home[k]), -1.0), (int(home[k - 1]), 1.0), *mine)
+                rows.at_most(0.0, (int(sent[k]), -1.0), (int(sent[k - 1]), 1.0), *mine)
         for first, last, pieces in self.bursts:
             asked = [(every[pieces, way], each[pieces]) for way, each in work.items()]
             before = [(int(waited[first - 1]), 1.0)] if first else []

@@ -163,17 +163,17 @@ class Sharing:
         """
         m, late = self.model, {}
         pieces = m.pieces
-        for lane in {g.step.lane for g in self.window.home}:
-            home, late[lane] = [g for g in self.window.home if g.step.lane == lane], self.rows.one()
+        for lane in {g.step.lane for g in self.window.sent}:
+            sent, late[lane] = [g for g in self.window.sent if g.step.lane == lane], self.rows.one()
             for p in range(len(pieces)):
                 up_to = slice(p + 1)
-                some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in home]
+                some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in sent]
                 self._late_by(late[lane], float(pieces.sent_s[p]), *some)
                 # Without the parts of the piece's last subgroup that left before its last one.
-                before_s = max(float((1 - pieces.completes[p]) * g.alone_s[p]) for g in home)
+                before_s = max(float((1 - pieces.completes[p]) * g.alone_s[p]) for g in sent)
                 if before_s:
                     self._late_by(late[lane], float(pieces.left_s[p]) + before_s, *some)
-            everything = [(self.window.x[:, g.way], g.times * g.alone_s) for g in home]
+            everything = [(self.window.x[:, g.way], g.times * g.alone_s) for g in sent]
             self._late_by(late[lane], m.rest_s - m.first_s, *everything)
         return late
 

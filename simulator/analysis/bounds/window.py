@@ -58,14 +58,14 @@ class Window:
         slots: int | None = None,
         fewest: int = 0,
         numbers: Sequence[float] = (),
-        visitor: tuple[int, int] | None = None,
+        largest_staged: tuple[int, int] | None = None,
     ) -> None:
         """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
         None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, however they
-        are guessed and summed, if given; ``visitor``: between which sizes the largest is that
+        are guessed and summed, if given; ``largest_staged``: between which sizes the largest is that
         visits staging slots.
         """
-        self.model, self.slots, self.fewest, self.visitor = model, slots, fewest, visitor
+        self.model, self.slots, self.fewest, self.largest_staged = model, slots, fewest, largest_staged
         self.rows, count = Rows(), len(model.pieces)
         self.seconds, self.inside = self.rows.one(), self.rows.one()
         self.waited = self.rows.one()
@@ -73,12 +73,12 @@ class Window:
         self.x = self.rows.new(count * len(model.ways)).reshape(count, -1)
         self.early = {way: self.rows.new(count) for way in self._ways(Inside.TAKERS)}
         self.kept = {way: self.rows.new(count) for way in self._ways(Inside.GIVERS)}
-        visited = sorted({p.slot for p in model.parts if p.slot is not None})
-        self.beyond = {slot: self.rows.one(1.0, whole=True) for slot in visited}
-        self._size = {slot: self.rows.one() for slot in visited}  # in units of the largest subgroup
+        used_slots = sorted({p.slot for p in model.parts if p.slot is not None})
+        self.beyond = {slot: self.rows.one(1.0, whole=True) for slot in used_slots}
+        self._size = {slot: self.rows.one() for slot in used_slots}  # in units of the largest subgroup
         self._place(numbers)
-        for slot in visited:
-            self._visit(slot)
+        for slot in used_slots:
+            self._hold_slot(slot)
         self._fit(room)
         wait_for_room(model, self.rows, self.x, self.waited)
         self._resources()
@@ -108,14 +108,14 @@ class Window:
         return terms
 
     @property
-    def home(self) -> list[Part]:
+    def sent(self) -> list[Part]:
         """Return the steps that send gradients home."""
         return [p for p in self.model.gradients if Wait.SUM not in p.step.waits]
 
     @property
     def sending(self) -> list[Part]:
         """Return the steps with device memory in flight. Sums are sent from their place."""
-        return [p for p in self.home if not self.model.ways[p.way].sum_on_device]
+        return [p for p in self.sent if not self.model.ways[p.way].sum_on_device]
 
     @property
     def waiting(self) -> dict[Lane, list[Part]]:
@@ -134,10 +134,10 @@ class Window:
     def _place(self, numbers: Sequence[float]) -> None:
         """Each subgroup is updated in one way, with its parameters where they must live."""
         pieces = self.model.pieces
-        for p, home in enumerate(pieces.homes):
+        for p, sent in enumerate(pieces.locations):
             self.rows.equal(pieces.count[p], (self.x[p], 1.0))
             for way, other in enumerate(self.model.ways):
-                if home and home != other.parameters:
+                if sent and sent != other.parameters:
                     self.rows.upper[self.x[p, way]] = 0.0
         for way, number in enumerate(numbers):
             same = [n for n, other in enumerate(self.model.ways) if other.plain == self.model.ways[way]]
@@ -167,7 +167,7 @@ class Window:
         staging = MANY if self.slots is None else self.slots
         return slot_limit(slot, staging, MANY, host_slots=MANY)
 
-    def _visit(self, slot: Slot) -> None:
+    def _hold_slot(self, slot: Slot) -> None:
         """Limit the staged updates of a slot: as many come in early as there are slots, and as many need not leave.
 
         All slots together are as large as those, and each is as large as the largest staged subgroup,
@@ -176,14 +176,14 @@ class Window:
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
         early = [n for n, r in enumerate(m.recipes) if m.ways[n].early and slot in r.slots]
-        visitors = [*users, *early]
+        staged_ways = [*users, *early]
         if not limit:
-            self.rows.at_most(0.0, (self.x[:, visitors].ravel(), 1.0))
+            self.rows.at_most(0.0, (self.x[:, staged_ways].ravel(), 1.0))
         staged = slot_limit(slot, 0, MANY, host_slots=MANY) == 0
         each = limit if limit < MANY else max(1, self.fewest if staged else 1)
         if limit == MANY:
             number = self.rows.one(whole=True)
-            least = self.visitor[0] if staged and self.visitor else min(m.workload.subgroups)
+            least = self.largest_staged[0] if staged and self.largest_staged else min(m.workload.subgroups)
             self.rows.at_most(0.0, (number, least / m.largest), (size, -1.0))
         for outside in (self.early, self.kept):
             some = [outside[way] for way in users if way in outside]
@@ -198,12 +198,12 @@ class Window:
             there = self.rows.one(1.0, whole=bool(pieces.whole.all()))
             for p in np.flatnonzero(pieces.least == one):
                 share = 1.0 / pieces.count[p]
-                self.rows.at_most(0.0, (self.x[p, visitors], share), (there, -1.0))
+                self.rows.at_most(0.0, (self.x[p, staged_ways], share), (there, -1.0))
             self.rows.at_most(0.0, (there, each * one / m.largest), (size, -1.0))
-        if staged and self.visitor is not None:
-            least, most = self.visitor
+        if staged and self.largest_staged is not None:
+            least, most = self.largest_staged
             self.rows.at_most(-each * least / m.largest, (size, -1.0))
-            for variable in self.x[pieces.least > most][:, visitors].ravel():
+            for variable in self.x[pieces.least > most][:, staged_ways].ravel():
                 self.rows.upper[variable] = 0.0
         if 0 < limit < MANY:
             self._in_turn(slot, limit)
@@ -235,14 +235,14 @@ class Window:
         m = self.model
         if m.machine.unified_memory:
             return
-        held, free = Holding.of_workload(m.workload), not m.pieces.homes[0]
+        held, free = Holding.of_workload(m.workload), not m.pieces.locations[0]
         unit = m.largest * m.workload.optimizer_state.state_bytes
         for memory, size_bytes in room.items():
             terms: list[Term] = []
             for number, way in enumerate(m.ways):
                 per_param = float(held.per_param[memory][plain_ways().index(way.plain)])
                 if memory == "host" and way.early:
-                    per_param += held.guess_bytes
+                    per_param += held.early_bytes
                 if way.sum_on_device:
                     per_param += {"device": 1, "host": -1}.get(memory, 0) * held.gradient_bytes
                 if free and memory == "device" and way.parameters == "host":
@@ -317,8 +317,8 @@ class Window:
             asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
             self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
             others = [(self.x[:, p.way], p.taken_s[name]) for p in coming if p not in takers]
-            visits = [(self.x[:, p.way], p.taken_s[name]) for p in takers]
-            self.within(m.early_s - tails[-1], *others, *visits)
+            taken = [(self.x[:, p.way], p.taken_s[name]) for p in takers]
+            self.within(m.early_s - tails[-1], *others, *taken)
         for part in takers:
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)

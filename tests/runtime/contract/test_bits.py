@@ -16,7 +16,7 @@ from tests.runtime.contract.training import DEVICES, all_state, assert_same, att
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident", "stored"]
-HOMES = ["device", "host"]  # of another length: in six subgroups all combinations
+LOCATIONS = ["device", "host"]  # of another length: in six subgroups all combinations
 
 
 def l2_adam():
@@ -115,8 +115,8 @@ def stock(case, stage=3):
 
 @pytest.mark.parametrize(("case", "stage", "device"), EVERYWHERE)
 def test_every_configuration(case, stage, device):
-    homes = HOMES if stage == 3 and device == DEVICE else None
-    ours = attached(engine_for(case, stage), MIX, device, homes=homes)
+    locations = LOCATIONS if stage == 3 and device == DEVICE else None
+    ours = attached(engine_for(case, stage), MIX, device, locations=locations)
     # So small is what is trained.
     few = {"one_subgroup": 1, "frozen_parameters": 2, "offloaded_and_frozen": 2}
     assert len(ours.optimizer._ebbtide.executor.states) >= few.get(case, 3)
@@ -135,7 +135,7 @@ def test_offloaded_parameters_have_the_bits_of_those_that_are_not(device):
     config = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
     ours = attached(start(**config), ["host"], device)
     states = ours.optimizer._ebbtide.executor.states
-    assert {state.parameter_home for state in states} == {"host"}
+    assert {state.parameter_location for state in states} == {"host"}
     assert ours.optimizer._ebbtide.executor.parameter_slots == []
     result = outcome(ours)
     assert_same(result, stock("clipping"))
@@ -174,7 +174,7 @@ def plans(draw):
         "prefetch": draw(st.integers(0, slots)),
         "overlap_forward": draw(st.booleans()),
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
-        "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
+        "locations": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         "speculate": draw(st.integers(0, 6)),
         "speculate_visits": draw(st.integers(0, 3)),
         "speculate_among": draw(st.integers(0, 6)),
@@ -225,7 +225,7 @@ def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, monkeypatch)
     expected = state_of(reference), torch.stack(losses), norms
     reference.destroy()
     assert 0 < skipped < 24, "the test needs both kinds of step"
-    ours = attached(start(**options), MIX, device, homes=HOMES if stage == 3 else None)
+    ours = attached(start(**options), MIX, device, locations=LOCATIONS if stage == 3 else None)
     losses, norms = train(ours, 24)
     assert ours.skipped_steps == skipped
     assert_same((state_of(ours), torch.stack(losses), norms), expected)
@@ -310,8 +310,8 @@ def test_an_overflow_of_the_first_of_two_backwards(stage, device, monkeypatch):
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_save_and_resume_in_another_placement(stage, device, tmp_path):
     expected = outcome(engine_for("clipping", stage), 12)
-    homes = HOMES if stage == 3 else None
-    saving = attached(engine_for("clipping", stage), MIX, device, homes=homes)
+    locations = LOCATIONS if stage == 3 else None
+    saving = attached(engine_for("clipping", stage), MIX, device, locations=locations)
     train(saving, 7)
     saving.save_checkpoint(str(tmp_path))
     train(saving, 1, first=7)  # the checkpoint is of before, whatever is overwritten meanwhile
@@ -323,7 +323,7 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
     ours = outcome(resumed, 5, first=7)
     assert_same((ours[0], ours[1], ours[2]), (expected[0], expected[1][7:], expected[2][7:]))
     if stage == 3 and device == DEVICE:  # of what lies in memory: the rest is to be exported
-        saving = attached(engine_for("clipping", stage), MIX[:3], device, homes=homes)
+        saving = attached(engine_for("clipping", stage), MIX[:3], device, locations=locations)
         train(saving, 3)
         saving.save_checkpoint(str(tmp_path))
         saving.destroy()

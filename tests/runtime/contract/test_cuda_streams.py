@@ -19,7 +19,7 @@ from ebbtide.simulator.schedule import Lane, OpKind
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from tests.runtime import fake_cuda
-from tests.runtime.contract.test_bits import HOMES, MIX, engine_for, stock
+from tests.runtime.contract.test_bits import LOCATIONS, MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, same, start, train
 
 pytestmark = [
@@ -49,7 +49,7 @@ def attached(engine, pattern, **fields):
     ],
 )
 def test_stocks_bits(fake, case):
-    ours = attached(engine_for(case), MIX, homes=HOMES if "offloaded" in case else None, **AHEAD)
+    ours = attached(engine_for(case), MIX, locations=LOCATIONS if "offloaded" in case else None, **AHEAD)
     assert_same(outcome(ours), stock(case))
     assert sum(stream.ran for stream in fake.streams) > 50
     assert not fake.runtime.locked, "every page-locked range is given back"
@@ -65,8 +65,8 @@ def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
     "case", ["clipping", "accumulation", "small_buckets", "offloaded_parameters"]
 )  # small buckets: each larger parameter's gradient is reduced where autograd left it
 def test_stocks_bits_where_deepspeeds_streams_are_late_too(late_deepspeed, case):
-    homes = HOMES if "offloaded" in case else None
-    assert_same(outcome(attached(engine_for(case), MIX, homes=homes, **AHEAD)), stock(case))
+    locations = LOCATIONS if "offloaded" in case else None
+    assert_same(outcome(attached(engine_for(case), MIX, locations=locations, **AHEAD)), stock(case))
 
 
 @pytest.mark.parametrize("case", ["clipping", "accumulation"])
@@ -141,10 +141,10 @@ def test_the_timeline_has_the_devices_clock(fake):
     ours.destroy()
     gradients = {Lane.D2H_GRADIENTS, Lane.H2D_GRADIENTS}
     assert {span.lane for span in spans} >= {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE} | gradients
-    homes = [s for s in spans if s.kind == OpKind.GRADIENT_D2H and s.iteration == 2]
+    locations = [s for s in spans if s.kind == OpKind.GRADIENT_D2H and s.iteration == 2]
     (backward, *_) = [s for s in spans if s.kind == OpKind.BACKWARD and s.iteration == 2]
-    assert homes
-    assert all(s.start_s >= backward.start_s for s in homes)
+    assert locations
+    assert all(s.start_s >= backward.start_s for s in locations)
     assert all(span.end_s >= span.start_s >= 0 for span in spans)
 
 
@@ -198,7 +198,7 @@ def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
 def test_another_plan_in_the_middle(fake):
     ours = attached(engine_for("clipping"), ["host"])
     losses, norms = train(ours, 3)
-    switch_plan(ours, plan_for(ours, MIX, homes=HOMES))
+    switch_plan(ours, plan_for(ours, MIX, locations=LOCATIONS))
     more, more_norms = train(ours, 3, first=3)
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()

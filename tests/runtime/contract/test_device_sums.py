@@ -63,12 +63,12 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
     options = {"stage": stage, "accumulation": accumulation, "clipping": 0.05}
     engine = attached(start(**options), MIX, DEVICE, device_sums=sums)
     seen, stay = crossings(engine), chosen(engine)
-    pieces = engine.optimizer._ebbtide.homes.by_subgroup
+    pieces = engine.optimizer._ebbtide.host_gradients.by_subgroup
     assert len(stay) == 1 if sums == 1 else len(stay) > 1
     assert_same(outcome(engine, 3 * accumulation), stock(3, **options))
     assert not [s for kind, s in seen if kind is OpKind.GRADIENT_H2D and s in stay]
-    home = [s for kind, s in seen if kind is OpKind.GRADIENT_D2H and s in stay]
-    assert len(home) == 3 * sum(len(pieces[s]) for s in stay)
+    location = [s for kind, s in seen if kind is OpKind.GRADIENT_D2H and s in stay]
+    assert len(location) == 3 * sum(len(pieces[s]) for s in stay)
 
 
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
@@ -91,7 +91,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
     plan = own.plan.model_copy(update={"overlap_forward": False})
     for kind in (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D):
         told = Counter(op.subgroup for op in build_schedule(work, plan, 1).of_kind(kind))
-        parts = {s: n * len(own.homes.by_subgroup[s]) for s, n in told.items()}
+        parts = {s: n * len(own.locations.by_subgroup[s]) for s, n in told.items()}
         assert Counter(s for k, s in seen if k is kind) == parts
     engine.destroy()
 
@@ -172,11 +172,11 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
             return
         fields = {"device_sums": [0, 99, 3][number % 3]}
         if stage == 3:
-            homes = [["device"], ["host", "device"]][number % 2]
+            locations = [["device"], ["host", "device"]][number % 2]
             early = [99, 0, 2][number // 2 % 3]
-            fields |= {"speculate": early, "speculate_visits": early, "homes": homes, "prefetch": number % 3}
+            fields |= {"speculate": early, "speculate_visits": early, "locations": locations, "prefetch": number % 3}
         session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
-        pieces = session.homes.slices.values()
+        pieces = session.host_gradients.slices.values()
         apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)
 
     step = engine.step

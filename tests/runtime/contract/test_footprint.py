@@ -58,8 +58,8 @@ def allocated_device_bytes(executor):
 def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     options = GRADIENTS[gradients]
     micro_batches = options.get("accumulation", 1)
-    homes = ["device", "host"] if stage == 3 else ["device"]
-    engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, homes=homes)
+    locations = ["device", "host"] if stage == 3 else ["device"]
+    engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, locations=locations)
     own = engine.optimizer._ebbtide
     if micro_batches > 1:  # what is kept from one window to the next is there from the second on
         train(engine, 2 * micro_batches)
@@ -67,12 +67,12 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     kept = own.executor.states[0].gradient.element_size()
     assert kept == (4 if "fp32" in gradients else 2)
     held = Holding.of(ADAM, kept, 2, stage=stage, micro_batches=micro_batches)
-    homes = own.plan.parameter_homes
-    amounts, plan = tally(sizes, own.plan.placements, homes), own.plan
+    locations = own.plan.parameter_locations
+    amounts, plan = tally(sizes, own.plan.placements, locations), own.plan
     told = held.bytes(amounts, plan.staging_slots, plan.host_slots)
     assert told["host"] == host_bytes(engine.optimizer)
-    at_home = [RECIPES[placement].gradient == "host" for placement in plan.placements]
-    leave = sum(n for n, home in zip(sizes, at_home, strict=True) if home) * kept
+    on_host = [RECIPES[placement].gradient == "host" for placement in plan.placements]
+    leave = sum(n for n, location in zip(sizes, on_host, strict=True) if location) * kept
     assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer than the bound
     named = own.plan.model_copy(update={"subgroups": sizes})
     needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
@@ -89,7 +89,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
         gradient_accumulation_steps=micro_batches,
     )
     whole = footprint(work, own.plan)
-    gone = moved_out(work, [n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
+    gone = moved_out(work, [n * (location == "host") for n, location in zip(sizes, locations, strict=True)])
     base = max(0, work.device_base_bytes - 2 * gone)
     assert (whole["host"], whole["device"] - base) == (told["host"], told["device"])
     engine.destroy()
@@ -106,7 +106,7 @@ def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
     sizes = tuple(s.elements for s in own.executor.states)
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
-    assert any(own.plan.guessed)
+    assert any(own.plan.updated_early)
     told = footprint(work, own.plan)
     assert told["host"] == host_bytes(engine.optimizer)
     sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if RECIPES[p].gradient == "host")
@@ -119,7 +119,7 @@ def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
 def test_parameters_leave_no_flat_buffer_behind():
     """Where some of them move, each subgroup's partition has memory of its own, in its home."""
     for config in ({}, {"offload_param": {"device": "cpu"}}):
-        engine = attached(start(**config), ["host"], DEVICE, homes=["device", "host"])
+        engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
         optimizer = engine.optimizer
         assert getattr(optimizer, "lp_param_buffer", torch.empty(0)).numel() == 0
         assert all(flat.numel() == 0 for flat in optimizer.param_groups_fp16_flat_cpu_memory)
@@ -141,8 +141,8 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []
 
-    def noted(ops, item, offset, home, source, send=GradientOps._send):
-        send(ops, item, offset, home, source)
+    def noted(ops, item, offset, location, source, send=GradientOps._send):
+        send(ops, item, offset, location, source)
         sent.append((ops.latest, source.nbytes))
         under_way = [n for arrival, n in sent if not arrival.ended]
         seen.append((sum(under_way), len(under_way), source.nbytes))

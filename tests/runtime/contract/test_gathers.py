@@ -178,10 +178,10 @@ def loaded(engine, folder, rank=0):
 
 def alive_as_stock(folder, rank=0):
     """Compares two lives, and checkpoints both ways; returns what differs."""
-    pattern, homes = ["host", "device", "resident"], ["host", "host", "device"]
+    pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 
     def ours():
-        return attached(born_partitioned(), pattern, "emulated", seed=rank, homes=homes)
+        return attached(born_partitioned(), pattern, "emulated", seed=rank, locations=locations)
 
     notes = [a_life(new(), folder / name, rank) for name, new in (("stock", born_partitioned), ("ours", ours))]
     wrong = [i for i, (a, b) in enumerate(zip(*notes, strict=True)) if not torch.equal(a, b)]

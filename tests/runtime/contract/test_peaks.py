@@ -105,7 +105,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     engine.offload_states()  # nothing more to do
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     assert on_device(engine, device) == 0
-    gone = {state.parameter_home for state in engine.optimizer._ebbtide.executor.states}
+    gone = {state.parameter_location for state in engine.optimizer._ebbtide.executor.states}
     assert gone == {"host" if stage == 3 else "device"}
     more, more_norms = train(engine, 2, first=2)
     losses, norms = losses + more, norms + more_norms
@@ -113,7 +113,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     engine.reload_states()
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     now = engine.optimizer._ebbtide.plan
-    assert (now.placements, now.parameter_homes) == (plan.placements, plan.parameter_homes)
+    assert (now.placements, now.parameter_locations) == (plan.placements, plan.parameter_locations)
     assert on_device(engine, device) >= before  # parameters are in memory of ours now, too
     more, more_norms = train(engine, 2, first=4)
     ours = all_state(engine), torch.stack(losses + more), norms + more_norms

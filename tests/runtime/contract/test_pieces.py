@@ -68,8 +68,8 @@ def stock(case="subgroups"):
 def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
     engine = coarse(case)
     own = len(engine.optimizer.fp16_groups)
-    homes = ["host", "device"] if "away" in case or case == "one" else None
-    ours = cut(engine, device=device, device_sums=case == "sums", homes=homes)
+    locations = ["host", "device"] if "away" in case or case == "one" else None
+    ours = cut(engine, device=device, device_sums=case == "sums", locations=locations)
     assert len(ours.optimizer._ebbtide.executor.states) > own
     assert_same(outcome(ours), stock(case))
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     saving.save_checkpoint(str(tmp_path))
     train(saving, 1, first=3)  # the checkpoint is of before, whatever is overwritten meanwhile
     saving.destroy()
-    elsewhere = cut(coarse(), ["resident", "host"], homes=["host", "device", "host"])
+    elsewhere = cut(coarse(), ["resident", "host"], locations=["host", "device", "host"])
     for resumed in (coarse(), elsewhere):
         resumed.load_checkpoint(str(tmp_path))
         ours = outcome(resumed, 3, first=3)
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
 
 def test_parameters_that_are_apart_are_shown_whole():
     """And no flat buffer of DeepSpeed's is left behind."""
-    ours = cut(coarse(), ["host"], homes=["host", "device"])
+    ours = cut(coarse(), ["host"], locations=["host", "device"])
     optimizer = ours.optimizer
     train(ours, 2)
     assert optimizer.lp_param_buffer.numel() == 0
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
     train(saving, 3)
     saving.save_checkpoint(str(tmp_path))
     saving.destroy()
-    ours = cut(coarse(), homes=["device", "host"])
+    ours = cut(coarse(), locations=["device", "host"])
     train(ours, 1)
     ours.load_checkpoint(str(tmp_path))
     assert not any(w.numel() for w in ours.optimizer.__dict__["fp16_partitioned_groups_flat"])
@@ -192,12 +192,12 @@ def test_what_is_written_between_backward_and_step():
 def test_state_and_parameters_go_away_and_come_back(device):
     ours = cut(coarse(), device=device)
     before = ours.optimizer._ebbtide.plan
-    homes = []
+    locations = []
 
     def each(engine, number):
         away(engine, number)
         states = engine.optimizer._ebbtide.executor.states
-        homes.append({state.parameter_home for state in states})
+        locations.append({state.parameter_location for state in states})
         ends = [state.wire.data_ptr() + state.wire.nbytes for state in states]
         parts = [p.ds_tensor for p in engine.module.parameters()]
         assert all(any(s.wire.data_ptr() <= p.data_ptr() < e for s, e in zip(states, ends, strict=True)) for p in parts)
@@ -205,7 +205,7 @@ def test_state_and_parameters_go_away_and_come_back(device):
     result = outcome(ours, 6, each=each)
     assert_same(result, stock())
     if not ours.optimizer._ebbtide.device.unified:
-        assert homes == [{"device"}, {"host"}, {"host"}, {"device"}, {"device"}, {"device"}]
+        assert locations == [{"device"}, {"host"}, {"host"}, {"device"}, {"device"}, {"device"}]
     assert ours.optimizer._ebbtide.plan.placements == before.placements
 
 
@@ -236,7 +236,7 @@ def test_their_footprint_is_what_is_allocated(pattern):
 
 def test_guesses_stored_state_and_own_steps_are_not_for_pieces():
     ours = cut(coarse(), ["host"], speculate=9)
-    assert not any(ours.optimizer._ebbtide.plan.guessed)
+    assert not any(ours.optimizer._ebbtide.plan.updated_early)
     ours.destroy()
     own = {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}
     for placement, options in (("stored", {}), ("host", own)):
@@ -247,12 +247,14 @@ def test_guesses_stored_state_and_own_steps_are_not_for_pieces():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
-@pytest.mark.parametrize(("granted", "homes"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])])
-def test_a_refused_page_lock_leaves_stock(fake, granted, homes):
+@pytest.mark.parametrize(
+    ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
+)
+def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
     """The last time when parameters have moved."""
     engine = coarse()
     fake.runtime.refuses_after = granted
-    plan = plan_for(engine, ["resident", "device"], pieces=True, homes=homes)
+    plan = plan_for(engine, ["resident", "device"], pieces=True, locations=locations)
     with pytest.raises(MemoryError, match="CUDA error 2: the host"):
         ebbtide.runtime.attach(engine, plan, device=CudaDevice())
     assert not fake.runtime.locked

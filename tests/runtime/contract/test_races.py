@@ -58,13 +58,13 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
 
 
 @pytest.mark.skipif(not EMULATED, reason="there a forward is issued, not run, when its hook is")
-@pytest.mark.parametrize("home", ["host", "device"])
-def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(home):
+@pytest.mark.parametrize("location", ["host", "device"])
+def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
     """DeepSpeed asks in each module for the parameters of modules to come. Here their update does
     not end before the first module's forward has: who waits for it there waits for ever.
     """
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
-    ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, homes=[home])
+    ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, locations=[location])
     train(ours, 3)
     batch = Batches(2, SIZES["tiny"].sequence).at(3, ours.device)
     executor, first = ours.optimizer._ebbtide.executor, ours.module.bytes_in

@@ -106,7 +106,7 @@ def test_gathered_parameters_eval_and_state_dicts(device):
     from studies.bench.byte_gpt import SIZES, Batches
 
     seen = []
-    for engine in (start(), attached(start(), MIX, device, homes=["device", "host"])):
+    for engine in (start(), attached(start(), MIX, device, locations=["device", "host"])):
         notes = []
 
         def look(engine, number, notes=notes):

@@ -48,7 +48,7 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
     """The pattern repeated over the engine's subgroups, or over pieces of them; below ZeRO-3 the
     plan cuts them.
 
-    Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``homes`` is a
+    Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``locations`` is a
     pattern of parameter homes; left out, parameters live where the config has them.
     """
     own = subgroup if pieces else getattr(engine.optimizer, "sub_group_size", subgroup)
@@ -64,8 +64,8 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
     if "device" not in placements:
         values |= {"staging_slots": 0, "prefetch": 0}
     there = ["host" if getattr(engine.optimizer, "offload_param", False) else "device"]
-    homes = values.pop("homes", None) or there
-    values["parameter_home"] = Plan.home_runs([homes[i % len(homes)] for i in range(count)])
+    locations = values.pop("locations", None) or there
+    values["parameter_home"] = Plan.location_runs([locations[i % len(locations)] for i in range(count)])
     shuffled = values.pop("order_seed", None)
     if shuffled is not None:
         issue = random.Random(shuffled).sample(range(count), count)

@@ -59,14 +59,14 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
         ebbtide.runtime.attach(engine, "auto", device=device_of(device))
     elif pattern:
         own = pattern[rank:] + pattern[:rank]
-        homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
+        locations = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(
             engine,
             own,
             device,
             seed=rank,
             subgroup=UNEVEN,
-            homes=homes,
+            locations=locations,
             speculate=speculate,
             speculate_visits=speculate,
             host_slots=9,
@@ -115,7 +115,12 @@ def a_gather_ahead_holds_nobody_up():
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
     engine = attached(
-        start(subgroup_size=UNEVEN, **config), ["host"], DEVICE, seed=None, subgroup=UNEVEN, homes=["host", "device"]
+        start(subgroup_size=UNEVEN, **config),
+        ["host"],
+        DEVICE,
+        seed=None,
+        subgroup=UNEVEN,
+        locations=["host", "device"],
     )
     train(engine, 3, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
     batch = Batches(2, SIZES["tiny"].sequence, rank=rank).at(3, engine.device)

@@ -13,7 +13,7 @@ from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientHomes
+from ebbtide.runtime.execution.gradients import HostGradients
 from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.zero.fetches import Partitions
 from ebbtide.simulator.update.issue import Issue
@@ -21,7 +21,7 @@ from ebbtide.simulator.update.recipes import Slot, Wait
 
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
-from tests.runtime.contract.test_guesses import at_a_bound_that_some_steps_reach
+from tests.runtime.contract.test_early_updates import at_a_bound_that_some_steps_reach
 from tests.runtime.contract.test_windows import loop_of
 from tests.runtime.contract.training import plan_for, start, train
 from tests.runtime.evidence.happens_before import Order
@@ -62,11 +62,16 @@ def repeat_backward(engine, steps):
 
 
 def never_paused(engine, steps):
-    engine.optimizer._ebbtide.guessing.stepped = lambda right: None
+    engine.optimizer._ebbtide.pausing.stepped = lambda right: None
     train(engine, steps)
 
 
-GUESSES = {"speculate": 99, "speculate_visits": 99, "host_slots": 2, "pattern": ["device", "host", "stored", "device"]}
+EARLY_KINDS = {
+    "speculate": 99,
+    "speculate_visits": 99,
+    "host_slots": 2,
+    "pattern": ["device", "host", "stored", "device"],
+}
 CASES = {
     **{
         f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None)
@@ -82,18 +87,18 @@ CASES = {
     },
     "readers": (lambda: engine_for("clipping"), read_between),
     "sums on the device": (lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward, {"device_sums": 99}),
-    "guesses": (lambda: start(clipping=0.0), None, GUESSES),
+    "guesses": (lambda: start(clipping=0.0), None, EARLY_KINDS),
     "guesses of which some are wrong": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach()),
         never_paused,
-        GUESSES,
+        EARLY_KINDS,
     ),
     "guesses of which some are wrong, accumulation": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2),
         never_paused,
-        {**GUESSES, "staging_slots": 1, "prefetch": 1},
+        {**EARLY_KINDS, "staging_slots": 1, "prefetch": 1},
     ),
-    "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, GUESSES),
+    "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, EARLY_KINDS),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
     **{
         f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
@@ -191,11 +196,11 @@ MUTANTS = {
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
-    "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
+    "a guess does not wait for its gradient": ("guesses", deaf(Executor, "update_early", "current_event")),
     "a visit comes while another leaves": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
     "new parameters go where others are copied from": ("ZeRO-3, clipping", taken_at_once(Slot.PARAMETER)),
     "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
-    "a sum is added to while it leaves": ("sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
+    "a sum is added to while it leaves": ("sums on the device", deaf(HostGradients, "_sum_up", "training_waits")),
     "a parameter is read before it is copied": ("ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
     "a parameter is copied to where another is still read": (
         "ZeRO-3, offloaded_parameters",

@@ -160,11 +160,11 @@ def test_a_step_has_the_settings_of_its_launch():
     assert torch.equal(optimizer.state[ours]["momentum_buffer"], expected.state[stock]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("location", ["device", "host"])
 @pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
-def test_all_of_its_memory_is_told(extra, home):
+def test_all_of_its_memory_is_told(extra, location):
     """Before anything is allocated, after, and once the first step has made the moments."""
-    away = {"offload_param": {"device": "cpu"}} if home == "host" else {}
+    away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
     optimizer = engine.optimizer
     told = host_bytes(optimizer)
@@ -172,7 +172,7 @@ def test_all_of_its_memory_is_told(extra, home):
     optimizer.wait()
     states = optimizer._ebbtide.executor.states
     held = [t for s in states for t in (*optimizer.saved_state(s.index), s.gradient)]
-    held += [s.wire for s in states if home == "host"]
+    held += [s.wire for s in states if location == "host"]
     held += [*optimizer._ebbtide.executor.parameter_slots, optimizer._rule._gradient]
     assert sum(t.nbytes for t in held) == host_bytes(optimizer) == told
     plan = optimizer._ebbtide.plan.model_copy(update={"subgroups": tuple(s.elements for s in states)})

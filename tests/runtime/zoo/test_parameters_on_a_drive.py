@@ -97,8 +97,8 @@ def test_what_the_swapper_has_is_nobody_elses(tmp_path):
         model=model, model_parameters=model.parameters(), config={**made, "ebbtide": EMULATED}
     )[0]
     session = engine.optimizer._ebbtide
-    switch_plan(engine, plan_for(engine, ["host"], homes=["device"]))
-    assert set(session.plan.parameter_homes) == {"host"}
+    switch_plan(engine, plan_for(engine, ["host"], locations=["device"]))
+    assert set(session.plan.parameter_locations) == {"host"}
     assert not session.plan.overlap_forward
     held = [t for s in session.executor.states for t in (*s.state, s.gradient)]
     scratch = max(session.engine.sizes()) * torch.bfloat16.itemsize

@@ -23,8 +23,8 @@ def kind(config):
     odd = sorted({"round_robin_gradients", "cpu_offload"} & {k for k, v in zero.items() if v})
     client = config.get("zero_force_ds_cpu_optimizer", True)
     torch_adam = (optimizer.get("params") or {}).get("torch_adam", False)
-    home = (zero.get("offload_param") or {}).get("device") if zero.get("stage") == 3 else None
-    return (zero.get("stage"), home, optimizer.get("type"), *precision, *odd, client, torch_adam)
+    location = (zero.get("offload_param") or {}).get("device") if zero.get("stage") == 3 else None
+    return (zero.get("stage"), location, optimizer.get("type"), *precision, *odd, client, torch_adam)
 
 
 def sample():

@@ -12,7 +12,7 @@ import torch
 from ebbtide.runtime.replan.auto import WATCHED_STEPS
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
-from ebbtide.simulator.plan import ParameterHome, Placement, Way
+from ebbtide.simulator.plan import ParameterLocation, Placement, Way
 
 from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
@@ -108,11 +108,11 @@ def _mix(engine: Any) -> None:
     if session is None or session.engine.update_rule().own_step:
         return
     first, count = torch.distributed.get_rank(), session.plan.subgroup_count
-    away = "host" in session.plan.parameter_homes
-    homes: list[ParameterHome] = ["host" if away and i % 2 else "device" for i in range(count)]
+    away = "host" in session.plan.parameter_locations
+    locations: list[ParameterLocation] = ["host" if away and i % 2 else "device" for i in range(count)]
     placements = [MIX[(first + i) % len(MIX)] for i in range(count)]
     slots = {"staging_slots": 2, "prefetch": 1} if "device" in placements else {}
-    switch_plan(engine, session.plan.with_ways(list(map(Way, placements, homes)), **slots))
+    switch_plan(engine, session.plan.with_ways(list(map(Way, placements, locations)), **slots))
 
 
 def _state(engine: Any) -> list[torch.Tensor]:

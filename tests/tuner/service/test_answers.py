@@ -306,7 +306,7 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     """8 B parameters do not fit into 24 GB beside anything else."""
     asked = {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 2048, "peers": False}
     answer = server.post("/answer", asked).json()
-    assert "host" in Plan.model_validate(answer["plan"]).parameter_homes
+    assert "host" in Plan.model_validate(answer["plan"]).parameter_locations
     (stock,) = [row for row in answer["rows"] if row["role"] == "stock"]
     assert stock["label"].endswith("parameters cpu")
     spans = answer["timelines"]["stock"]["duration_s"]

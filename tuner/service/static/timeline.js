@@ -5,7 +5,7 @@ import { atWidth, element, seconds, shape, ticks } from "./format.js";
 
 export const GROUPS = [
   "forward", "backward", "gradients", "norm", "state", "device update", "host update",
-  "guessed update",
+  "early update",
   "parameters", "activations", "network", "checkpoint", "issue", "idle",
 ];
 export const MARGIN = 46; // right of the time axis: each lane's idle share

@@ -37,14 +37,14 @@ def pattern(request):
     return PATTERNS[request.param]
 
 
-def guessing(engine, pattern=("host",), **fields):
+def pausing(engine, pattern=("host",), **fields):
     """The engine under a plan that guesses, and for each step the guesses begun and right."""
     attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
     settle = session.executor.settle
 
     def counted(jobs):
-        begun = len(session.executor.guesses.begun)
+        begun = len(session.executor.early_updates.begun)
         counts.append((begun, len(settled := settle(jobs))))
         return settled
 
@@ -53,18 +53,18 @@ def guessing(engine, pattern=("host",), **fields):
 
 
 def never_pause(engine):
-    engine.optimizer._ebbtide.guessing.stepped = lambda right: None
+    engine.optimizer._ebbtide.pausing.stepped = lambda right: None
 
 
-def guessed(engine):
-    return sum(engine.optimizer._ebbtide.plan.guessed)
+def updated_early(engine):
+    return sum(engine.optimizer._ebbtide.plan.updated_early)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"])
 def test_right_guesses(case, overlap, pattern):
-    engine, counts = guessing(engine_for(case), pattern, overlap_forward=overlap)
-    count = guessed(engine)
+    engine, counts = pausing(engine_for(case), pattern, overlap_forward=overlap)
+    count = updated_early(engine)
     right = [(count, count)] * (6 // CASES[case].get("accumulation", 1))
     assert_same(outcome(engine), stock(case))
     assert case != "no_clipping" or counts == right
@@ -75,10 +75,10 @@ def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
     """Every step clips, which the first parameters' norms prove; where nobody can look at them,
     guesses stop behind the second wrong step.
     """
-    engine, counts = guessing(engine_for("clips_hard"), pattern)
-    count = guessed(engine)
+    engine, counts = pausing(engine_for("clips_hard"), pattern)
+    count = updated_early(engine)
     if not proved:
-        engine.optimizer.guess_holds = lambda: True
+        engine.optimizer.early_updates_allowed = lambda: True
     assert_same(outcome(engine), stock("clips_hard"))
     begun = [0] * 6 if proved else [count, count, 0, 0, 0, 0]
     assert counts == [(n, 0) for n in begun]
@@ -109,7 +109,7 @@ ACTING = [  # where nothing visits or nothing is stored the other fields give th
 @pytest.mark.parametrize(("mixed", "fields"), [(m, f) for m, every in ACTING for f in every])
 def test_some_steps_clip(mixed, fields):
     clipping = at_a_bound_that_some_steps_reach()
-    engine, counts = guessing(start(clipping=clipping), mixed, **fields)
+    engine, counts = pausing(start(clipping=clipping), mixed, **fields)
     never_pause(engine)
     assert_same(outcome(engine), stock_where_some_steps_clip())
     assert {right > 0 for begun, right in counts if begun} == {True, False}
@@ -126,7 +126,7 @@ def stock_where_some_steps_overflow():
 
 def test_overflows(monkeypatch, pattern):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    engine, counts = guessing(overflowing(), pattern)
+    engine, counts = pausing(overflowing(), pattern)
     never_pause(engine)
     assert_same(outcome(engine, 24), stock_where_some_steps_overflow())
     assert any(right for _, right in counts)
@@ -173,8 +173,8 @@ def stock_with_a_skipped_step():
 
 def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
     """Its norm was known to be none: their state stays in the slots, for the next step."""
-    engine, counts = guessing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
-    count = guessed(engine)
+    engine, counts = pausing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
+    count = updated_early(engine)
     assert_same(with_a_skipped_step(engine), stock_with_a_skipped_step())
     assert counts == [(count, count)] * 4
 
@@ -210,7 +210,7 @@ def another_moment_in_place(engine, number):
 def test_what_changes_between_backward_and_step(change, pattern):
     if "stored" in pattern and change in (another_master_in_place, another_moment_in_place):
         pytest.skip("nobody reads what is written to a view of stored state without a word")
-    engine, counts = guessing(start(clipping=0.0), pattern)
+    engine, counts = pausing(start(clipping=0.0), pattern)
     assert_same(steps(engine, change), stock_steps(change))
     assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(begun == 0 for begun, _ in counts)
 
@@ -245,7 +245,7 @@ def again(engine, number):
 
 def test_a_second_backward_before_the_step(pattern):
     """Its gradients come on top: what was guessed of the first alone is void."""
-    engine, _ = guessing(start(clipping=0.0), pattern)
+    engine, _ = pausing(start(clipping=0.0), pattern)
     assert_same(steps(engine, again), stock_steps(again))
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_in_flight(tmp_path, pattern):
     if "stored" in pattern:
         slow["checkpoint"]["keep"] = 2
         slow["storage_dir"] = str(tmp_path / "state")
-    engine, counts = guessing(start(clipping=0.0), pattern, **slow)
+    engine, counts = pausing(start(clipping=0.0), pattern, **slow)
     steps(engine, nothing, 6, save)
     assert all(begun == right > 0 for begun, right in counts)
     for number in (1, 3):
@@ -279,17 +279,17 @@ def test_a_checkpoint_in_flight(tmp_path, pattern):
 
 @pytest.mark.parametrize(("placement", "name"), [("host", "speculate"), ("device", "speculate_visits")])
 def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
-    engine, _ = guessing(start(clipping=0.0), [placement], **{name: 2})
+    engine, _ = pausing(start(clipping=0.0), [placement], **{name: 2})
     session = engine.optimizer._ebbtide
 
     def switch(engine, number):
-        held = session.executor.guesses.nbytes
+        held = session.executor.early_updates.nbytes
         fields = {name: number % 3, "speculate_among": number}
         session.switch(plan_for(engine, [placement], **{**ALL, "speculate": 0, "speculate_visits": 0, **fields}))
-        both = zip(engine.optimizer.sizes(), session.plan.guessed, strict=True)
-        sizes = [size for size, guessed in both if guessed]
+        both = zip(engine.optimizer.sizes(), session.plan.updated_early, strict=True)
+        sizes = [size for size, updated_early in both if updated_early]
         assert len(sizes) == number % 3
-        assert session.executor.guesses.nbytes == 14 * sum(sizes) != held
+        assert session.executor.early_updates.nbytes == 14 * sum(sizes) != held
 
     assert_same(steps(engine, nothing, 5, switch), stock_steps(nothing, 5))
 

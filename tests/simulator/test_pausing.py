@@ -8,7 +8,7 @@ from ebbtide.simulator import Plan, simulate
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.guessing import Guessing, StepTimes
+from ebbtide.simulator.update.pausing import PauseRule, StepTimes
 
 from tests.machines import machine, workload
 
@@ -19,7 +19,7 @@ def planned(speculate, placement="host", **fields):
 
 def over_plain(times, clips):
     """Return the time of steps under the rule over that of the same steps without early updates."""
-    rule, total_s = Guessing(times), 0.0
+    rule, total_s = PauseRule(times), 0.0
     for clipped in clips:
         early = rule.on
         total_s += (times.wrong_s if clipped else times.right_s) if early else times.plain_s
@@ -56,7 +56,7 @@ def test_early_updates_never_cost_more_than_a_percent(times):
 @pytest.mark.parametrize("times", TIMES, ids=str)
 def test_an_adversary_wins_no_more_than_a_percent(times):
     """Each step that updates early clips, and no other does."""
-    rule, early = Guessing(times), 0
+    rule, early = PauseRule(times), 0
     for _ in range(600):
         early += rule.on
         rule.stepped(False if rule.on else None)
@@ -80,7 +80,7 @@ def test_the_predicted_mean_is_that_of_the_rule():
 
 
 def test_after_a_burst_early_updates_come_back():
-    rule = Guessing(StepTimes(0.8, 1.0, 1.2))
+    rule = PauseRule(StepTimes(0.8, 1.0, 1.2))
     while rule.on:
         rule.stepped(False)
     paused = 0
@@ -96,12 +96,12 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
     work = workload(gradient_accumulation_steps=2)
     schedule = build_schedule(work, planned(2))
     norms = {op.iteration: op.id for op in schedule.of_kind(OpKind.NORM)}
-    guesses = schedule.of_kind(OpKind.UPDATE_GUESSED)
-    early = {op.subgroup for op in guesses}
+    early_updates = schedule.of_kind(OpKind.UPDATE_HOST_EARLY)
+    early = {op.subgroup for op in early_updates}
     assert early == {2, 3}
-    assert all(op.id < norms[op.iteration] for op in guesses)
+    assert all(op.id < norms[op.iteration] for op in early_updates)
     backwards = [op for op in schedule.of_kind(OpKind.BACKWARD) if op.iteration == 0]
-    for op in guesses:
+    for op in early_updates:
         if op.iteration == 0:
             assert op.id > backwards[len(backwards) // 2].id, "not of the first micro-batch"
     assert {op.subgroup for op in schedule.of_kind(OpKind.UPDATE_HOST)} == {0, 1}
@@ -113,8 +113,8 @@ def test_updates_move_under_backward():
     """Updates that take twice as long as forward hold it up; in backward they do not."""
     work = workload(forward_s=1.0, backward_s=3.0)
     on = machine(host_adam_params_per_s=5.0, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4)
-    waits, guessed = (simulate(build_schedule(work, planned(n)), on).iteration_s for n in (0, 4))
-    assert work.forward_s + work.backward_s <= guessed < waits
+    waits, updated_early = (simulate(build_schedule(work, planned(n)), on).iteration_s for n in (0, 4))
+    assert work.forward_s + work.backward_s <= updated_early < waits
 
 
 def test_state_and_parameters_are_there_twice():
@@ -155,8 +155,8 @@ def test_what_waits_for_the_norm_comes_in_behind_the_guesses():
     fetches = schedule.of_kind(OpKind.STATE_H2D)
     assert [op.subgroup for op in fetches] == [3, 2, 0, 1]
     assert all(op.id < norm for op in fetches)
-    home = {op.subgroup: op.id for op in schedule.of_kind(OpKind.STATE_D2H)}
-    assert [home[3] in fetches[2].after, home[2] in fetches[3].after] == [True, True]
+    location = {op.subgroup: op.id for op in schedule.of_kind(OpKind.STATE_D2H)}
+    assert [location[3] in fetches[2].after, location[2] in fetches[3].after] == [True, True]
 
 
 def test_what_a_guessed_visit_takes_of_each_memory():
@@ -168,14 +168,14 @@ def test_what_a_guessed_visit_takes_of_each_memory():
 
 def test_what_cannot_be_guessed_is_not():
     for placement in ("device", "resident", "stored"):
-        assert not any(planned(4, placement).guessed)
+        assert not any(planned(4, placement).updated_early)
     for placement in ("host", "resident", "stored"):
-        assert not any(planned(0, placement, speculate_visits=4).guessed)
-    homes = Plan.home_runs(["host"] * 4)
-    assert not any(planned(4, parameter_home=homes).guessed)
-    assert not any(planned(0, "device", parameter_home=homes, speculate_visits=4).guessed)
-    assert planned(0, "device", speculate_visits=3).guessed == (False, True, True, True)
-    assert planned(9).guessed == (True,) * 4
-    assert planned(2, speculate_among=3).guessed == (False, False, True, True)
-    assert planned(2, speculate_among=4).guessed == planned(2, speculate_among=9).guessed
-    assert planned(2, speculate_among=4).guessed == (False, True, False, True)
+        assert not any(planned(0, placement, speculate_visits=4).updated_early)
+    locations = Plan.location_runs(["host"] * 4)
+    assert not any(planned(4, parameter_home=locations).updated_early)
+    assert not any(planned(0, "device", parameter_home=locations, speculate_visits=4).updated_early)
+    assert planned(0, "device", speculate_visits=3).updated_early == (False, True, True, True)
+    assert planned(9).updated_early == (True,) * 4
+    assert planned(2, speculate_among=3).updated_early == (False, False, True, True)
+    assert planned(2, speculate_among=4).updated_early == planned(2, speculate_among=9).updated_early
+    assert planned(2, speculate_among=4).updated_early == (False, True, False, True)

@@ -60,7 +60,7 @@ UNKNOWN = StepTimes(right_s=0.85, plain_s=1.0, wrong_s=1.15)
 
 
 @dataclass
-class Guessing:
+class PauseRule:
     """The account of one run under one plan. Shares are of an iteration without early updates.
 
     Attributes:

@@ -9,7 +9,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.tuner.placements.homes import spaced
+from ebbtide.tuner.placements.locations import spaced
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Candidate, seconds_of
 
@@ -36,7 +36,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
     activations = sum(layer.activation_bytes for layer in work.layers)
     room = work.device_base_bytes // 2 + activations + GRADIENTS_UNDER_WAY_BYTES
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=room, memory_margin=0.0)
-    assert 0 < found.parameter_homes.count("host") < 40
+    assert 0 < found.parameter_locations.count("host") < 40
     timeline = simulate(build_schedule(work, found), have)
     assert timeline.device_peak_bytes <= room
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
@@ -50,7 +50,7 @@ def test_with_room_for_them_parameters_stay_unless_they_may_leave():
     room = work.device_base_bytes + 5 * GIB
     stay = ebbtide.tuner.plan(work, have, device_memory_bytes=room)
     free = ebbtide.tuner.plan(work, have, device_memory_bytes=room, offload_parameters=True)
-    assert "host" not in stay.parameter_homes
+    assert "host" not in stay.parameter_locations
     assert free.prediction.iteration_s <= stay.prediction.iteration_s * (1 + 1e-9)
 
 
@@ -67,10 +67,10 @@ def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
         work, have = random_pair(rng, counts=(6, 24))
         sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
         for _ in range(10):
-            homes = spaced(count, int(rng.integers(1, count + 1)))
-            c = Candidate(tuple(rng.choice(list(RECIPES), count)), 2, 1, homes=homes)
+            locations = spaced(count, int(rng.integers(1, count + 1)))
+            c = Candidate(tuple(rng.choice(list(RECIPES), count)), 2, 1, locations=locations)
             seconds = seconds_of(sweep, c)
             room = float(sweep.evaluate_plan(c.plan(work))[6])
-            assert fluid_bound(work, have, room, homes).iteration_s <= seconds * (1 + 1e-9)
+            assert fluid_bound(work, have, room, locations).iteration_s <= seconds * (1 + 1e-9)
             anywhere = fluid_bound(work, have, room, None).iteration_s
             assert anywhere <= seconds * (1 + 1e-9)

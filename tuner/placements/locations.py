@@ -10,17 +10,17 @@ from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterHome
+from ebbtide.simulator.plan import ParameterLocation
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import HOME, STORED
+from ebbtide.tuner.placements.moves import HOST, STORED
 from ebbtide.tuner.placements.search import Search, evenly
 from ebbtide.tuner.quantities import told_seconds
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
 
 
-def spaced(count: int, away: int) -> tuple[ParameterHome, ...]:
+def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
     """Homes with ``away`` of ``count`` on the host, evenly spaced; empty: none are."""
     if not away:
         return ()
@@ -36,7 +36,7 @@ def begun(
     *,
     freely: bool = False,
     whole: Search | None = None,
-    tried: tuple[tuple[ParameterHome, ...], ...] = (),
+    tried: tuple[tuple[ParameterLocation, ...], ...] = (),
     effort: float | None = None,
 ) -> Search:
     """The search whose guesses are best, by where parameters live; state goes to storage only where
@@ -49,26 +49,26 @@ def begun(
         effort: share of a search's evaluations (`Search`).
     """
     some = limits if whole is not None else limits.in_memory
-    found = _at_home(workload, machine, some, seed, freely, whole, tried, effort)
-    if some == limits or workload.zero_stage < 3 or (found.fits and not found.homes):
+    found = _at_locations(workload, machine, some, seed, freely, whole, tried, effort)
+    if some == limits or workload.zero_stage < 3 or (found.fits and not found.locations):
         return found
-    spilled = _at_home(workload, machine, limits, seed, freely, None, tried, effort)
+    spilled = _at_locations(workload, machine, limits, seed, freely, None, tried, effort)
     return spilled if spilled.best_s < found.best_s or not found.fits else found
 
 
-def _at_home(
+def _at_locations(
     workload: Workload,
     machine: Machine,
     limits: Limits,
     seed: int,
     freely: bool,
     whole: Search | None,
-    tried: tuple[tuple[ParameterHome, ...], ...],
+    tried: tuple[tuple[ParameterLocation, ...], ...],
     effort: float | None,
 ) -> Search:
     """`begun`, with storage or without as the limits say."""
     whole = whole or Search(workload, machine, limits, seed, effort=effort)
-    whole.guess()
+    whole.try_first()
     whole_s = whole.best_s
     if workload.zero_stage < 3 or machine.unified_memory or (whole.fits and not freely):
         return whole
@@ -76,15 +76,15 @@ def _at_home(
     fewest = 0 if whole.fits else _fewest(whole, count)
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     best, best_s = whole, whole.best_s
-    for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
+    for locations in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
         more: dict[str, Any] = {"speculates": whole.speculates, "effort": whole.effort}
-        search = Search(workload, machine, limits, seed, whole.fixed, homes, whole.storable, **more)
+        search = Search(workload, machine, limits, seed, whole.fixed, locations, whole.storable, **more)
         if search.floor_s < best_s:  # else no plan of it can be better
-            search.guess()
+            search.try_first()
         if search.best_s < best_s:
             best, best_s = search, search.best_s
     if math.isinf(best_s):  # the one that lacks less says why
-        search.score(evenly({HOME: count}))
+        search.score(evenly({HOST: count}))
         best = min(whole, search, key=lambda s: min(map(limits.missing_bytes, s.scores.values())))
     best.whole_s = whole_s
     return best
@@ -93,7 +93,7 @@ def _at_home(
 def brought(search: Search) -> list[str]:
     """Return a sentence about the gain of parameters on the host, or nothing if none are there."""
     w = search.workload
-    size = moved_out(w, fetched_elements(w, search.homes)) * w.wire_bytes if search.homes else 0
+    size = moved_out(w, fetched_elements(w, search.locations)) * w.wire_bytes if search.locations else 0
     if not size:
         return []
     told = f"{size / GIB:.1f} GiB of parameters live in host memory and come in for each pass: "
@@ -119,6 +119,6 @@ def _fewest(search: Search, count: int) -> int:
 
 
 def _hold(search: Search, count: int, away: int) -> bool:
-    placement = next((p for p in search.choices if p in STORED), HOME)
+    placement = next((p for p in search.choices if p in STORED), HOST)
     score = search.peaks(evenly({placement: count}), spaced(count, away))
     return search.limits.missing_bytes(score) == 0

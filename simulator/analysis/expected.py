@@ -8,7 +8,7 @@ from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import Holding
-from ebbtide.simulator.update.guessing import StepTimes
+from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import Bytes, Placement, recipe_of
 from ebbtide.simulator.update.way import EARLY_PLACEMENTS
 from ebbtide.simulator.workload import Workload
@@ -35,7 +35,7 @@ def step_times(
     Args:
         right: the plan's simulation, if it is known.
     """
-    if not any(plan.guessed):
+    if not any(plan.updated_early):
         return None
     right = right or simulate(plan)
     plain = simulate(plan.with_bits(early=False))
@@ -58,7 +58,7 @@ def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: flo
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
 
-def guesses_worth(
+def early_updates_worth(
     workload: Workload,
     machine: Machine,
     held: Holding,
@@ -73,10 +73,10 @@ def guesses_worth(
         held: the workload's.
         sizes: elements, of the last subgroup first.
     """
-    each = held.guess_bytes
+    each = held.early_bytes
     left_s = workload.backward_s / workload.gradient_accumulation_steps
     taken = list(accumulate(sizes))
-    longest = guess_s(workload, machine, 1, placement=placement)
+    longest = early_update_s(workload, machine, 1, placement=placement)
     return sum(n * each <= left_bytes and n * longest <= left_s for n in taken)
 
 
@@ -91,19 +91,19 @@ def late_s(
         sizes: of each placement, the elements of the subgroups that are guessed.
     """
     late = {
-        placement: guess_s(workload, machine, max(some, default=0), threads, placement=placement)
+        placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)
         for placement, some in sizes.items()
     }
     late["device"] *= 1 + prefetch
     return max(late.values())
 
 
-def guess_s(
+def early_update_s(
     workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
 ) -> float:
     """Return the longest step of a guess of so many elements that its gradient comes before, alone, with
     all cores or so many threads.
     """
-    recipe, amounts = recipe_of(placement, "device", guessed=True), Bytes.of(workload)
+    recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = recipe.steps[: recipe.before_norm]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

@@ -27,7 +27,7 @@ class SubgroupJob:
 
 
 @dataclass(slots=True)
-class Guess:
+class EarlyUpdate:
     """An update out of place: ``source`` stays, ``into`` is the subgroup's state if it was right.
 
     ``dropped`` is set by the training thread; what has not begun by then does nothing.
@@ -40,7 +40,7 @@ class Guess:
 
 
 @dataclass(slots=True)
-class Visit:
+class StagedUpdate:
     """A subgroup in a staging slot.
 
     Attributes:
@@ -51,11 +51,11 @@ class Visit:
         guess: The early update. None: it waits for the norm.
     """
 
-    home: tuple[torch.Tensor, ...]
+    origin: tuple[torch.Tensor, ...]
     into: tuple[torch.Tensor, ...]
     wire: torch.Tensor | None
     came: Completion
-    guess: Guess | None = None
+    early: EarlyUpdate | None = None
 
     @classmethod
     def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
@@ -66,10 +66,10 @@ class Visit:
     @property
     def dropped(self) -> bool:
         """True if the early update was wrong. What of the visit has not begun then does nothing."""
-        return self.guess is not None and self.guess.dropped
+        return self.early is not None and self.early.dropped
 
 
-class Guesses:
+class EarlyUpdates:
     """Called by the training thread alone; the host lane fills the spares.
 
     Attributes:
@@ -82,7 +82,7 @@ class Guesses:
         self._device = device
         self._spares = {s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states}
         self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
-        self.begun: dict[int, Guess] = {}
+        self.begun: dict[int, EarlyUpdate] = {}
 
     @property
     def nbytes(self) -> int:
@@ -90,29 +90,29 @@ class Guesses:
         spares = (t for spare in self._spares.values() for t in spare)
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
-    def begin(self, state: SubgroupState, job: SubgroupJob) -> Guess:
+    def begin(self, state: SubgroupState, job: SubgroupJob) -> EarlyUpdate:
         """To be submitted by who calls."""
-        guess = Guess(job, state.state, self._spares[state.index])
-        self.begun[state.index] = guess
-        return guess
+        early = EarlyUpdate(job, state.state, self._spares[state.index])
+        self.begun[state.index] = early
+        return early
 
-    def drop(self, subgroups: Iterable[int]) -> dict[int, Guess]:
+    def drop(self, subgroups: Iterable[int]) -> dict[int, EarlyUpdate]:
         """Those of them that had begun."""
         dropped = {s: self.begun.pop(s) for s in list(subgroups) if s in self.begun}
-        for guess in dropped.values():
-            guess.dropped = True
+        for early in dropped.values():
+            early.dropped = True
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
         """Whose guess is not what ``jobs``, by subgroup, ask for."""
-        return [s for s, guess in self.begun.items() if not guess.job.equals(jobs[s])]
+        return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
         """Commit the remaining early updates: swap state and spare. Return those subgroups in order."""
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
-            guess = self.begun.pop(state.index)
-            state.state, self._spares[state.index] = guess.into, guess.source
+            early = self.begun.pop(state.index)
+            state.state, self._spares[state.index] = early.into, early.source
         return taken
 
     def close(self) -> None:
@@ -132,6 +132,8 @@ def _scalars(job: SubgroupJob) -> object:
     return step.kernel, step.variant, parts
 
 
-def spares_of(device: Device, states: Sequence[SubgroupState], guessed: Mapping[int, bool] | Sequence[bool]) -> Guesses:
+def spares_of(
+    device: Device, states: Sequence[SubgroupState], updated_early: Mapping[int, bool] | Sequence[bool]
+) -> EarlyUpdates:
     """Memory for the subgroups that a plan guesses."""
-    return Guesses(device, [state for state in states if guessed[state.index]])
+    return EarlyUpdates(device, [state for state in states if updated_early[state.index]])

@@ -18,7 +18,7 @@ def placement(request):
     return request.param
 
 
-def guessing(placement, speculate=99, **settings):
+def pausing(placement, speculate=99, **settings):
     plan = planned([placement], speculate=speculate, speculate_visits=speculate)
     engine = PlainEngine(model(), plan, EmulatedTorch(), **settings)
     engine.session.executor.before_op = delays(1, 0.001)
@@ -38,12 +38,12 @@ def backward(engine, number):
     """Returns the loss, and how many subgroups' updates have begun before the step."""
     loss = loss_of(engine.model, number)
     engine.backward(loss)
-    return loss, len(engine.session.executor.guesses.begun)
+    return loss, len(engine.session.executor.early_updates.begun)
 
 
 def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
     """It writes to what was live a step ago, when the checkpoint was taken."""
-    engine = guessing(placement)
+    engine = pausing(placement)
     losses = train(engine, 2)
     job = engine.save(tmp_path, "two", bytes_per_s=100_000)
     losses += train(engine, STEPS - 2, 2)
@@ -51,7 +51,7 @@ def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, pl
     assert job.failure is None
     assert_same(engine, losses, torch_alone(STEPS))
     assert verify(tmp_path, "two") == []
-    resumed = guessing(placement, 0)
+    resumed = pausing(placement, 0)
     resumed.load(tmp_path / "two")
     assert_same(resumed, train(resumed, STEPS - 2, 2), torch_alone(STEPS))
 
@@ -91,11 +91,11 @@ def overflown(engine, number):
 
 @pytest.mark.parametrize("change", [written, overflown])
 def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change, placement):
-    engine = guessing(placement)
-    engine.session.guessing.stepped = lambda right: None  # never pauses
+    engine = pausing(placement)
+    engine.session.pausing.stepped = lambda right: None  # never pauses
     begun, state, losses = steps_with(engine, change)
     assert begun == [len(state)] * STEPS, "each step guesses, whatever became of the last one"
-    _, others, theirs = steps_with(guessing(placement, 0), change)
+    _, others, theirs = steps_with(pausing(placement, 0), change)
     assert all(
         torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)
     )
