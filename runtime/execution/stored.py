@@ -90,12 +90,15 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
             "stored state of that checkpoint may be written over by then. Set checkpoint.keep to 2 or more"
             + ("." if keep else ", and give the state an empty folder.")
         )
-    covered = limit is not None and limit.most is not None and limit.most <= number
-    if not keep and not covered and int(os.environ.get("RANK") or 0) == 0:
+    most = None if limit is None else limit.most
+    # Without a trainer, `keep` alone decides which checkpoints are left.
+    covered = bool(keep) if limit is None else most is not None and most <= number
+    if not covered and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
-            "ebbtide: checkpoint.keep is 0, but the drives hold the stored state of %d checkpoint%s only%s. "
-            "Older ones cannot be loaded any more. Set checkpoint.keep, or copy a checkpoint with "
-            "`tune checkpoint export` before the next save.",
+            "ebbtide: %s, but the drives hold the stored state of %d checkpoint%s only%s. "
+            "Older ones cannot be loaded any more. Set checkpoint.keep before the first save of a folder, or copy "
+            "a checkpoint with `tune checkpoint export` before the next save.",
+            f"the trainer keeps {most or 'all'} checkpoints" if limit is not None else "checkpoint.keep is 0",
             number,
             "s" * (number > 1),
             ", the newest and the best" if best and number == 2 else "",

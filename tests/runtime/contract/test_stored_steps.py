@@ -9,7 +9,9 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit
 from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.execution import stored as stored_state
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.export import export
 from ebbtide.runtime.storage.hulls import list_checkpoints
@@ -151,6 +153,23 @@ def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
         engine = stored(tmp_path, keep=keep)
     assert caplog.text.count("checkpoint.keep is 0, but the drives hold the stored state of 1 checkpoint only") == said
     engine.destroy()
+
+
+@pytest.mark.parametrize(("keep", "limit", "said"), [(2, None, True), (2, 3, True), (2, 2, False), (0, 2, False)])
+def test_a_trainer_that_keeps_more_than_the_drives_is_told(tmp_path, monkeypatch, caplog, keep, limit, said):
+    monkeypatch.setattr(stored_state, "trainers_limit", lambda: TrainersLimit(limit))
+    with caplog.at_level("WARNING", "ebbtide"):
+        engine = stored(tmp_path, keep=keep)
+    told = f"the trainer keeps {limit or 'all'} checkpoints, but the drives hold the stored state of 2"
+    assert (told in caplog.text) is said
+    engine.destroy()
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_another_number_of_kept_checkpoints_is_refused_in_the_keys_words(tmp_path, keep):
+    saved(tmp_path, 3, keep=2)
+    with pytest.raises(StorageError, match=rf"state of 2 checkpoints, but checkpoint.keep asks for {keep}\. Set"):
+        stored(tmp_path, keep=keep)
 
 
 def test_without_a_number_a_run_goes_on_with_that_of_the_store(tmp_path):

@@ -39,7 +39,7 @@ def test_directories_may_move(stores):
     ("options", "what"),
     [
         ({"world_size": 2}, "world_size = 1 and this run wants 2"),
-        ({"keep": 2}, "extents = 2 and this run wants 3"),
+        ({"keep": 2}, "state of 1 checkpoints, but checkpoint.keep asks for 2"),
         ({"weights": (2.0, 1.0)}, "weights"),
         ({"sizes": SIZES | {2: (4, 4, 4)}}, "sizes"),
         ({"rank": 1, "world_size": 2}, "world_size = 1 and this run wants 2"),
