@@ -17,6 +17,7 @@ HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffe
 # DRAM traffic of stock's host passes beside the state's way both ways: unscale 8, the gradient 4
 # that the update reads, downcast 8.
 STOCK_PASS_BYTES = 20
+FP64_BYTES = 8
 PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
 # Where the unpinned side was allocated for this copy: the kernel zeroes its pages first, and the
 # line that is written is fetched before.
@@ -401,10 +402,12 @@ class DeviceLoop(TrainingLoop):
 
     def step(self) -> None:
         """Subgroup by subgroup on the device, each with a widened gradient of its own."""
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+        norm = self._norm()
         ends, adams = [norm], Bytes.of(self.workload).adams
+        summed = self.workload.grad_bytes_per_param
         for subgroup, size in enumerate(self.sizes):
-            widened = size * FP32_BYTES
+            # Flattened first, which is a copy, and then widened: both are there while the second is made.
+            widened = size * (summed + (FP32_BYTES if summed < FP32_BYTES else 0))
             ends.append(
                 self.out.add(
                     OpKind.UPDATE_DEVICE,
@@ -419,6 +422,18 @@ class DeviceLoop(TrainingLoop):
                 )
             )
         self.step_ends(ends)
+
+    def _norm(self) -> int:
+        """Append the norm, which DeepSpeed takes of one gradient after the other, each copied to float64."""
+        largest = max((n for group in self.workload.parameters for n in group), default=0)
+        return self.out.add(
+            OpKind.NORM,
+            Lane.COMPUTE,
+            0.0,
+            after=self.gradients_done,
+            device_alloc_bytes=largest * FP64_BYTES,
+            device_free_bytes=largest * FP64_BYTES,
+        )
 
     def schedule(self, iterations: int) -> Schedule:
         """Return the appended ops as a schedule, with the memory that is in use throughout."""

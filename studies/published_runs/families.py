@@ -42,18 +42,21 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
     """Return the spread of a family's rows that constants were found on, in log units, and what an interval needs.
 
-    The interval is to hold nine further rows in ten. So few rows tell the spread itself badly: Student's t in the place
-    of the normal distribution's quantile, and the further row's own share, make it wider.
+    The interval is to hold nine further rows in ten. Rows of one source share their machine and their software, so
+    each source counts once. So few sources tell the spread itself badly: Student's t in the place of the normal
+    distribution's quantile, and the further source's own share, make it wider.
     """
     from scipy.stats import t
 
-    logs = [
-        math.log(said.seconds / run.measured_s) for run, said in judged if run.family == family and not run.held_out
-    ]
-    rows = len(logs)
-    root_mean_square = math.sqrt(sum(x * x for x in logs) / rows)
-    wider = float(t.ppf(0.95, rows)) / NINETY_PERCENT * math.sqrt(1 + 1 / rows)
-    return {"rows": rows, "root_mean_square": root_mean_square, "needed": wider * root_mean_square}
+    squares: dict[str, list[float]] = {}
+    for run, said in judged:
+        if run.family == family and not run.held_out:
+            source = run.fields["source"].split("/blob/")[0]
+            squares.setdefault(source, []).append(math.log(said.seconds / run.measured_s) ** 2)
+    sources = len(squares)
+    root_mean_square = math.sqrt(float(np.mean([np.mean(own) for own in squares.values()])))
+    wider = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources)
+    return {"sources": sources, "root_mean_square": root_mean_square, "needed": wider * root_mean_square}
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:

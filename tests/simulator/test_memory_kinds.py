@@ -82,8 +82,8 @@ def test_kinds_of_stock_and_of_not_offloading_worked_out_by_hand():
     assert stock["device"] == {"parameters": 60, "buckets": 40, "activations": 14}
     assert stock["host"] == {"state": 12 * 30, "gradients": 8 * 30}
     plain = by_kind(build_strategy("no_offload", work), machine())
-    # The larger subgroup's are there in both precisions, the other one's are given back.
-    assert plain["device"] == {"parameters": 60, "buckets": 40, "state": 360, "gradients": (2 + 4) * 20}
+    # The larger subgroup's are there in both precisions, with the flat copy between, the other one's are given back.
+    assert plain["device"] == {"parameters": 60, "buckets": 40, "state": 360, "gradients": (2 + 2 + 4) * 20}
     assert plain["host"] == {}
 
 

@@ -316,6 +316,17 @@ def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
     assert torchs / own == pytest.approx((16 + 6 * 28) / 44)
 
 
+def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
+    """60 elements of 8 B for the norm are more than one element of the step's copies; both are given back."""
+    from ebbtide.simulator.schedules.peers import DeviceLoop
+
+    work = workload((60, 1)).model_copy(update={"parameters": ((60, 1),)})
+    loop = DeviceLoop(work)
+    loop.run(1)
+    (norm,) = [op for op in loop.out.ops if op.kind == OpKind.NORM]
+    assert norm.device_alloc_bytes == norm.device_free_bytes == 60 * 8
+
+
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
     """10 s a gather, 30 s a reduction: layer 0's gather goes first, beside layer 1's backward."""
     layers = tuple(
