@@ -33,7 +33,7 @@ def cli_page() -> str:
     lines = [
         NOTE,
         "# The `tune` command\n",
-        "`tune --version` says which ebbtide it is; shell completion: "
+        "`tune --version` prints the version of ebbtide. Shell completion: "
         '`eval "$(_TUNE_COMPLETE=bash_source tune)"` (also `zsh_source`, `fish_source`).\n',
     ]
     for name, command in _commands(main, context, "tune"):
@@ -41,7 +41,7 @@ def cli_page() -> str:
         lines.append(f"{_paragraphs(command.help or '')}\n")
         rows = [_flag(parameter) for parameter in command.params]
         if rows:
-            lines += ["| flag | |", "|---|---|", *filter(None, rows), ""]
+            lines += ["| flag | meaning |", "|---|---|", *filter(None, rows), ""]
         if command.epilog:
             lines.append(f"{_code(command.epilog)}\n")
     return "\n".join(lines).rstrip() + "\n"

@@ -71,62 +71,79 @@ MACHINE = click.option(
     "--machine",
     required=True,
     shell_complete=_machines,
-    help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090.",
+    help="Machine file (machine.json of `tune profile`), or a preset such as h200 or rtx4090.",
 )
 LAUNCHER_OPTIONS = (
     click.option(
         "--launcher",
         type=click.Choice(_LAUNCHERS),
-        help="What starts the ranks: torchrun and accelerate leave stock one thread a "
-        "rank where a node has several; default: deepspeed, all cores.",
+        help="Launcher of the ranks. With several ranks on a node, torchrun and accelerate limit "
+        "DeepSpeed's own CPU Adam to one thread per rank (default: deepspeed, all cores).",
     ),
-    click.option("--omp-threads", type=click.IntRange(min=1), help="OMP_NUM_THREADS of each rank, whatever starts it."),
+    click.option("--omp-threads", type=click.IntRange(min=1), help="OMP_NUM_THREADS of each rank, for any launcher."),
 )
 _WORKLOAD_OPTIONS = (
-    click.option("--workload", help="workload.json of the training run."),
-    click.option("--model", help="Instead: a Hugging Face config.json, or a plain description."),
-    click.option("--ds-config", help='With --model: DeepSpeed\'s config; may hold "auto".'),
-    click.option("--sequence", type=click.IntRange(min=1), help="With --model: tokens per sample; default: 2048."),
-    click.option("--micro-batch", type=click.IntRange(min=1), help="With --model: samples."),
-    click.option("--accumulation", type=click.IntRange(min=1), help="With --model: micro-batches."),
+    click.option("--workload", help="Workload file of the training run (workload.json of `tune profile`)."),
+    click.option("--model", help="Hugging Face config.json, or a plain description of a model, instead of --workload."),
+    click.option("--ds-config", help='With --model: DeepSpeed config. May contain "auto".'),
+    click.option(
+        "--sequence", type=click.IntRange(min=1), help="With --model: number of tokens per sample (default: 2048)."
+    ),
+    click.option(
+        "--micro-batch", type=click.IntRange(min=1), help="With --model: number of samples per GPU and forward pass."
+    ),
+    click.option(
+        "--accumulation", type=click.IntRange(min=1), help="With --model: number of micro-batches per optimizer step."
+    ),
     click.option(
         "--zero-stage",
         type=click.IntRange(1, 3),
-        help="With --model: 1, 2 or 3; default: the DeepSpeed config's, else 3.",
+        help="With --model: ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).",
     ),
-    click.option("--data-parallel", type=click.IntRange(min=1), help="With --model: ranks of ZeRO; default: 1."),
     click.option(
-        "--tensor-parallel", type=click.IntRange(min=1), help="With --model: ranks that share each layer; default: 1."
+        "--data-parallel", type=click.IntRange(min=1), help="With --model: number of data-parallel ranks (default: 1)."
+    ),
+    click.option(
+        "--tensor-parallel",
+        type=click.IntRange(min=1),
+        help="With --model: number of ranks that share each layer (default: 1).",
     ),
     click.option(
         "--pipeline-parallel",
         type=click.IntRange(min=1),
-        help="With --model: parts of the layers, with ZeRO-1; default: 1.",
+        help="With --model: number of pipeline stages, with ZeRO-1 only (default: 1).",
     ),
-    click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of activations."),
+    click.option(
+        "--keep-activations", is_flag=True, help="With --model: keep activations, without gradient checkpointing."
+    ),
     click.option(
         "--recompute-share",
         type=Text("share", chance),
-        help="With --model: share of the layers whose activations are recomputed, e.g. 50%; default: all.",
+        help="With --model: share of the layers whose activations are recomputed, e.g. 50% (default: all).",
     ),
     click.option(
         "--kernels",
         type=click.Choice(_KERNELS),
         help="With --model: kernels of norms, activations and rotary embedding. fused: fused or compiled "
-        "(torch.compile, Liger, Megatron-LM); eager: PyTorch's own, as in plain transformers. Default: fused.",
+        "kernels (torch.compile, Liger, Megatron-LM). eager: PyTorch's own, as in plain transformers "
+        "(default: fused).",
     ),
-    click.option("--fused-loss", is_flag=True, help="With --model: logits and loss in one kernel or chunk by chunk."),
+    click.option(
+        "--fused-loss",
+        is_flag=True,
+        help="With --model: the loss is computed without storing all logits, in one kernel or in chunks.",
+    ),
     click.option(
         "--no-flash-attention",
         is_flag=True,
-        help="With --model: attention scores are stored (attn_implementation eager).",
+        help="With --model: attention scores are stored in memory (attn_implementation eager).",
     ),
     *LAUNCHER_OPTIONS,
     click.option(
         "--clip-rate",
         type=Text("share", chance),
-        help="Fraction of steps that clip gradients or overflow, e.g. 5%: updates that began before the norm "
-        "was known are then redone. Default: 10% is assumed.",
+        help="Fraction of steps that clip gradients or overflow, e.g. 5% (default: 10%). Early updates are"
+        " redone in these steps.",
     ),
 )
 

@@ -24,13 +24,14 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
     "--runs",
     multiple=True,
     required=True,
-    help="A log with DeepSpeed's wall_clock_breakdown (with steps_per_print 1 and log level info: "
-    "the time between phases too), a workload.json of `tune profile`, or a CSV with the columns "
-    "forward_ms, backward_ms, step_ms, iteration_ms. May be given several times.",
+    help="Measured runs: a log with DeepSpeed's wall_clock_breakdown, a workload.json of `tune "
+    "profile`, or a CSV with the columns forward_ms, backward_ms, step_ms, iteration_ms. A log "
+    "with steps_per_print 1 and log level info also gives the time between phases. May be "
+    "repeated.",
 )
-@click.option("--strategy", default="zero3_offload", show_default=True, help="What ran.")
-@click.option("--ratio", type=click.FloatRange(0, 1), help="Of the strategy: Twin-Flow's ratio.")
-@click.option("-o", "--out", required=True, help="The corrected machine.")
+@click.option("--strategy", default="zero3_offload", show_default=True, help="Strategy that the runs trained with.")
+@click.option("--ratio", type=click.FloatRange(0, 1), help="Twin-Flow's ratio in the runs, if they used it.")
+@click.option("-o", "--out", required=True, help="File to write the corrected machine to.")
 @workload_options
 @JSON
 @guarded

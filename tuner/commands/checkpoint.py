@@ -34,7 +34,7 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 
 @checkpoint.command(epilog="Example: tune checkpoint verify checkpoints/ --tag global_step100")
 @FOLDERS
-@click.option("--tag", help="One checkpoint; without it, all of them.")
+@click.option("--tag", help="Tag of one checkpoint to check (default: all checkpoints).")
 @JSON
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
@@ -61,7 +61,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 
 @checkpoint.command(epilog="Example: tune checkpoint prune checkpoints/ --keep 3")
 @FOLDERS
-@click.option("--keep", required=True, type=click.IntRange(min=1), help="Newest ones to leave.")
+@click.option("--keep", required=True, type=click.IntRange(min=1), help="Number of newest checkpoints to keep.")
 @JSON
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
@@ -78,8 +78,13 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
 
 @checkpoint.command(epilog="Example: tune checkpoint export checkpoints/ --to exported/")
 @click.argument("folder", metavar="FOLDER")
-@click.option("--tag", help="Which checkpoint; without it, the one that `latest` names.")
-@click.option("--to", required=True, metavar="DIR", help="Where it is written, under its tag.")
+@click.option("--tag", help="Tag of the checkpoint to export (default: the one that the file `latest` names).")
+@click.option(
+    "--to",
+    required=True,
+    metavar="DIR",
+    help="Folder to write the exported checkpoint to, in a folder named after its tag.",
+)
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:
     """Write a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads

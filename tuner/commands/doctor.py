@@ -20,13 +20,15 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 
 
 @click.command(epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints")
-@click.option("--plan", "plan_file", help="A plan, whose need of host memory is compared.")
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this machine.")
-@click.option("--checkpoint-dir", help="Where checkpoints will go; the plan's own without it.")
+@click.option("--plan", "plan_file", help="Plan file whose need of host memory is checked.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks on this machine."
+)
+@click.option("--checkpoint-dir", help="Folder for checkpoints to check (default: the plan's).")
 @click.option(
     "--ds-config",
-    help="DeepSpeed's config: says whether and how it would train under "
-    "a plan, and what the installed version is known to train wrongly.",
+    help="DeepSpeed config to check: whether it can train under a plan, and which known defects of the"
+    " installed DeepSpeed it would meet.",
 )
 @JSON
 @guarded

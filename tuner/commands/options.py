@@ -20,8 +20,9 @@ STORAGE = click.option(
     "--storage",
     type=Text("DIR:SIZE", directory_bytes),
     multiple=True,
-    help="State that memory cannot hold may go there, e.g. /mnt/nvme:500GB, of all ranks of the "
-    "node; several share it by their measured speed (ZeRO-3).",
+    help="Folder and size of a drive for optimizer state that memory cannot hold, e.g. /mnt/nvme:500GB"
+    " for all ranks of the node (ZeRO-3). May be repeated: several drives share the state by "
+    "their measured speed.",
 )
 
 

@@ -38,44 +38,52 @@ if TYPE_CHECKING:
 )
 @MACHINE
 @workload_options
-@click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
-@click.option("--emit-deepspeed", help="Write a DeepSpeed config that trains under the plan, for `tune run`.")
-@click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
+@click.option("-o", "--output", default="plan.json", show_default=True, help="Plan file to write.")
+@click.option("--emit-deepspeed", help="Also write a DeepSpeed config that trains under the plan with `tune run`.")
+@click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option(
     "--memory-margin",
     type=SHARE,
-    help="Of both, what stays free, e.g. 5%; without it, from the spread of the profiled peaks.",
+    help="Share of GPU and host memory to leave free, e.g. 5% (default: from the spread of the profiled peaks).",
 )
 @click.option(
     "--offload-param",
     is_flag=True,
-    help="Parameters may live in host memory where that is faster, as with offload_param in "
-    "--ds-config; where nothing fits otherwise they do anyhow.",
+    help="Allow 16-bit parameters in host memory whenever that is faster, as offload_param in "
+    "--ds-config does. Without it, they move there only if the model does not fit otherwise.",
 )
 @click.option(
     "--subgroup-size",
     default="auto",
     show_default=True,
-    help="auto to choose the best one, keep for the workload's own, or a number of elements.",
+    help="Elements per subgroup, e.g. 1e8. auto: choose the fastest. keep: use the workload's.",
 )
-@click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
-@click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
-@click.option("--restart", type=DURATION, default="60s", show_default=True)
-@click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
-@click.option("--checkpoint-rate", type=RATE, help="What storage takes from this node, e.g. 2GB/s.")
+@click.option("--robust", is_flag=True, help="Minimize the 90th percentile of the predicted time, not the median.")
+@click.option(
+    "--mtbf", type=DURATION, help="Mean time between failures of the job, e.g. 4h. Chooses the checkpoint interval."
+)
+@click.option(
+    "--restart",
+    type=DURATION,
+    default="60s",
+    show_default=True,
+    help="Time from a failure to training again, e.g. 60s.",
+)
+@click.option("--checkpoint-dir", help="Folder for the planned checkpoints.")
+@click.option("--checkpoint-rate", type=RATE, help="Write rate of checkpoint storage per node, e.g. 2GB/s.")
 @STORAGE
 @click.option(
     "--endurance",
     type=ENDURANCE,
-    help="What the drives of --storage are rated for together, in terabytes written, e.g. 600: "
-    "the plan then says how long they last.",
+    help="Rated endurance of all drives of --storage together in terabytes written, e.g. 600. The "
+    "answer then tells how long they last.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Search with a tenth of the evaluations: a plan sooner, maybe a slower one."
+    "--quick", is_flag=True, help="Search with a tenth of the evaluations: faster, but the plan may be slower."
 )
-@click.option("--seed", default=0, show_default=True)
-@click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
+@click.option("--seed", default=0, show_default=True, help="Random seed of the search.")
+@click.option("--why", is_flag=True, help="Also report the gain from more memory or bandwidth.")
 @JSON
 @guarded
 def plan(

@@ -12,29 +12,31 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
     "tune profile --train-script train.py --launcher deepspeed --ranks 4 -- --epochs 1",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-o", "--output", help="Where it goes: machine.json, with a script workload.json.")
-@click.option("--storage-dir", help="The folder that checkpoints will go to.")
+@click.option("-o", "--output", help="File to write (default: machine.json, or workload.json with --train-script).")
+@click.option("--storage-dir", help="Folder for checkpoints, whose write rate is measured.")
 @click.option(
-    "--drive", multiple=True, help="A folder that state may be stored in (`tune plan --storage`); may be repeated."
+    "--drive",
+    multiple=True,
+    help="Folder on a drive for optimizer state (`tune plan --storage`), whose rates are measured. May be repeated.",
 )
-@click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
-@click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
+@click.option("--seconds", default=30.0, show_default=True, help="Time to measure, at most 60 seconds.")
+@click.option("--fresh", is_flag=True, help="Measure again even if a cached result exists.")
 @click.option(
     "--ranks",
     default=1,
     show_default=True,
-    help="Also measure with so many ranks at once; with a script, ranks to start.",
+    help="Also measure with this number of processes at the same time. With --train-script: number of ranks to launch.",
 )
-@click.option("--train-script", help="Take the workload from this script; its arguments follow.")
+@click.option("--train-script", help="Training script to measure the workload of. Its arguments follow.")
 @click.option(
     "--launcher",
     type=click.Choice(["none", "torchrun", "deepspeed"]),
     default="torchrun",
     show_default=True,
-    help="What starts the script.",
+    help="Launcher that starts the script.",
 )
-@click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
-@click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
+@click.option("--iterations", default=3, show_default=True, help="Number of optimizer steps to measure.")
+@click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end after the measurement.")
 @click.option("--push", metavar="URL", help="Upload the machine profile to this server.")
 @click.option("--replace", is_flag=True, help="With --push: replace another machine of the same name.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -102,8 +104,14 @@ def _push(url: str, path: str, replace: bool) -> None:
     hidden=True,  # of old; `tune profile --train-script --launcher none` does the same
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("-o", "--output", default="workload.json", show_default=True)
-@click.option("--iterations", default=5, show_default=True, help="Optimizer steps to profile.")
+@click.option(
+    "-o",
+    "--output",
+    default="workload.json",
+    show_default=True,
+    help="File to write (default: machine.json, or workload.json with --train-script).",
+)
+@click.option("--iterations", default=5, show_default=True, help="Number of optimizer steps to measure.")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:

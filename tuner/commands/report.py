@@ -10,8 +10,8 @@ from ebbtide.tuner.inputs import BadInputError, read_plan, written
 
 @click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--run", help="What was measured: a trace.json of the demo or the runtime.")
-@click.option("-o", "--output", default="report.html", show_default=True, help="Where it goes.")
+@click.option("--run", help="Measured timeline: a trace.json written by the demo or the runtime.")
+@click.option("-o", "--output", default="report.html", show_default=True, help="File to write.")
 @guarded
 def report(plan_file: str, run: str | None, output: str) -> None:
     """Write one self-contained page: what was planned, why, and what was measured."""

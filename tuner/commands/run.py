@@ -25,7 +25,7 @@ ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
     "tune run -- deepspeed train.py --deepspeed_config ds_config.json",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--no-check", is_flag=True, help="Start although `tune doctor` finds a fault.")
+@click.option("--no-check", is_flag=True, help="Start even if `tune doctor` finds a problem.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def run(no_check: bool, command: tuple[str, ...]) -> None:

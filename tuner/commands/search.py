@@ -15,37 +15,45 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     "--free micro_batch,accumulation,recompute,offload"
 )
 @MACHINE
-@click.option("--model", required=True, help="A Hugging Face config.json, or a plain description.")
-@click.option("--ds-config", help='DeepSpeed\'s config: what no knob decides; may hold "auto".')
-@click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True)
+@click.option("--model", required=True, help="Hugging Face config.json, or a plain description of a model.")
+@click.option("--ds-config", help='DeepSpeed config, which fixes everything that is not searched. May contain "auto".')
 @click.option(
-    "--free",
-    help=f"The knobs that may change, of {_FREE}; default: those that neither a flag nor the DeepSpeed config fixes.",
+    "--sequence", type=click.IntRange(min=1), default=2048, show_default=True, help="Number of tokens per sample."
+)
+@click.option(
+    "--free", help=f"Settings to search, of {_FREE} (default: all that neither a flag nor the DeepSpeed config fixes)."
 )
 @click.option(
     "--global-batch",
     type=click.IntRange(min=1),
-    help="Samples per optimizer step; without it the batch may change (accumulation up to 16), and what is learned.",
+    help="Number of samples per optimizer step. Without it, the search may change the batch size "
+    "(accumulation up to 16), and with it what the model learns.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="At most; default: one node's.")
-@click.option("--micro-batch", type=click.IntRange(min=1), help="Fixes it; where neither free nor fixed: 1.")
-@click.option("--accumulation", type=click.IntRange(min=1), help="Fixes it; else 1.")
-@click.option("--zero-stage", type=click.IntRange(1, 3), help="Fixes it; else 3.")
-@click.option("--keep-activations", is_flag=True, help="Fixes recompute: off.")
-@click.option("--no-offload", is_flag=True, help="Fixes offload: none.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Largest number of GPUs to use (default: one node).")
+@click.option(
+    "--micro-batch", type=click.IntRange(min=1), help="Fix the micro-batch size (default if it is not searched: 1)."
+)
+@click.option(
+    "--accumulation",
+    type=click.IntRange(min=1),
+    help="Fix the number of micro-batches per step (default if it is not searched: 1).",
+)
+@click.option("--zero-stage", type=click.IntRange(1, 3), help="Fix the ZeRO stage (default if it is not searched: 3).")
+@click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
+@click.option("--no-offload", is_flag=True, help="Do not offload.")
 @launched
-@click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
+@click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
-@click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
+@click.option("--memory-margin", type=SHARE, help="Share of GPU and host memory to leave free, e.g. 5%.")
 @STORAGE
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
     default=3000,
     show_default=True,
-    help="Simulations at the most; what bounds decide takes none.",
+    help="Largest number of simulations. Configurations that lower bounds rule out are not counted.",
 )
-@click.option("-o", "--output", help="Everything that was simulated, as JSON.")
+@click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
 @JSON
 @guarded
 def search(

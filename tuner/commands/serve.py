@@ -16,21 +16,33 @@ TOKEN = "EBBTIDE_TOKEN"
 
 
 @click.command(epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
-@click.option("--port", default=8377, show_default=True, type=click.IntRange(0, 65_535), help="0: any free one.")
+@click.option(
+    "--port",
+    default=8377,
+    show_default=True,
+    type=click.IntRange(0, 65_535),
+    help="Port to listen on. 0: any free port.",
+)
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help=f"Beyond loopback a token is needed: {TOKEN}, or one is made and printed.",
+    help=f"Address to listen on. Outside of loopback, clients need a token: {TOKEN}, or a generated one.",
 )
-@click.option("--allow-host", multiple=True, help="A name by which clients reach it, if it is not --host.")
-@click.option("--db", default="ebbtide.db", show_default=True, help="Jobs, runs and machines.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    help="Additional host name under which clients reach the server, e.g. of a reverse proxy.",
+)
+@click.option("--db", default="ebbtide.db", show_default=True, help="SQLite file for jobs, runs and machines.")
 @click.option(
     "--show",
-    help="A folder with machine.json, workload.json, plan.json and trace.json that the page opens "
-    "with; demo: runs/demo, or the small example that comes with ebbtide.",
+    help="Folder with machine.json, workload.json, plan.json and trace.json to open the page with. "
+    "demo: runs/demo, or a small example that comes with ebbtide.",
 )
-@click.option("--workers", type=click.IntRange(1, 64), help="For quick answers; one per core.")
+@click.option(
+    "--workers", type=click.IntRange(1, 64), help="Number of processes for quick answers (default: one per core)."
+)
 @guarded
 def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:
     """Answer what-if questions over HTTP and on a page in the browser."""

@@ -49,10 +49,14 @@ def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[Compl
 @click.command(epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow")
 @MACHINE
 @workload_options
-@click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
-@click.option("--strategy", shell_complete=_strategies, help="By name; without it, what the DeepSpeed config offloads.")
-@click.option("--trace", help="Write a trace for ui.perfetto.dev.")
-@click.option("--plot", help="Draw the timeline as PNG.")
+@click.option("--plan", "plan_file", help="Plan file to simulate. Without it, --strategy is simulated.")
+@click.option(
+    "--strategy",
+    shell_complete=_strategies,
+    help="Name of the strategy to simulate (default: what the DeepSpeed config offloads).",
+)
+@click.option("--trace", help="Trace file to write, for ui.perfetto.dev.")
+@click.option("--plot", help="PNG file to draw the timeline to.")
 @JSON
 @guarded
 def simulate(

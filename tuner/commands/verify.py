@@ -22,22 +22,28 @@ SIDES = ("stock", "no-offload")
     "tune verify --against no-offload -- deepspeed train.py --deepspeed_config ds.json",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Optimizer steps of each run.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Number of optimizer steps of each run."
+)
 @click.option(
     "--against",
     default=",".join(SIDES),
     show_default=True,
-    help='With what is compared: stock (without the key "ebbtide"), no-offload, or both.',
+    help='Runs to compare with: stock (DeepSpeed without the key "ebbtide"), no-offload, or both.',
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of generators that the script does not seed itself."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random generators that the script does not seed itself.",
 )
 @click.option(
     "--deterministic/--no-deterministic",
     default=None,
-    help="Train all sides with torch's deterministic kernels (default: on a GPU).",
+    help="Use torch's deterministic kernels in all runs (default: on a GPU).",
 )
-@click.option("--json", "json_file", help="Writes the result here, for other programs.")
+@click.option("--json", "json_file", help="File to write the result to, as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def verify(
