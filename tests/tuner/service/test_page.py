@@ -432,6 +432,18 @@ def test_what_a_user_names_stays_text(page, server, tmp_path):
     assert page.title() != "1"
 
 
+def test_plain_transformers_kernels_are_asked_for_and_stay_in_the_address(page, server):
+    opened(page, server)
+    assert page.input_value("#c-kernels") == "fused"
+    page.click("text=ZeRO, precision, kernels, offloads")
+    with page.expect_request(lambda r: '"kernels":"eager"' in (r.post_data or "")):
+        page.select_option("#c-kernels", "eager")
+    page.wait_for_function("() => location.search.includes('kernels=eager')")
+    page.reload()
+    page.wait_for_selector('#table[aria-busy="false"] tr')
+    assert page.input_value("#c-kernels") == "eager"
+
+
 def test_a_deepspeed_config_is_pasted_and_the_launcher_chosen(page, server):
     opened(page, server)
     page.click("#upload summary")
@@ -492,7 +504,7 @@ def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
     for number, value in (("micro_batch", "5"), ("device_memory_bytes", "70.5")):
         page.fill(f"#n-{number}", value)
         page.press(f"#n-{number}", "Enter")
-    page.click("text=ZeRO, precision, offloads")
+    page.click("text=ZeRO, precision, kernels, offloads")
     with page.expect_response(lambda r: '"zero_stage":2' in (r.request.post_data or "")):
         page.select_option("#c-zero_stage", "2")
     asked = asked_of(page)

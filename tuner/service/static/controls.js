@@ -26,6 +26,7 @@ const SLIDERS = [
 const CHOICES = [
   { key: "zero_stage", where: "more-model", label: "ZeRO stage", values: [[3, "3: state, gradients, parameters"], [2, "2: state and gradients"], [1, "1: state"]], standard: 3 },
   { key: "keep_activations", where: "more-model", label: "Activations", values: [[false, "computed again in backward"], [true, "kept"]], standard: false },
+  { key: "kernels", where: "more-model", label: "Kernels between products", values: [["fused", "fused or compiled"], ["eager", "PyTorch's own, as in transformers"]], standard: "fused" },
   { key: "precision", where: "more-model", label: "Precision", values: [["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]], from: precisionOf, into: withPrecision },
   { key: "offload", where: "more-model", label: "DeepSpeed offloads", values: [["optimizer", "optimizer state"], ["parameters", "state and parameters"], ["nvme", "state to NVMe, parameters"]], from: offloadOf, into: withOffload },
   { key: "tensor_parallel", where: "more-machine", label: "Tensor parallelism", values: [[1, "none"], [2, "2 GPUs share each layer"], [4, "4 GPUs share each layer"], [8, "8 GPUs share each layer"]], standard: 1 },
