@@ -9,7 +9,7 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.tuner.calibrate.interval import OFFLOAD_SPREAD
 
 from studies.published_runs import families
-from studies.published_runs.training import Prediction, predict_training, read_training_runs
+from studies.published_runs.training import UNTOLD_VERSION, Prediction, predict_training, read_training_runs
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,20 @@ def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged)
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 20
     newest = [
-        dataclasses.replace(run, fields={**run.fields, "deepspeed": "", "optimizer": "", "pinned": "1"})
+        dataclasses.replace(run, fields={**run.fields, "deepspeed": "0.19.8", "optimizer": "", "pinned": "1"})
         for run in runs
         if run.family == "offloaded" and run.held_out
     ]
     before = families.errors(quick(run).seconds / run.measured_s - 1 for run in newest)
     assert before["median_abs_pct_error"] > 1.5 * figures["median_abs_pct_error"]
+
+
+def test_rows_without_the_columns_of_the_build_are_read_as_runs_before_0_19_5(runs):
+    run = next(run for run in runs if run.fields["zero_stage"] == "3" and run.family == "offloaded")
+    bare = {k: v for k, v in run.fields.items() if k not in ("deepspeed", "optimizer", "buckets")}
+    made = dataclasses.replace(run, fields=bare)
+    told = dataclasses.replace(run, fields={**bare, "deepspeed": UNTOLD_VERSION})
+    assert quick(made) == quick(told) != quick(dataclasses.replace(run, fields={**bare, "deepspeed": "0.19.5"}))
 
 
 def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
