@@ -77,9 +77,15 @@ class EarlyUpdates:
         begun: of this step.
     """
 
-    def __init__(self, device: Device, states: Sequence[SubgroupState]) -> None:
-        """``states``: of the subgroups that are guessed."""
+    def __init__(self, device: Device, states: Sequence[SubgroupState], *, shared: bool = False) -> None:
+        """Reserve the memory.
+
+        Args:
+            states: The subgroups that are updated early.
+            shared: Whether their state is part of larger tensors, which the framework keeps (`bring_back`).
+        """
         self._device = device
+        self._kept = {s.index: s.state for s in states} if shared else {}
         self._spares = {s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states}
         self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
         self.begun: dict[int, EarlyUpdate] = {}
@@ -115,9 +121,29 @@ class EarlyUpdates:
             state.state, self._spares[state.index] = early.into, early.source
         return taken
 
-    def close(self) -> None:
-        """Give the memory back; no update is under way."""
+    def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
+        """Return those whose state is in a spare, and not in the framework's tensors."""
+        return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
+
+    def bring_back(self, state: SubgroupState) -> None:
+        """Copy a subgroup's state from its spare to the framework's tensors, where the state is from now on.
+
+        No update of the subgroup is under way.
+        """
+        origin = self._kept[state.index]
+        for to, source in zip(origin, state.state, strict=True):
+            to.copy_(source)
+        state.state, self._spares[state.index] = origin, state.state
+
+    def close(self, states: Sequence[SubgroupState]) -> None:
+        """Give the memory back. No update is under way.
+
+        Args:
+            states: All subgroups.
+        """
         self.drop(list(self.begun))
+        for state in self.away(states):
+            self.bring_back(state)
         for tensor in (*(t for s in self._spares.values() for t in s), *self.wires.values()):
             self._device.host_release(tensor)
         self._spares.clear()
@@ -133,7 +159,15 @@ def _scalars(job: SubgroupJob) -> object:
 
 
 def spares_of(
-    device: Device, states: Sequence[SubgroupState], updated_early: Mapping[int, bool] | Sequence[bool]
+    device: Device,
+    states: Sequence[SubgroupState],
+    updated_early: Mapping[int, bool] | Sequence[bool],
+    *,
+    shared: bool = False,
 ) -> EarlyUpdates:
-    """Memory for the subgroups that a plan guesses."""
-    return EarlyUpdates(device, [state for state in states if updated_early[state.index]])
+    """Return the memory for the subgroups that a plan updates early.
+
+    Args:
+        shared: see `EarlyUpdates`.
+    """
+    return EarlyUpdates(device, [state for state in states if updated_early[state.index]], shared=shared)

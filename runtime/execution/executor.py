@@ -556,6 +556,25 @@ class Executor:
             staged.came.wait_host()
         self._outdate(self._staged)
 
+    def bring_back(self) -> list[SubgroupState]:
+        """Bring state that early updates have left in spares back to the framework's own tensors.
+
+        Early updates of these subgroups that are under way are dropped. Blocks until the state is there.
+
+        Returns:
+            The subgroups whose state has moved.
+        """
+        moved = self.early_updates.away(self.states)
+        if moved:
+            self.drop_early_updates([state.index for state in moved])
+            self.wait_under_way()  # they write to where the state goes
+        for state in moved:
+            # No checkpoint reads what is written now: the early update has asked the gate.
+            self.early_updates.bring_back(state)
+            if state.index in self._staged:
+                self._staged[state.index].origin = state.state
+        return moved
+
     def _outdate(self, subgroups: Iterable[int]) -> None:
         with self._stale_lock:
             self._stale.update(subgroups)
@@ -575,7 +594,7 @@ class Executor:
                 lane.close()
             self._jobs = []  # they hold gradients, which a successor moves
             self._staged.clear()  # and slots
-            self.early_updates.close()
+            self.early_updates.close(self.states)
             if with_device:
                 self.device.close()
                 # A framework may never let its engine go.

@@ -225,8 +225,8 @@ class Session:
         ]
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
-        # Parameters would be new before the norm; or what is guessed could not take its place.
-        if self.device.unified or rule.own_step or self.engine.shares_state:
+        # Parameters would be new before the norm.
+        if self.device.unified or rule.own_step:
             plan = plan.with_bits(early=False)
         plan = self._place_sums(plan, states)
         arrival = self._arrival(plan)
@@ -242,7 +242,7 @@ class Session:
             gradients,
             self._store,
             host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.updated_early),
+            spares_of(self.device, states, plan.updated_early, shared=self.engine.shares_state),
             arrival,
         )
 

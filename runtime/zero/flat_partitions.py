@@ -48,12 +48,18 @@ class FlatState:
             self.shadows.pop(state.index, None)
         else:
             self.shadows[state.index] = flat
+            self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy resident state to DeepSpeed's buffers, for code that reads them."""
+        """Copy state that is elsewhere to DeepSpeed's buffers, for code that reads them.
+
+        State that an early update left in host memory stays in DeepSpeed's buffers then.
+        """
         session.executor.wait_all()
         if self.published:
             return
+        for state in session.executor.bring_back():
+            self.adopt(state)
         for subgroup, shadow in self.shadows.items():
             if session.executor.gate is not None:
                 session.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
@@ -62,14 +68,19 @@ class FlatState:
 
     def take_back(self, session: Session) -> None:
         """Copy the state from DeepSpeed's buffers, after outside code wrote to them (see `publish`)."""
+        self._copy_back(session)
+        session.executor.state_loaded()
+
+    def _copy_back(self, session: Session) -> None:
         for subgroup, shadow in self.shadows.items():
             _copy(session.executor.states[subgroup].state, shadow)
-        session.executor.state_loaded()
 
     def before_update(self, session: Session) -> None:
         """Take back what outside code may have written to published buffers."""
         if self.published and self.shadows:
-            self.take_back(session)
+            self._copy_back(session)
+            early = session.executor.early_updates.wires  # their state is in DeepSpeed's buffers
+            session.executor.state_written(s.index for s in session.executor.states if s.index not in early)
         self.published = not self.shadows
 
     def let_go(self, session: Session) -> None:

@@ -341,7 +341,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return 3
 
     def hyperparameters(self) -> list[UpdateStep]:
-        steps = self._next_steps()
+        return self._of_pieces(self._next_steps())
+
+    def expected_step(self) -> tuple[list[UpdateStep], float]:
+        steps, scale = super().expected_step()
+        return self._of_pieces(steps), scale
+
+    def _of_pieces(self, steps: list[UpdateStep]) -> list[UpdateStep]:
+        """Return the step of each subgroup. A piece has that of its whole."""
         return [steps[group] for group, _, _ in self._pieces.cuts]
 
     def _masters(self) -> list[torch.nn.Parameter]:

@@ -43,6 +43,13 @@ def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
     assert not any("assumed" in reason for reason in planned(0.1).reasons)
 
 
+def test_pieces_of_deepspeeds_subgroups_are_updated_early_too():
+    """Their fp32 tensors stay whole on the host, which is all that differs."""
+    pieces = ebbtide.tuner.plan(small().model_copy(update={"state_stays": True}), machine(), memory_margin=0)
+    assert pieces.ways == planned(None).ways
+    assert pieces.prediction.iteration_s == planned(None).prediction.iteration_s
+
+
 def test_without_clipping_no_step_is_assumed_to_clip():
     assert workload(5, clip=False).expected_clip_rate == 0.0
 

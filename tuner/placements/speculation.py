@@ -26,12 +26,10 @@ SPREADS = 4  # likewise of how far apart they are
 def may_update_early(search: Search) -> bool:
     """Return whether plans of this search may update early.
 
-    The runtime can do so under ZeRO-3, but not where DeepSpeed's own state stays whole (pieces). Without any
-    step that does not clip it never pays.
+    The runtime can do so under ZeRO-3. Without any step that does not clip it never pays.
     """
     work = search.workload
-    able = work.zero_stage == 3 and not work.state_stays and not search.machine.unified_memory
-    return able and work.expected_clip_rate < 1
+    return work.zero_stage == 3 and not search.machine.unified_memory and work.expected_clip_rate < 1
 
 
 def with_early_updates(

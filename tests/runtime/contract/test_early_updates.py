@@ -231,8 +231,8 @@ def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
             engine.optimizer.single_partition_of_fp32_groups[0].data.mul_(0.5 + number)
 
     taken = []
-    take_back = FlatState.take_back
-    monkeypatch.setattr(FlatState, "take_back", lambda *given: (taken.append(0), take_back(*given)))
+    take_back = FlatState._copy_back
+    monkeypatch.setattr(FlatState, "_copy_back", lambda *given: (taken.append(0), take_back(*given)))
     options = {"clipping": 0.0, "stage": 2}
     engine = attached(start(**options), [placement], DEVICE, prefetch=2)
     assert_same(steps(engine, change, 6), steps(start(**options), change, 6))

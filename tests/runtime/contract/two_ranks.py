@@ -160,6 +160,15 @@ def main():
     )
     for name, more in (("pieces", {"away": (0, 2)}), ("pieces, host", AWAY)):
         found |= compare(name, [(["host", "device", "resident"], DEVICE)], accumulation=2, subgroup_size=40_000, **more)
+    for clipping in (0.0, 2.0):
+        found |= compare(
+            f"early pieces, clipping {clipping}",
+            [(["host", "device", "resident"], DEVICE)],
+            speculate=9,
+            accumulation=2,
+            subgroup_size=40_000,
+            clipping=clipping,
+        )
     found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}

@@ -72,6 +72,7 @@ EARLY_KINDS = {
     "host_slots": 2,
     "pattern": ["device", "host", "stored", "device"],
 }
+PIECES = {**EARLY_KINDS, "pattern": ["device", "host", "resident"], "pieces": True}
 CASES = {
     **{
         f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None)
@@ -97,6 +98,13 @@ CASES = {
         lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2),
         never_paused,
         {**EARLY_KINDS, "staging_slots": 1, "prefetch": 1},
+    ),
+    "pieces, guesses": (lambda: start(clipping=0.0, subgroup_size=70_000), None, PIECES),
+    "pieces, guesses, readers": (lambda: start(clipping=0.0, subgroup_size=70_000), read_between, PIECES),
+    "pieces, guesses of which some are wrong": (
+        lambda: start(clipping=at_a_bound_that_some_steps_reach(), subgroup_size=70_000),
+        never_paused,
+        {**PIECES, "staging_slots": 1, "prefetch": 1},
     ),
     "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, EARLY_KINDS),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),

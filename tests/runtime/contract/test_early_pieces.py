@@ -1,0 +1,334 @@
+"""Early updates of pieces of DeepSpeed's subgroups, whose fp32 tensors stay whole: the bits of stock."""
+
+import functools
+import time
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from ebbtide.runtime.zero.attach import host_bytes
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.workload import Layer, Workload
+
+from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, ByteGPT
+from tests.runtime.contract.test_early_updates import (
+    ALL,
+    OVERFLOWS,
+    again,
+    another_gradient,
+    another_master,
+    another_master_in_place,
+    another_moment_in_place,
+    another_rate,
+    never_pause,
+    nothing,
+    pausing,
+    steps,
+    with_a_skipped_step,
+)
+from tests.runtime.contract.test_footprint import allocated_device_bytes
+from tests.runtime.contract.test_pieces import CUT, LARGE, look
+from tests.runtime.contract.training import DEVICES, assert_same, outcome, plan_for, start, train
+
+pytestmark = [
+    pytest.mark.usefixtures("only_rank"),
+    pytest.mark.skipif("emulated" not in DEVICES, reason="counts early updates on emulated streams"),
+]
+PATTERNS = {"host": ["host"], "staged": ["device"], "mixed": ["host", "device", "resident", "device"]}
+
+
+@pytest.fixture(params=PATTERNS)
+def pattern(request):
+    return PATTERNS[request.param]
+
+
+def whole(**options):
+    return start(**{"subgroup_size": LARGE, "clipping": 0.0, **options})
+
+
+def updating_early(engine, pattern, **fields):
+    """The engine under a plan of pieces that updates early; by step, the early updates begun and right."""
+    engine, counts = pausing(engine, pattern, pieces=True, **fields)
+    assert len(engine.optimizer.sizes()) > len(engine.optimizer.fp16_groups)
+    assert early(engine), "the plan must update pieces early"
+    return engine, counts
+
+
+def early(engine):
+    return sum(engine.optimizer._ebbtide.plan.updated_early)
+
+
+def away(engine):
+    """How many pieces' state is not in DeepSpeed's tensors now, of those that are updated early."""
+    executor = engine.optimizer._ebbtide.executor
+    return len(executor.early_updates.away(executor.states))
+
+
+def dropping():
+    """A model that draws a random number in every block."""
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES["tiny"])
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, _, out: torch.nn.functional.dropout(out, 0.2, module.training))
+    return model
+
+
+CASES = {**CUT, "dropout": {"model": dropping}}
+RIGHT = ["subgroups", "one", "groups", "sums", "wide sums", "fp32", "l2", "buckets", "frozen", "dropout"]
+
+
+def made(options):
+    return whole(**options | ({"model": options["model"]()} if "model" in options else {}))
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_early_updates(case, pattern):
+    options = {"clipping": 0.0, **CASES[case]}
+    stock = outcome(made(options))
+    engine, counts = updating_early(made(options), pattern, device_sums=case == "sums")
+    assert_same(outcome(engine), stock)
+    count = counts[0][0]
+    assert count > 0
+    assert counts == [(count, count)] * (6 // options.get("accumulation", 1))
+
+
+@pytest.mark.parametrize("locations", [["host", "device"], ["device", "host", "host"]])
+def test_parameters_on_the_host(locations, pattern):
+    options = {"offload_param": {"device": "cpu"}, "accumulation": 2}
+    engine, counts = updating_early(whole(**options), pattern, locations=locations)
+    assert_same(outcome(engine), outcome(whole(**options)))
+    assert all(begun == right > 0 for begun, right in counts)
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_wrong_early_updates_are_redone(proved, pattern):
+    engine, counts = updating_early(whole(clipping=0.01), pattern)
+    if not proved:
+        engine.optimizer.early_updates_allowed = lambda: True
+    never_pause(engine)
+    assert_same(outcome(engine), outcome(whole(clipping=0.01)))
+    assert counts == [(0 if proved else early_of(counts), 0)] * 6
+
+
+def early_of(counts):
+    return max(1, counts[0][0])
+
+
+@functools.cache
+def bound():
+    norms = sorted(outcome(whole())[2])
+    return (norms[2] + norms[3]) / 2
+
+
+@functools.cache
+def stock_where_some_steps_clip(accumulation):
+    return outcome(whole(clipping=bound(), accumulation=accumulation), 12)
+
+
+FIELDS = [{}, {"order_seed": 3}, {"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9}, {"speculate_visits": 2}]
+
+
+@pytest.mark.parametrize(("fields", "accumulation"), [*((f, 1) for f in FIELDS), ({}, 2)])
+def test_some_steps_clip(fields, accumulation, pattern):
+    engine, counts = updating_early(whole(clipping=bound(), accumulation=accumulation), pattern, **fields)
+    never_pause(engine)
+    assert_same(outcome(engine, 12), stock_where_some_steps_clip(accumulation))
+    assert accumulation > 1 or {right > 0 for begun, right in counts if begun} == {True, False}
+
+
+def overflowing():
+    return whole(precision="fp16", extra={"fp16": OVERFLOWS})
+
+
+@functools.cache
+def stock_where_some_steps_overflow():
+    return outcome(overflowing(), 24)
+
+
+def test_overflows(monkeypatch, pattern):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    engine, counts = updating_early(overflowing(), pattern)
+    never_pause(engine)
+    assert_same(outcome(engine, 24), stock_where_some_steps_overflow())
+    assert any(right for _, right in counts)
+    assert len(counts) < 24, "some step must have overflowed"
+
+
+def test_a_skipped_step(pattern):
+    engine, counts = updating_early(whole(clipping=50.0), pattern, staging_slots=1, prefetch=1)
+    assert_same(with_a_skipped_step(engine), with_a_skipped_step(whole(clipping=50.0)))
+    assert all(begun == right > 0 for begun, right in counts)
+
+
+@functools.cache
+def stock_steps(change, count=5):
+    return steps(whole(), change, count)
+
+
+CHANGES = [another_rate, another_gradient, another_master, another_master_in_place, another_moment_in_place, again]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_backward_and_step(change, pattern):
+    engine, counts = updating_early(whole(), pattern)
+    assert_same(steps(engine, change, 5), stock_steps(change))
+    assert change is again or any(right < begun or begun == 0 for begun, right in counts)
+
+
+def every_second(change):
+    """The change in every second step, before which the state is away."""
+
+    def changes(engine, number):
+        if number % 2:
+            assert not hasattr(engine.optimizer, "_ebbtide") or away(engine), "nothing is away: the test shows nothing"
+            change(engine, number)
+
+    return changes
+
+
+def publish_alone(engine, number):
+    """What DeepSpeed's tensors hold is shown, and nobody says that it may be written."""
+    if hasattr(engine.optimizer, "_ebbtide"):
+        engine.optimizer._flat.publish(engine.optimizer._ebbtide)
+        assert not away(engine)
+
+
+@pytest.mark.parametrize("change", [*CHANGES[3:5], publish_alone])
+def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, pattern, monkeypatch):
+    """Early updates of every second step write to DeepSpeed's tensors, and take their time."""
+    engine, _ = updating_early(whole(), pattern)
+    rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
+    for owner in (rule, device):
+
+        def slowly(*args, update=owner.update):
+            time.sleep(0.01)
+            update(*args)
+
+        monkeypatch.setattr(owner, "update", slowly)
+    engine.optimizer._ebbtide.executor.before_op = None
+    assert_same(steps(engine, every_second(change), 6), steps(whole(), every_second(change), 6))
+
+
+@pytest.mark.parametrize("change", CHANGES[3:5])
+def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
+    """Its place has become another since it came in."""
+    engine, _ = updating_early(whole(), ["device"])
+    backwards = []
+    engine.optimizer.early_updates_allowed = lambda: len(backwards) % 2 == 0
+
+    def changed(engine, number):
+        every_second(change)(engine, number)
+        backwards.append(number)
+
+    assert_same(steps(engine, changed, 6), steps(whole(), every_second(change), 6))
+
+
+@pytest.mark.parametrize("change", CHANGES[2:5])
+def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change, pattern):
+    """Each second step leaves the state in the spares; the change comes then, between steps."""
+    engine, _ = updating_early(whole(), pattern)
+    assert_same(changed_behind_steps(engine, change), changed_behind_steps(whole(), change))
+
+
+def changed_behind_steps(engine, change):
+    ours = hasattr(engine.optimizer, "_ebbtide")
+
+    def behind(engine, number):
+        if number % 3 == 2:
+            assert not ours or away(engine), "nothing is away: the test shows nothing"
+            change(engine, number)
+
+    return steps(engine, nothing, 8, behind)
+
+
+def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
+    """What is shown is where the state is from then on: the next step's early updates hold."""
+    stock, (engine, counts) = whole(), updating_early(whole(), pattern)
+    results = [outcome(e, 5, each=look) for e in (engine, stock)]
+    assert_same(*results)
+    assert all(not differences(a, b) for a, b in zip(engine.seen, stock.seen, strict=True))
+    assert all(begun == right == counts[0][0] > 0 for begun, right in counts)
+
+
+@pytest.mark.parametrize("bytes_per_s", [None, 1e6])
+def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
+    """Some are still being written while the next steps write to where their bytes are."""
+
+    def save(engine, number):
+        if number in (1, 2, 5):
+            engine.save_checkpoint(str(tmp_path), tag=f"{number}")
+
+    slow = {"checkpoint": {"write_bytes_per_s": bytes_per_s, "dir": str(tmp_path)}}
+    engine, counts = updating_early(whole(), pattern, **slow)
+    steps(engine, nothing, 8, save)
+    assert all(begun == right == counts[0][0] > 0 for begun, right in counts)
+    for number in (1, 2, 5):
+        expected = stock_steps(nothing, number + 1)[0]
+        for resumed in (whole(), updating_early(whole(), pattern)[0]):
+            resumed.load_checkpoint(str(tmp_path), tag=f"{number}")
+            assert not differences(state_of(resumed), expected)
+            resumed.destroy()
+
+
+def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path, pattern):
+    saving = whole()
+    train(saving, 3)
+    saving.save_checkpoint(str(tmp_path))
+    saving.destroy()
+    engine, _ = updating_early(whole(), pattern)
+    train(engine, 3, first=7)
+    assert away(engine)
+    engine.load_checkpoint(str(tmp_path))
+    stock = outcome(whole(), 6)
+    assert_same(outcome(engine, 3, first=3), (stock[0], stock[1][3:], stock[2][3:]))
+
+
+def test_another_plan_while_state_is_away(pattern):
+    """The spares are given back, and never DeepSpeed's own tensors."""
+    engine, _ = updating_early(whole(), pattern)
+    session, released, moved = engine.optimizer._ebbtide, [], []
+    flats = {t.data_ptr() for flat in engine.optimizer._flat._flats for t in flat}
+    session.device.host_release = lambda tensor: released.append(tensor.data_ptr())
+
+    def switch(engine, number):
+        moved.append(away(engine))
+        fields = {"speculate": (0, 99)[number % 2], "speculate_visits": number}
+        session.switch(plan_for(engine, pattern, pieces=True, **{**ALL, **fields}))
+
+    assert_same(steps(engine, nothing, 6, switch), steps(whole(), nothing, 6))
+    assert any(moved)
+    assert released
+    assert not flats.intersection(released)
+
+
+def test_what_is_left_behind_is_whole(pattern):
+    """DeepSpeed's tensors hold the state when the session has ended, wherever it was."""
+    released = []
+    for count in (1, 2):
+        engine, stock = updating_early(whole(), pattern)[0], whole()
+        for one in (engine, stock):
+            train(one, count)
+        flats = [*engine.optimizer.__dict__["fp32_partitioned_groups_flat"]]
+        engine.optimizer._ebbtide.device.host_release = lambda tensor: released.append(tensor.data_ptr())
+        engine.destroy()
+        assert released
+        assert not {flat.data.data_ptr() for flat in flats}.intersection(released)
+        expected = stock.optimizer.fp32_partitioned_groups_flat
+        assert all(torch.equal(a.data.cpu(), b.data) for a, b in zip(flats, expected, strict=True))
+        stock.destroy()
+
+
+def test_their_memory_is_predicted_to_the_byte(pattern):
+    engine, _ = updating_early(whole(), pattern)
+    own = engine.optimizer._ebbtide
+    sizes = own.engine.sizes()
+    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, state_stays=own.engine.shares_state)
+    told = footprint(work, own.plan)
+    for _ in range(3):
+        train(engine, 1)
+        assert told["host"] == host_bytes(engine.optimizer)
+        sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if p == "host")
+        assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
+    engine.destroy()
