@@ -171,6 +171,15 @@ TABLE = (
         lambda c: _stage(c) == 3 and not c.get("optimizer") and not c.get("scheduler"),
         "the script gives Accelerate its own optimizer and scheduler and resumes with load_state",
     ),
+    KnownWrong(
+        "0.19.8",  # older ones were not tried
+        "",
+        0,
+        "below ZeRO-3 safe_get_full_optimizer_state finds the state of the first parameter group only, and raises "
+        "ValueError for the others; under a plan it finds all",
+        lambda c: _stage(c) in (1, 2) and not c.get("ebbtide"),
+        "the script reads optimizer state and its optimizer has several parameter groups",
+    ),
 )
 
 
