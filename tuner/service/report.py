@@ -4,19 +4,21 @@ import base64
 import html
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, get_args
 
 from ebbtide.simulator.engines.reference import simulate
+from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement, Plan
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
 from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
+from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.placements.planning import about
@@ -60,11 +62,14 @@ def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
 def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
     """Return the timelines of stock and of the plan."""
     machine, workload = resolve(scenario)
-    schedules = (
-        build_strategy(stock_offload(workload.zero_stage), workload),
-        build_strategy("ebbtide", workload.cut_as(plan.subgroups, plan.subgroup_size), plan=plan),
-    )
-    return [simulate(schedule, machine) for schedule in schedules]
+    stock = build_strategy(stock_offload(workload.zero_stage), workload)
+    return [simulate(stock, machine), _under(plan, workload, machine)]
+
+
+def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
+    """Return the predicted timeline of the plan."""
+    cut = workload.cut_as(plan.subgroups, plan.subgroup_size)
+    return simulate(build_strategy("ebbtide", cut, plan=plan), machine)
 
 
 def timeline_of(run: Run) -> Timeline:
@@ -118,15 +123,26 @@ def summary_of(run: Run) -> dict[str, Any]:
     }
 
 
-def read_run(text: str) -> dict[str, Any]:
-    """Return a stored run as the page shows it."""
+def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | None = None) -> dict[str, Any]:
+    """Return a stored run as the page shows it.
+
+    Args:
+        machines: the machines that the server knows.
+        workload: the profiled workload that the server knows. If the run's plan was made for it, and for one
+            of ``machines``, the plan's predicted timeline is shown beside the run's.
+    """
     run = Run.model_validate_json(text)
-    timeline = timeline_of(run)
+    timeline, plan = timeline_of(run), run.plan
+    planned = None
+    if plan is not None and workload is not None and workload.fingerprint == plan.workload_fingerprint:
+        machine = next((m for m in machines if m.fingerprint == plan.machine_fingerprint), None)
+        planned = None if machine is None else view(_under(plan, workload, machine))
     return {
         "name": run.name,
         **summary_of(run),
         "phases": timeline.phases(),
         "view": view(timeline),
+        "planned": planned,
         "plan": None if run.plan is None else run.plan.model_dump(mode="json"),
     }
 

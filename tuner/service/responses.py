@@ -303,7 +303,10 @@ class Runs(Answered):
 
 
 class RunTold(Answered):
-    """One run with its timeline and the plan that it ran under."""
+    """One run with its timeline and the plan that it ran under.
+
+    ``planned``: the plan's predicted timeline. None: the server does not know the workload or the machine.
+    """
 
     name: str
     source: str
@@ -314,6 +317,7 @@ class RunTold(Answered):
     spans: int
     phases: dict[str, float]
     view: TimelineTold
+    planned: TimelineTold | None
     plan: Plan | None
 
 

@@ -478,8 +478,10 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/runs/{run}", responses=_answered(told.RunTold))
     async def run(run: Id) -> Response:
-        """One run: its summary, its plan, and its timeline as the page draws it."""
-        found = await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
+        """One run: its summary, its plan, and its timeline beside the plan's, as the page draws them."""
+        text = _known(service.store.run(run), "run")
+        workload = service.examples.get("workload")
+        found = await asyncio.to_thread(read_run, text, names.machines()[0].values(), workload)
         return _response(Result(json.dumps(found).encode(), True))
 
     @router.delete("/runs/{run}")

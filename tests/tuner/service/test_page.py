@@ -343,6 +343,9 @@ def test_the_page_opens_with_the_demos_run(page, server):
     page.click("#tab-work")
     page.click("#runs .card-title a")
     page.wait_for_selector("#opened svg rect.op", state="attached")
+    titles = page.locator("#opened .timelines text.entry").all_text_contents()
+    beside = [name for name in ("Predicted", "Measured") if any(title.startswith(name) for title in titles)]
+    assert beside == ["Predicted", "Measured"], "the plan's prediction stands beside what was measured"
 
 
 def test_timelines_are_read_and_zoomed_by_keyboard_and_pointer(page, server):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ebbtide.simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator import Machine, Plan, Workload, build_strategy, preset, simulate, workload_from_model
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.service.report import posted, read_timelines, report_html
+from ebbtide.tuner.service.report import posted, read_run, read_timelines, report_html
 from ebbtide.tuner.service.scenario import MODELS
 from ebbtide.tuner.service.server import shipped_example
 
@@ -54,6 +54,19 @@ def test_the_page_names_model_and_machine(tmp_path, monkeypatch):
     assert json.loads(data)["about"] == "GPT-2 1.5B on NVIDIA GeForce RTX 4090, a preset"
     plan = Plan.load("plan.json")
     assert plan.model_copy(update={"about": ""}).digest == plan.digest, "a name is not what a plan does"
+
+
+def test_a_run_is_shown_beside_its_plans_prediction(timeline, plan):
+    example = shipped_example()
+    machine, work = Machine.load(example / "machine.json"), Workload.load(example / "workload.json")
+    text = posted(timeline, "r", plan).model_dump_json()
+    shown = read_run(text, [preset("h200"), machine], work)
+    assert shown["planned"]["strategy"] == "ebbtide"
+    assert shown["planned"]["duration_s"] == pytest.approx(plan.prediction.iteration_s, rel=0.05)
+    other = work.model_copy(update={"zero_stage": 2})
+    for known in [([preset("h200")], work), ([machine], None), ([machine], other)]:
+        assert read_run(text, *known)["planned"] is None
+    assert read_run(posted(timeline, "r").model_dump_json(), [machine], work)["planned"] is None
 
 
 def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path):

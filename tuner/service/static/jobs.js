@@ -221,8 +221,10 @@ export class WorkView {
     const run = await call(`/runs/${id}`);
     const [legend, chart, memory] = ["legend", "chart", "chart"].map((name) => element("div", { class: name }));
     this.show(id, `${run.name}, ${run.source}`, legend, chart, memory);
-    drawLegend(legend, [run.view]);
-    drawTimelines(chart, [{ title: run.source === "measured" ? "Measured" : "Predicted", note: seconds(run.view.duration_s), view: run.view }]);
+    const entries = [...(run.planned ? [["Predicted", run.planned]] : []), [run.source === "measured" ? "Measured" : "Posted", run.view]]
+      .map(([title, view]) => ({ title, note: seconds(view.duration_s), view }));
+    drawLegend(legend, entries.map((entry) => entry.view));
+    drawTimelines(chart, entries);
     if (run.view.memory.t_s.length) drawMemory(memory, [{ title: "Plan", view: run.view }], null);
   }
 }
