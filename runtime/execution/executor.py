@@ -148,10 +148,13 @@ class Executor:
                     self.device.copy(to, tensor, LaneName.D2H, stream)
 
     def _prepare(self) -> None:
-        updated = [s for s in self.states if RECIPES[s.placement].queue is Queue.DEVICE]
-        if updated:
-            dtypes = updated[0].gradient.dtype, updated[0].wire.dtype
-            self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
+        if any(RECIPES[s.placement].queue is Queue.DEVICE for s in self.states):
+            self.prepare_device()
+
+    def prepare_device(self) -> None:
+        """Compile what updates on the device may run, so that no step pays for it."""
+        dtypes = self.states[0].gradient.dtype, self.states[0].wire.dtype
+        self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
     def _begin_ahead(self) -> None:
         """Issue what the step before the first one would have begun for it.

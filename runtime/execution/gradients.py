@@ -168,6 +168,9 @@ class HostGradients(Generic[Piece]):
 
     # -- another plan ------------------------------------------------------------------------
 
+    def make_spares(self) -> None:
+        """Allocate what backward will need, so that no allocation falls into a backward."""
+
     def spare_bytes(self) -> int:
         """Return the host memory in addition to the home buffers."""
         return 0

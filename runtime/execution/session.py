@@ -196,6 +196,14 @@ class Session:
         self.host_gradients = engine.host_gradients(
             device, self.executor.states, self.executor.gradients, self._complete
         )
+        self._make_spares()
+
+    def _make_spares(self) -> None:
+        """Allocate the spares of gradients now if a step has several micro-batches."""
+        first = self.executor.states[0]
+        sizes = first.gradient.element_size(), first.wire.element_size()
+        if keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage()):
+            self.host_gradients.make_spares()
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """Return the plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -453,6 +461,7 @@ class Session:
         executor.spent = old.spent
         self.executor = executor
         self.host_gradients = self.host_gradients.moved(executor.states, executor.gradients)
+        self._make_spares()
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:

@@ -153,6 +153,11 @@ def adagrad_kernel(
     tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+# The elements at which state, gradient and output begin. A kept gradient cuts a subgroup: what lies behind it
+# begins in the midst of all three, 4 elements of 16 bits being no multiple of 16 bytes where 4 of fp32 are. The
+# kept gradient itself begins at 0. A subgroup's output may begin anywhere among the parameters.
+HOME_STARTS = ((0, 0, 0), (0, 0, 1), (4, 4, 4), (1, 1, 1))
+KEPT_STARTS = ((0, 0, 0), (4, 0, 4), (1, 0, 1))
 KERNELS: dict[str, Any] = {"adam": adam_kernel, "lion": lion_kernel, "adagrad": adagrad_kernel}
 
 
@@ -179,14 +184,17 @@ def compile_for(
 ) -> None:
     """Compile what `device_update` will run, by running it on the current device.
 
-    Triton compiles anew for lengths, tails and addresses that are multiples of 16, for those that
-    are not, and for a kept gradient, which is fp32: each is run. ``tensors`` are those of the
-    state. A parameter's own slice of a subgroup begins anywhere.
+    Triton compiles anew for lengths, tails and addresses (in bytes) that are multiples of 16, and for those
+    that are not: each is run. ``tensors`` are those of the state.
     """
-    for elements, grads, start in itertools.product((32, 33), {grad_dtype, torch.float32}, (0, 1)):
-        state = [torch.zeros(elements + 1, device=device)[start:][:elements] for _ in range(tensors)]
-        grad = torch.zeros(elements, dtype=grads, device=device)
-        out = torch.zeros(elements + 1, dtype=out_dtype, device=device)[start:][:elements]
+    forms = {(grad_dtype, starts) for starts in HOME_STARTS} | {(torch.float32, starts) for starts in KEPT_STARTS}
+    for (grads, starts), elements in itertools.product(sorted(forms, key=str), (32, 33)):
+        *state, grad, out = (
+            torch.zeros(elements + start, dtype=dtype, device=device)[start:]
+            for start, dtype in zip(
+                [starts[0]] * tensors + [*starts[1:]], [torch.float32] * tensors + [grads, out_dtype], strict=True
+            )
+        )
         for step in steps:
             for tail in (elements - 16, elements - 17):
                 device_update(state, grad, out, step, tail=tail)

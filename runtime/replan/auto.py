@@ -58,6 +58,8 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
     ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
+    if not session.engine.update_rule().own_step:  # the plan that follows may update on the device
+        session.executor.prepare_device()
     # Before a checkpoint begins.
     session.after_step.insert(0, _Automatic(session, machine, show).on_step)
 

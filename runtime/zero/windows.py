@@ -122,6 +122,12 @@ class Windows(HostGradients[ZeroSlice]):
             self._spares[subgroup] = spare
         return spare
 
+    def make_spares(self) -> None:
+        """Allocate the spares of gradients that micro-batches are added up to at home."""
+        for state in self.states:
+            if state.sum is None:
+                self._spare(state.index)
+
     def _left_behind(self, piece: ZeroSlice) -> bool:
         """Home and spare changed places, and nothing of this parameter has arrived since."""
         return piece.subgroup in self._turned and not piece.begun and not piece.touched
@@ -303,6 +309,9 @@ class OneBuffer(Windows):
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
         """Micro-batches replace it."""
+
+    def make_spares(self) -> None:
+        """Make none: there is one sum."""
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
         kept = self._widen(piece)

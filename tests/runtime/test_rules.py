@@ -1,5 +1,6 @@
 """Every optimizer that a plan can run: host and device kernel against DeepSpeed's own op."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -142,23 +143,32 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
     assert len(done.stdout.split("\n")) > len(KINDS) * 2
 
 
-def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch):
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
     """Kept gradients are fp32, and a parameter's own slice begins anywhere: no step pays for it."""
     pytest.importorskip("triton")
     from ebbtide.runtime.kernels import device
 
     seen = set()
-    monkeypatch.setattr(
-        device,
-        "device_update",
-        lambda state, grad, out, step, tail: seen.add(
-            (grad.dtype, len(grad) % 16, tail % 16, state[0].storage_offset() % 16)
-        ),
-    )
-    device.compile_for(AdamRule().forms(), 3, torch.bfloat16, torch.bfloat16, "cpu")
-    assert {(dtype, offset) for dtype, _, _, offset in seen} == {
-        (dtype, offset) for dtype in (torch.bfloat16, torch.float32) for offset in (0, 1)
-    }
+
+    def form(state, grad, out, step, tail):
+        """What Triton looks at: addresses in bytes, the length and the begin of the tail."""
+        aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
+        return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)
+
+    monkeypatch.setattr(device, "device_update", lambda *args, tail: seen.add(form(*args, tail)))
+    forms = AdamRule().forms()
+    device.compile_for(forms, 3, wire, wire, "cpu")
+    elements, needed = 256, set()
+    state = [torch.zeros(elements) for _ in range(3)]
+    home, out = torch.zeros(elements, dtype=wire), torch.zeros(elements + 1, dtype=wire)
+    for begin, end, step in itertools.product(range(33), range(100, 133), forms):
+        run = [t[begin:end] for t in state]
+        for grad, tail in itertools.product((home[begin:end], torch.zeros(end - begin)), range(20)):
+            needed.add(form(run, grad, out[begin:end], step, tail))
+    for end, step, tail in itertools.product(range(100, 133), forms, range(20)):  # its place among the parameters
+        needed.add(form([t[:end] for t in state], home[:end], out[1:][:end], step, tail))
+    assert needed - seen == set()
 
 
 @pytest.mark.cuda

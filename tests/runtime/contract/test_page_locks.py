@@ -7,6 +7,8 @@ import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.zero.attach import switch_plan
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.machines import node
@@ -69,3 +71,24 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
         engine.destroy()
         locked.clear()
     assert locked_bytes(locked, config_of(stage, tmp_path, device=device, **pin), plan) == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
+    """Not in its fifth step, in which it changes to the plan."""
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
+    prepared = []
+    monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))
+    model = ByteGPT(SIZES["tiny"])
+    engine = ebbtide.runtime.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=config_of(stage, tmp_path),
+        plan="auto",
+        device="emulated",
+    )[0]
+    assert len(prepared) == 1
+    plan = engine.optimizer._ebbtide.plan
+    switch_plan(engine, plan.placed(["device"] * plan.subgroup_count, staging_slots=1, prefetch=0))
+    assert prepared[1:] == prepared[:1], "another form than the one that was compiled"
+    engine.destroy()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
+from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.windows import Windows
 
 from studies.bench.bits import state_of
@@ -233,3 +234,33 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
     actions = "bs" * len(routes.split())
     ours = follow(attached(new(), MIX, device, subgroup=5_000, device_sums=sums), actions)
     assert_same(ours, follow(new(), actions))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
+    """Allocating touches and page-locks memory on autograd's thread, while training waits for it."""
+    engine = attached(start(stage=stage, accumulation=3), MIX if stage == 3 else ["host", "device"], device)
+    session = engine.optimizer._ebbtide
+    allocated, inside, allocate = [], [False], type(session.device).host_empty
+
+    def counted(own, elements, dtype):
+        allocated.append((inside[0], elements))
+        return allocate(own, elements, dtype)
+
+    def backward(loss):
+        inside[0] = True
+        engine.backward(loss)
+        inside[0] = False
+
+    monkeypatch.setattr(type(session.device), "host_empty", counted)
+    batches = Batches(2, SIZES["tiny"].sequence)
+    for number in range(12):
+        if number == 6:
+            placements = ["host"] * session.plan.subgroup_count
+            switch_plan(engine, session.plan.placed(placements, staging_slots=0, prefetch=0))
+        backward(engine(*batches.at(number, engine.device)))
+        engine.step()
+    assert device == "unified" or any(not during for during, _ in allocated), "nothing was counted"
+    assert [elements for during, elements in allocated if during] == []
+    engine.destroy()
