@@ -236,7 +236,12 @@ class Plan(Shown, Page):
     """Everything the runtime needs, one human-readable JSON page.
 
     Attributes:
-        subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` the plan was made for.
+        subgroup_size: elements of a subgroup: DeepSpeed's ``zero_optimization.sub_group_size``, unless
+            ``deepspeed_subgroup_size`` names that.
+        deepspeed_subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` if the plan's subgroups are
+            pieces of DeepSpeed's own (`tune plan --subgroup-size pieces`; ZeRO-3 only). Training needs this
+            size in its DeepSpeed config, and has the bits of stock with it. 0: the subgroups are
+            DeepSpeed's own.
         ways: How each subgroup is updated, in forward order (`Way`); run-length encoded in the file.
         order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
@@ -260,6 +265,7 @@ class Plan(Shown, Page):
     machine_fingerprint: str = ""
     workload_fingerprint: str = ""
     subgroup_size: int = Field(ge=1)
+    deepspeed_subgroup_size: int = Field(0, ge=0)
     subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
     ways: Annotated[tuple[Way, ...], _Ways]
     order: UpdateOrder = UpdateOrder()
@@ -309,6 +315,12 @@ class Plan(Shown, Page):
                 f"{self.subgroup_count} ways for {len(self.subgroups)} subgroups",
                 key="ways",
             )
+        if self.deepspeed_subgroup_size and self.deepspeed_subgroup_size < self.subgroup_size:
+            raise RuleError(
+                "plan.deepspeed_subgroup_size must be at least plan.subgroup_size, whose pieces are parts of "
+                f"DeepSpeed's subgroups, but got {self.deepspeed_subgroup_size} and {self.subgroup_size}",
+                key="deepspeed_subgroup_size",
+            )
         self._check_folders()
         self._check_fits()
         issue_order(self.placements, self.order)
@@ -354,6 +366,8 @@ class Plan(Shown, Page):
             fields.pop("trained_as", None)
         if not self.about:
             fields.pop("about", None)
+        if not self.deepspeed_subgroup_size:
+            fields.pop("deepspeed_subgroup_size", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -384,6 +398,11 @@ class Plan(Shown, Page):
 
     def drawn(self) -> tuple[str, ...]:
         return _PHASES
+
+    @property
+    def config_subgroup_size(self) -> int:
+        """Return the ``zero_optimization.sub_group_size`` that training under the plan needs."""
+        return self.deepspeed_subgroup_size or self.subgroup_size
 
     @property
     def placements(self) -> tuple[Placement, ...]:

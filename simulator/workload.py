@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
@@ -98,6 +98,25 @@ class TrainedAs(Page):
         return ", ".join(parts)
 
 
+class Cut(Protocol):
+    """The sizes by which a plan's subgroups are cut."""
+
+    @property
+    def subgroups(self) -> Sequence[int]:
+        """Return the elements of each subgroup. Empty: unknown."""
+        ...
+
+    @property
+    def subgroup_size(self) -> int:
+        """Return the size that the subgroups were cut for."""
+        ...
+
+    @property
+    def deepspeed_subgroup_size(self) -> int:
+        """Return DeepSpeed's own size if the subgroups are pieces of DeepSpeed's; else 0."""
+        ...
+
+
 class Workload(Shown, Page):
     """One rank's share of one training iteration, in forward order.
 
@@ -143,6 +162,8 @@ class Workload(Shown, Page):
         module_issue_s: what the host needs from the end of a wait for parameters (their update, or
             their way in) to the first kernel of the module that waited: DeepSpeed's hooks. 0: it
             computes itself, or nobody knows.
+        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are pieces of DeepSpeed's own. 0: they
+            are DeepSpeed's own, of ``subgroup_size``.
         state_stays: DeepSpeed's fp32 tensors keep room for resident state on the host: below ZeRO-3
             always, under it where the subgroups are pieces of DeepSpeed's own.
         live_params: the most elements of ``params`` that are gathered at once, where a gathered
@@ -154,6 +175,7 @@ class Workload(Shown, Page):
     layers: tuple[Layer, ...] = Field(min_length=1)
     subgroups: tuple[int, ...] = Field(min_length=1)
     subgroup_size: int = Field(0, ge=0, description="DeepSpeed's sub_group_size; 0: unknown")
+    deepspeed_subgroup_size: int = Field(0, ge=0)
     parameters: tuple[tuple[int, ...], ...] = ()
     wire_dtype: WireDtype = "bf16"
     grad_bytes_per_param: int = Field(2, ge=2, le=4)
@@ -279,14 +301,51 @@ class Workload(Shown, Page):
         else:
             subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
         fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
-        return Workload.model_validate({**self.model_dump(), **fields})
+        stays = {"deepspeed_subgroup_size": 0, "state_stays": False} if self.deepspeed_subgroup_size else {}
+        return Workload.model_validate({**self.model_dump(), **fields, **stays})
 
-    def cut_as(self, subgroups: Sequence[int], subgroup_size: int) -> "Workload":
+    def in_pieces(self, subgroup_size: int) -> "Workload":
+        """Return the workload with DeepSpeed's subgroups cut into pieces. DeepSpeed keeps its ``sub_group_size``.
+
+        Args:
+            subgroup_size: The least elements of a piece.
+
+        Raises:
+            ValueError: The workload does not know its parameters or DeepSpeed's size, or is not for ZeRO-3.
+        """
+        whole = self.deepspeed_subgroup_size or self.subgroup_size
+        if self.zero_stage < 3 or not whole:
+            raise RuleError(
+                "subgroups can be cut into pieces only under ZeRO-3, where workload.subgroup_size is DeepSpeed's "
+                f"sub_group_size, but got zero_stage {self.zero_stage} and subgroup_size {self.subgroup_size}. "
+                "Profile again with `tune profile`",
+                key="subgroup_size",
+            )
+        own = self.recut(whole)
+        groups = [held for group in self.parameters for held in grouped(group, whole)]
+        subgroups = tuple(n for held in groups for n in pieces_of(held, subgroup_size))
+        if len(subgroups) == len(own.subgroups):
+            return own
+        fields = {"subgroups": subgroups, "subgroup_size": subgroup_size}
+        stays = {"deepspeed_subgroup_size": whole, "state_stays": True}
+        return Workload.model_validate({**own.model_dump(), **fields, **stays})
+
+    def cut_as(self, plan: "Cut") -> "Workload":
         """Return the workload with a plan's subgroups, or as it is if it cannot be cut so."""
-        if tuple(subgroups) in ((), self.subgroups) or not self.parameters:
+        if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
-        cut = self.recut(subgroup_size)
-        return cut if cut.subgroups == tuple(subgroups) else self
+        cut = self.cut_by(plan)
+        return cut if cut.subgroups == tuple(plan.subgroups) else self
+
+    def cut_by(self, plan: "Cut") -> "Workload":
+        """Return the workload with the subgroups that training has by the sizes of a plan.
+
+        Raises:
+            ValueError: see `recut` and `in_pieces`.
+        """
+        if not plan.deepspeed_subgroup_size:
+            return self.recut(plan.subgroup_size)
+        return self.recut(plan.deepspeed_subgroup_size).in_pieces(plan.subgroup_size)
 
     @property
     def expected_clip_rate(self) -> float:
@@ -464,13 +523,35 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
     Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
-    result, size = [], 0
+    return [sum(held) for held in grouped(partitions, subgroup_size)]
+
+
+def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
+    """Return the parameters of each subgroup of `cut`."""
+    result, held, size = list[list[int]](), list[int](), 0
     for elements in partitions:
+        held.append(elements)
         size += elements
         if size >= subgroup_size:
-            result.append(size)
+            result.append(held)
+            held, size = [], 0
+    return [*result, held] if size else result
+
+
+def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
+    """Return the sizes of a subgroup's pieces of at least ``least`` elements, each of which ends with a parameter.
+
+    The ends are also multiples of the vectors (`cut_flat`). A small rest joins the last piece.
+    """
+    found, size = list[int](), 0
+    for elements in parameters:
+        size += elements
+        if size >= least and not size % ALIGNMENT:  # as all before it
+            found.append(size)
             size = 0
-    return [*result, size] if size else result
+    if size and found and 2 * size < least:
+        size += found.pop()
+    return [*found, size] if size or not found else found
 
 
 # Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.

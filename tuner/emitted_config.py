@@ -39,7 +39,7 @@ def emitted_config(
             f"zero_optimization.stage in --ds-config must be {zero_stage}, which the plan is for, "
             f"but got {zero['stage']!r}: plan with --zero-stage {zero['stage']}, or change the file"
         )
-    zero["sub_group_size"] = plan.subgroup_size
+    zero["sub_group_size"] = plan.config_subgroup_size
     offload = zero.get("offload_optimizer")
     offload = offload if isinstance(offload, dict) else {}
     if offload.get("device") != "nvme":  # which trains under a plan as it is

@@ -33,9 +33,9 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero
 
 
 def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:
-    if plan.subgroup_size != sub_group_size:
+    if plan.config_subgroup_size != sub_group_size:
         return (
-            f"set zero_optimization.sub_group_size to {plan.subgroup_size} (it is "
+            f"set zero_optimization.sub_group_size to {plan.config_subgroup_size} (it is "
             f"{sub_group_size}) if the model is the same, else plan again with `tune plan`"
         )
     if sum(plan.subgroups) != sum(subgroups):

@@ -49,6 +49,7 @@ logger = logging.getLogger("ebbtide")
 REDUCE_BUCKET = 50_000_000  # elements
 # Of "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and all of one is in one
 # place. More than some thirty gain nothing, nor do smaller ones than a link's latency asks for.
+DEEPSPEEDS_SUBGROUP = 10**9  # elements: DeepSpeed's default sub_group_size
 PIECES, PIECE, LEAST_PIECE = 32, 100_000_000, 20_000_000
 
 PlanLike = Plan | str | Path | dict[str, Any]
@@ -64,7 +65,8 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` under a plan: same arguments, same return.
 
-    ``zero_optimization.sub_group_size`` is taken from the plan.
+    ``zero_optimization.sub_group_size`` is taken from the plan. If the plan is for pieces of DeepSpeed's
+    subgroups, the config must have the size that the plan names.
 
     Args:
         plan: a `Plan`, its JSON file, or its fields. ``"auto"`` measures the machine (once, the
@@ -101,7 +103,9 @@ def initialize(
         if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
         zero = config["zero_optimization"]
-        zero["sub_group_size"] = plan.subgroup_size
+        if plan.deepspeed_subgroup_size:
+            _check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
+        zero["sub_group_size"] = plan.config_subgroup_size
         if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
             # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
             # are bucketed cannot be seen in a sum of two; in one of more it can.
@@ -263,10 +267,45 @@ def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
     Otherwise it is the plan's size, for pieces of them.
     """
     whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
+    if plan.deepspeed_subgroup_size:
+        _check_own_size(plan, whole)
+        _check_can_be_cut(plan, optimizer, rule)
+        return plan.subgroup_size
     sizes = subgroups_of(optimizer, whole)
     if plan.subgroups == sizes or (not plan.subgroups and plan.subgroup_count == len(sizes)):
         return int(whole)
     return max(plan.subgroup_size, _finest(optimizer, rule, stores=plan.stores))
+
+
+def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
+    """Check that DeepSpeed's subgroups are those that the plan cuts into pieces.
+
+    Raises:
+        PlanError: they are not.
+    """
+    if sub_group_size != plan.deepspeed_subgroup_size:
+        raise PlanError(
+            f"the plan is for pieces of DeepSpeed's subgroups of {plan.deepspeed_subgroup_size} elements "
+            "(plan.deepspeed_subgroup_size), but zero_optimization.sub_group_size in the DeepSpeed config is "
+            f"{sub_group_size}. Set it to {plan.deepspeed_subgroup_size}, or plan again with "
+            "`tune plan --subgroup-size pieces` for this config",
+            key="deepspeed_subgroup_size",
+        )
+
+
+def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
+    """Check that nothing needs DeepSpeed's subgroups as they are.
+
+    Raises:
+        PlanError: something does.
+    """
+    if _finest(optimizer, rule, stores=plan.stores) > plan.subgroup_size:
+        raise PlanError(
+            "plan.deepspeed_subgroup_size must be absent here: DeepSpeed's subgroups cannot be cut into pieces where "
+            "an optimizer without kernels steps on each, where state is stored, or where DeepSpeed's swapper has "
+            "parameters on a drive. Plan again with `tune plan --subgroup-size auto`",
+            key="deepspeed_subgroup_size",
+        )
 
 
 def _partitions(optimizer: Any) -> list[int]:

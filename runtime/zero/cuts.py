@@ -1,46 +1,35 @@
 """The cuts of DeepSpeed's flat partitions into subgroups."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
-from ebbtide.simulator.workload import ALIGNMENT, cut_flat
+from ebbtide.simulator.workload import cut_flat, pieces_of
 
 Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
     """Return every group's partition in subgroups, with the sizes of `ebbtide.simulator.workload.cut_flat`."""
-    found: list[Cut] = []
-    for group, elements in enumerate(partitions):
-        offset = 0
-        for piece in cut_flat([elements], subgroup_size):
-            found.append((group, offset, piece))
-            offset += piece
-    return found
+    return _in_a_row(cut_flat([elements], subgroup_size) for elements in partitions)
+
+
+def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
+    """Return the cuts of these sizes, one behind the other in each group."""
+    return [
+        (group, offset, elements)
+        for group, sizes in enumerate(groups)
+        for offset, elements in zip(accumulate(sizes, initial=0), sizes, strict=False)
+    ]
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Cut every group into parts of at least ``subgroup_size`` that end with a parameter.
-
-    The ends are also multiples of the vectors (`ebbtide.simulator.workload.cut_flat`). A small rest joins
-    the last part.
+    """Cut every group into parts of at least ``subgroup_size`` (`ebbtide.simulator.workload.pieces_of`).
 
     Args:
         groups: elements of each group's parameters, in order.
     """
-    found: list[Cut] = []
-    for group, parameters in enumerate(groups):
-        begin = end = 0
-        for elements in parameters:
-            end += elements
-            if end - begin >= subgroup_size and not end % ALIGNMENT:
-                found.append((group, begin, end - begin))
-                begin = end
-        if end > begin > 0 and 2 * (end - begin) < subgroup_size:
-            _, begin, _ = found.pop()
-        if end > begin or not end:
-            found.append((group, begin, end - begin))
-    return found
+    return _in_a_row(pieces_of(parameters, subgroup_size) for parameters in groups)
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:

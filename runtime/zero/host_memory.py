@@ -38,7 +38,14 @@ def needed_bytes(
     """
     if not plan.subgroups:
         return 0
-    held = Holding.of(optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches)
+    held = Holding.of(
+        optimizer,
+        gradient_bytes,
+        wire_bytes,
+        stage=stage,
+        micro_batches=micro_batches,
+        state_stays=bool(plan.deepspeed_subgroup_size),
+    )
     amounts, updated_early = tallies(plan.subgroups, plan)
     summed = summed_elements(plan.subgroups, plan)
     return held.bytes(amounts, plan.staging_slots, plan.host_slots, updated_early, summed)["host"]

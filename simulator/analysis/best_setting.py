@@ -88,7 +88,7 @@ class _Strategy:
         schedule = self.compile_(self.name, self.workload, options)
         result = simulate_fast(schedule, self.machine)
         if isinstance(plan := options.get("plan"), Plan):
-            work = self.workload.cut_as(plan.subgroups, plan.subgroup_size)
+            work = self.workload.cut_as(plan)
             result = expected(work, self.machine, plan, lambda p: self._of_plan(p, plan, result))
         lacks = self.limits.shortfall(result)
         return Simulated(self.name, setting, schedule, result, lacks)

@@ -141,7 +141,7 @@ class CheckpointSimulation:
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
         """``save_s``: what ``save_checkpoint`` takes by itself; None: `save_seconds`."""
-        workload = workload.cut_as(plan.subgroups, plan.subgroup_size)
+        workload = workload.cut_as(plan)
         self.workload, self.plan, self.machine = workload, plan, machine
         self.save_s = save_seconds(workload, machine) if save_s is None else save_s
         self.iterations = LEAD_IN + FOLLOWED

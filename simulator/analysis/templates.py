@@ -27,6 +27,7 @@ RETIMED_WORKLOAD = (
     "name",
     "layers",
     "subgroup_size",
+    "deepspeed_subgroup_size",
     "parameters",
     "nodes",
     "tokens_per_iteration",

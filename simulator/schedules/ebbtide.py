@@ -30,7 +30,7 @@ def build_schedule(
     Raises:
         PlanError: the plan covers another number of subgroups than the workload has.
     """
-    workload = workload.cut_as(plan.subgroups, plan.subgroup_size)
+    workload = workload.cut_as(plan)
     loop = EbbtideLoop(workload, plan, fused=fused, arrival=arrival)
     loop.run(iterations)
     return loop.schedule(iterations)

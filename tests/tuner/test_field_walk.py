@@ -33,6 +33,7 @@ from ebbtide.simulator.update.footprint import footprint_by_kind
 from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.tuner.answer.report import show_machine, show_plan, show_workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.placements.search import Candidate
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -212,6 +213,7 @@ WORKLOAD = {
     "layers": tuple({**layer, "forward_s": 0.01} for layer in LAYERS),
     "subgroups": (8_000_000, 4_000_000, 2_000_000, 2_000_000),
     "subgroup_size": 8_000_000,
+    "deepspeed_subgroup_size": 9_000_000,
     "parameters": (tuple(n // 2 for n in SIZES for _ in range(2)),),
     "wire_dtype": "fp32",
     "grad_bytes_per_param": 4,
@@ -270,6 +272,7 @@ LAYER = {
 PLAN = {
     "schema_version": 99,
     "subgroup_size": 5_000_000,
+    "deepspeed_subgroup_size": 9_000_000,
     "ways": (Way("host"),) * 4,
     "order": UpdateOrder(host="arrival"),
     "staging_slots": 2,
@@ -308,6 +311,7 @@ IN_TRAINING = {
     "machine_fingerprint": "tests/runtime/test_fingerprints.py",
     "workload_fingerprint": "tests/runtime/test_fingerprints.py",
     "subgroup_size": "tests/runtime/test_guard.py",
+    "deepspeed_subgroup_size": "tests/runtime/contract/test_planned_pieces.py",
     "versions": "tuner/service/static/report.js",
     "about": "tests/tuner/service/test_report.py",
     "staging_slots": "",
@@ -359,6 +363,10 @@ def test_every_field_of_a_workload(name, plain):
         return
     if name in ("parameters", "subgroup_size"):  # what a search for subgroups starts from
         assert how_it_is_cut(changed) != how_it_is_cut(base_workload())
+        return
+    if name == "deepspeed_subgroup_size":  # what a plan says of the training that it is for
+        made = [Candidate(MIX).plan(work) for work in (changed, base_workload())]
+        assert [plan.config_subgroup_size for plan in made] == [9_000_000, 4_000_000]
         return
     assert outcomes(changed, base_machine()) != before
 

@@ -46,7 +46,7 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
     assert all(w.changes.get("device_memory_bytes", 0) <= machine.device_memory_bytes for w in ways)
     for way in ways:
         work, have = changed(job, machine, way.changes)
-        planned = work.cut_as(way.plan.subgroups, way.plan.subgroup_size)
+        planned = work.cut_as(way.plan)
         timeline = simulate_fast(build_schedule(planned, way.plan), have)
         times = way.plan.prediction.step_times
         seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s

@@ -112,7 +112,7 @@ def compare(
         plan: None: nothing fits.
         others: also `PEERS`, and the plan less a feature.
     """
-    planned = workload if plan is None else workload.cut_as(plan.subgroups, plan.subgroup_size)
+    planned = workload if plan is None else workload.cut_as(plan)
 
     def run(name: str, **setting: Any) -> Simulated:
         return simulated(name, planned if "plan" in setting else workload, machine, limits, setting, compile_)

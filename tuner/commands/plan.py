@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     "--subgroup-size",
     default="auto",
     show_default=True,
-    help="Elements per subgroup, e.g. 1e8. auto: choose the fastest. keep: use the workload's.",
+    help="Elements per subgroup, e.g. 1e8. auto: choose the fastest. keep: use the workload's. pieces: keep the "
+    "workload's as DeepSpeed's sub_group_size, and choose the fastest plan for parts of DeepSpeed's subgroups.",
 )
 @click.option("--robust", is_flag=True, help="Minimize the 90th percentile of the predicted time, not the median.")
 @click.option(
@@ -128,12 +129,18 @@ def plan(
         "seed": seed,
         "robust": robust,
         "subgroup_sizes": sizes,
+        "pieces": subgroup_size == "pieces",
         "memory_margin": memory_margin,
         "offload_parameters": offload_param or trained.offload.parameters == "cpu",
         "storage": stored_in(trained, storage),
         "endurance_bytes": endurance,
         "effort": QUICK if quick else None,
     }
+    if options["pieces"] and options["storage"]:
+        raise BadInputError(
+            "--subgroup-size pieces cannot be used with state on storage, which holds whole subgroups only. "
+            "Use --subgroup-size auto, or leave out --storage and offload_optimizer.device nvme"
+        )
     needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, trained, failures, options)
@@ -256,14 +263,15 @@ def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None
     """Return the workload to plan for, and the subgroup sizes that may be chosen: None means all that
     `tune` tries, none means the workload's own.
     """
-    if given in ("keep", "auto"):
-        return work, None if given == "auto" else ()
+    if given in ("keep", "auto", "pieces"):
+        return work, () if given == "keep" else None
     try:
         size = float(given)
     except ValueError:
         size = 0.0
     if not (0 < size < float("inf") and size.is_integer()):
         raise BadInputError(
-            f"--subgroup-size must be keep, auto or a whole number of elements > 0, such as 1e8, but got {given}"
+            "--subgroup-size must be keep, auto, pieces or a whole number of elements > 0, such as 1e8, "
+            f"but got {given}"
         )
     return work.recut(int(size)), ()

@@ -97,7 +97,7 @@ def simulate(
         check_offloading(trained)
         plan = read_plan(plan_file)
         if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
-            work = work.recut(plan.subgroup_size)  # as training under the plan would be
+            work = work.cut_by(plan)  # as training under the plan would be
         name, options = "ebbtide", {"plan": plan}
     else:
         name, options = _stock(strategy, trained)

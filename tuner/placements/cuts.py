@@ -22,16 +22,19 @@ WORTH = 0.995  # smaller subgroups must bring half a percent
 TOLD = 0.97  # and where others were asked for, this to be told
 
 
-def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
+def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
     """Return the workload as it is and with other subgroups, largest first. Sizes that give nearly as many
     subgroups as a larger one are left out, and so are those that give too many.
+
+    Args:
+        pieces: Whether DeepSpeed keeps its own subgroups, and those of the plan are pieces of them.
 
     Raises:
         ValueError: The workload does not know its parameters.
     """
     result = {len(workload.subgroups): workload}
     for size in sorted(sizes, reverse=True):
-        cut = workload.recut(size)
+        cut = workload.in_pieces(size) if pieces else workload.recut(size)
         count = len(cut.subgroups)
         if count <= MOST_SUBGROUPS and not any(known <= count < FINER * known for known in result):
             result[count] = cut

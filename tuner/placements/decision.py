@@ -44,6 +44,7 @@ class Question:
 
     Attributes:
         subgroup_sizes: Sizes to try in addition to the workload's own. Empty: its own alone.
+        pieces: Whether DeepSpeed keeps its own subgroup size, and the plan's subgroups may be pieces of DeepSpeed's.
         offload_parameters: Whether parameters may live on the host although plans fit without.
         folders: Fields of a plan that stores state.
     """
@@ -56,6 +57,7 @@ class Question:
     folders: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     effort: float = FULL
+    pieces: bool = False
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Question:
         offload_parameters: bool = False,
         seed: int = 0,
         effort: float | None = None,
+        pieces: bool = False,
     ) -> "Question":
         """Return the question with every default in its place.
 
@@ -89,14 +92,19 @@ class Question:
         if not 0 < effort <= 1:
             raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 searches in earnest")
         subgroup_sizes = SIZES if subgroup_sizes is None else subgroup_sizes
-        return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort)
+        pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
+        if pieces and storage:
+            raise ValueError(
+                "pieces of DeepSpeed's subgroups cannot be stored, but storage is given. Leave out one of the two"
+            )
+        return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort, pieces)
 
     @property
     def cuts(self) -> list[Workload]:
         """Return the workload with each subgroup size that is tried, the largest first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
-        found = recuts(self.workload, self.subgroup_sizes)
+        found = recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
         if self.effort > QUICK:
             return found
         # Searches that divide state between memory and storage take several times as long.
@@ -320,4 +328,14 @@ def about_subgroups(search: Search) -> list[str]:
     return [
         f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
         f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
+    ]
+
+
+def about_pieces(work: Workload) -> list[str]:
+    """Return a sentence about pieces of DeepSpeed's subgroups, if the workload has them."""
+    if not work.deepspeed_subgroup_size:
+        return []
+    return [
+        f"DeepSpeed keeps sub_group_size {work.deepspeed_subgroup_size} and with it the bits of its training: the "
+        f"plan's {len(work.subgroups)} subgroups are parts of DeepSpeed's own"
     ]

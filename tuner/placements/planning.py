@@ -20,7 +20,7 @@ from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Progress, Question, about_subgroups, decide, silently
+from ebbtide.tuner.placements.decision import Progress, Question, about_pieces, about_subgroups, decide, silently
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Candidate, Search, seconds_of
@@ -43,6 +43,7 @@ def plan(
     restart_s: float = 60.0,
     checkpoint_dir: str | None = None,
     subgroup_sizes: Sequence[int] | None = None,
+    pieces: bool = False,
     memory_margin: float | None = None,
     offload_parameters: bool = False,
     storage: Mapping[str, int] | None = None,
@@ -62,6 +63,8 @@ def plan(
         restart_s: from a failure until training runs again.
         subgroup_sizes: Subgroup sizes to try beside the workload's own. None: those of
             `ebbtide.tuner.placements.cuts`. Empty: the workload's own alone.
+        pieces: DeepSpeed keeps its own subgroup size, which the workload names, and the plan's subgroups may be
+            pieces of DeepSpeed's (`Workload.in_pieces`). Under ZeRO-3, without ``storage``.
         offload_parameters: the 16-bit parameters may live in host memory between their uses where
             that is faster; where nothing fits otherwise they do anyhow.
         storage: directories for state that memory cannot hold, and what it may take there, of all
@@ -88,6 +91,7 @@ def plan(
         offload_parameters=offload_parameters,
         seed=seed,
         effort=effort,
+        pieces=pieces,
     )
     found = decide(question, lambda share, what: progress(0.9 * share, what))
     search, chosen = found.search, found.chosen
@@ -96,7 +100,7 @@ def plan(
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, question.folders)
     why = about_early_updates(search, made, found.plain_s) + about_sums(search, chosen)
-    why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search)
+    why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search) + about_pieces(search.workload)
     result = _explained(made, search, why, workload)
     return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
 

@@ -86,6 +86,7 @@ class Candidate:
             "workload_fingerprint": workload.fingerprint,
             "trained_as": workload.trained_as,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
+            "deepspeed_subgroup_size": workload.deepspeed_subgroup_size,
             "subgroups": workload.subgroups,
             "ways": of_codes(self.codes),
             "order": self.order or FORWARD,

@@ -68,7 +68,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
     name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
         name, options["plan"] = "ebbtide", request.plan
-        workload = workload.cut_as(request.plan.subgroups, request.plan.subgroup_size)
+        workload = workload.cut_as(request.plan)
     elif name is None:
         name, moved = strategy_of(request, workload)
         options = {**moved, **options}
@@ -100,7 +100,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     decided = verdict(told, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
-        planned = workload.cut_as(plan.subgroups, plan.subgroup_size)
+        planned = workload.cut_as(plan)
         if request.mtbf_s is not None:
             plan, choice = checkpointed(plan, planned, machine, limits, request.mtbf_s)
     failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
@@ -176,12 +176,7 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     quick = even_plan(workload, machine, limits, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
-    told = wear(
-        workload.cut_as(quick.subgroups, quick.subgroup_size),
-        quick,
-        quick.prediction.iteration_s,
-        request.endurance_bytes,
-    )
+    told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
 

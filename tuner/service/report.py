@@ -68,7 +68,7 @@ def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
 
 def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
     """Return the predicted timeline of the plan."""
-    cut = workload.cut_as(plan.subgroups, plan.subgroup_size)
+    cut = workload.cut_as(plan)
     return simulate(build_strategy("ebbtide", cut, plan=plan), machine)
 
 
