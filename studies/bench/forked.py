@@ -1,5 +1,6 @@
 """Processes forked from a warm parent: importing DeepSpeed takes longer than what they do."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 LIMIT_S = 180.0
+TOLD_S = 1.0  # for writing where every thread of a process stands
+TOLD_FROM_S = 5.0  # a process that was given less is not thought to hang
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
@@ -24,6 +27,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         work()
         status = 0
     except BaseException:  # the log has it, the parent sees the status
@@ -41,11 +45,17 @@ class Forked:
         self.log, self.pid = log, fork(work, log)
 
     def ended(self, within_s: float) -> int:
-        """Return the exit status, negative for the signal that ended the process. SIGKILL it when the time is over."""
+        """Return the exit status, negative for the signal that ended the process.
+
+        SIGKILL it when the time is over. The log then tells where its threads stood.
+        """
         end = time.monotonic() + within_s
         while True:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if not done and time.monotonic() > end:
+                if within_s >= TOLD_FROM_S:
+                    os.kill(self.pid, signal.SIGUSR1)
+                    time.sleep(TOLD_S)
                 os.kill(self.pid, signal.SIGKILL)
                 done, status = os.waitpid(self.pid, 0)
             if done:
