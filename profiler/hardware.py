@@ -89,6 +89,6 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
 
 def _line(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

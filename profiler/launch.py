@@ -117,7 +117,7 @@ def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], 
     port = free_port()
     command = run.command(fresh, fresh.parent, port)
     with ExitStack() as stack:
-        to = None if run.shown else stack.enter_context(log.open("w"))
+        to = None if run.shown else stack.enter_context(log.open("w", encoding="utf-8"))
         stack.callback(remove_shared_buffers, port)
         process = subprocess.Popen(command, stdout=to, stderr=to and subprocess.STDOUT)
         stack.callback(_end, process)
@@ -130,7 +130,7 @@ def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], 
 
 def _end_of(log: Path) -> str:
     """Return the last lines of the log before the first rank's failure. Launchers print much after it."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     failed = next((n for n, line in enumerate(lines) if FAILED in line), len(lines))
     return "\n".join(lines[max(0, failed - SHOWN_LINES) : failed])
 

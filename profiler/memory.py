@@ -17,17 +17,17 @@ def device_bytes() -> int:
 
 def host_bytes() -> int:
     """Resident set of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
 
 
 def reset_host_peak() -> None:
     """Reset the counter of `host_peak_bytes`."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def host_peak_bytes() -> int:
     """Return the most that the resident set of this process has taken."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 

@@ -90,10 +90,10 @@ class HostWatch:
     def _hot(self) -> int:
         folder = self.root / "sys/devices/system/cpu"
         result = folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
-        return sum(int(path.read_text()) for path in result)
+        return sum(int(path.read_text(encoding="utf-8")) for path in result)
 
     def _text(self, path: str) -> str:
         try:
-            return (self.root / path).read_text()
+            return (self.root / path).read_text(encoding="utf-8")
         except OSError:
             return ""

@@ -35,7 +35,7 @@ class ProgressFile:
 
 def read_progress(folder: Path) -> list[RankProgress]:
     """Return the latest progress of every rank."""
-    return [RankProgress(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
+    return [RankProgress(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def first_error(ranks: list[RankProgress]) -> str:

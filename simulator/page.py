@@ -23,7 +23,7 @@ class Page(BaseModel):
         Raises:
             pydantic.ValidationError: a field is missing, unknown or out of its range.
         """
-        return cls.model_validate_json(Path(path).read_text())
+        return cls.model_validate_json(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -50,4 +50,4 @@ def _write(path: Path, content: str | bytes) -> None:
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")

@@ -509,7 +509,7 @@ class Plan(Shown, Page):
             PlanError: not a file, not JSON, an unknown field, a newer schema, a broken rule.
         """
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise PlanError(f"plan must be a readable JSON file, but got {path}: {error}") from None
         try:

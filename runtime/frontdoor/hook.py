@@ -143,7 +143,7 @@ def _text(config: str) -> str:
     """Return the text that DeepSpeed would read: a file, or JSON in base64."""
     try:
         if os.path.exists(config):
-            return Path(config).read_text()
+            return Path(config).read_text(encoding="utf-8")
         return base64.urlsafe_b64decode(config).decode()
     except (OSError, ValueError):
         return ""  # DeepSpeed says what is wrong with it

@@ -92,7 +92,7 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
         return None, None
     try:
         if os.path.exists(given):
-            return hjson.loads(Path(given).read_text()), Path(given).resolve().parent
+            return hjson.loads(Path(given).read_text(encoding="utf-8")), Path(given).resolve().parent
         return hjson.loads(base64.urlsafe_b64decode(given).decode()), None
     except (OSError, ValueError):
         return None, None

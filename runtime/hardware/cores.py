@@ -57,7 +57,7 @@ def _physical(cores: Sequence[int], sysfs: Path) -> list[list[int]]:
 
 def _siblings(core: int, sysfs: Path) -> tuple[int, ...]:
     try:
-        listed = (sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        listed = (sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text(encoding="utf-8")
         return tuple(parse_cpulist(listed)) or (core,)
     except OSError:
         return (core,)
@@ -97,7 +97,7 @@ def _node_of(pci_address: str | None, sysfs: Path) -> int | None:
     if pci_address is None:
         return None
     try:
-        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
+        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # a container that hides it
     return node if node >= 0 else None  # -1: a machine of one node
@@ -106,7 +106,7 @@ def _node_of(pci_address: str | None, sysfs: Path) -> int | None:
 def _node_cores(pci_address: str | None, sysfs: Path) -> list[int]:
     node = _node_of(pci_address, sysfs)
     try:
-        return parse_cpulist((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+        return parse_cpulist((sysfs / f"devices/system/node/node{node}/cpulist").read_text(encoding="utf-8"))
     except OSError:
         return []
 
@@ -130,7 +130,7 @@ def bind(cores: list[int]) -> None:
 def cpu_name() -> str:
     """Return the CPU's model name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -65,7 +65,7 @@ def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
     used = set[str]()
     for maps in processes.glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
-            used.update(re.findall(rf"{SHARED}/(deepspeed_\S+)", maps.read_text(errors="replace")))
+            used.update(re.findall(rf"{SHARED}/(deepspeed_\S+)", maps.read_text(encoding="utf-8", errors="replace")))
     return [path for path in found if path.name not in used]
 
 

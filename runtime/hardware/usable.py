@@ -156,6 +156,6 @@ def _number(path: Path) -> int | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None

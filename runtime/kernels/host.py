@@ -56,7 +56,7 @@ def _compiler() -> str:
 def _cpu_model() -> str:
     """-march=native code must not be reused on another CPU that shares the home folder."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     known = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
@@ -75,7 +75,7 @@ def build(source: Path) -> Path:
     """
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    key = "\0".join([source.read_text(), version.stdout, _cpu_model(), *_FLAGS])
+    key = "\0".join([source.read_text(encoding="utf-8"), version.stdout, _cpu_model(), *_FLAGS])
     target = cache_dir() / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target

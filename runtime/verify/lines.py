@@ -69,7 +69,7 @@ class Lines:
     """
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
-        self._file = (folder / f"rank{rank}.jsonl").open("w")
+        self._file = (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8")
         self._threads = max(1, torch.get_num_threads())
         self.steps = -1
         self._write({"rank": rank, **about})

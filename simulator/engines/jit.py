@@ -64,7 +64,7 @@ def _built_in(function: Callable[..., object]) -> str:
         if isinstance(value, int | float | str | tuple) and not name.startswith("__")
     ]
     beside = {*spaces, __file__} - {function.__code__.co_filename}
-    texts += [Path(file).read_text() for file in beside]
+    texts += [Path(file).read_text(encoding="utf-8") for file in beside]
     return sha256("\0".join(sorted(texts)).encode()).hexdigest()[:16]
 
 

@@ -97,7 +97,7 @@ def _config_of(model: Any) -> Any:
 def _read(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        result = json.loads(file.read_text())
+        result = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"a model must be a JSON file with its config (--model), but got {file}: {error}", key="model"

@@ -113,7 +113,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         ModelError: it cannot be read, or holds something else; names the file.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         try:
             config = json.loads(text)  # of 1e400 Hjson would make a string
         except ValueError:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
@@ -37,7 +39,7 @@ def test_a_misspelt_command_is_suggested(given, meant):
     ("arguments", "key"),
     [
         (["plan", "--json"], "machine"),
-        (["plan", "--machine", "no such machine", "--model", "x", "--json"], ""),
+        (["plan", "--machine", "no such machine", "--model", "x", "--json"], "machine"),
         (["checkpoint", "verify", "/nowhere", "--json"], ""),
     ],
 )
@@ -135,3 +137,39 @@ def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told,
     done = run("plan", "--machine", "rtx4090", *arguments)
     assert done.exit_code == 2
     assert told in done.output
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Return a folder with a model whose names are not of ASCII, with the mark that Windows puts first."""
+    folder = tmp_path / "ein Ordner ä"
+    folder.mkdir()
+    model = {"name": "Größe 模型", "layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
+    (folder / "modell ü.json").write_text(json.dumps(model, ensure_ascii=False), encoding="utf-8-sig")
+    return folder
+
+
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_names_of_any_language_in_any_locale(foreign, locale):
+    """The encoding of files is not the locale's."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))} | locale
+
+    def tune(*words):
+        command = [sys.executable, "-m", "ebbtide.tuner.cli", *words]
+        done = subprocess.run(command, cwd=foreign, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    tune("plan", "--machine", "rtx4090", "--model", "modell ü.json", "-o", "plan é.json", "--emit-deepspeed", "ö.json")
+    tune("show", "plan é.json")
+    tune("report", "plan é.json", "-o", "bericht ü.html")
+    plan = json.loads((foreign / "plan é.json").read_text(encoding="utf-8"))
+    assert plan["about"].startswith("Größe 模型 on ")
+
+
+def test_no_file_is_read_or_written_in_the_locales_encoding():
+    text = re.compile(r"""\.(read_text|write_text)\(|\.open\(["'][rwax]\+?["']\)""")
+    root = Path(__file__).parents[2]
+    files = [file for room in ("simulator", "profiler", "tuner", "runtime") for file in (root / room).rglob("*.py")]
+    lines = [(file, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) > 10_000
+    assert [f"{file}: {line}" for file, line in lines if text.search(line) and "encoding=" not in line] == []

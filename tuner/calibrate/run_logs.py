@@ -100,7 +100,7 @@ def read_observations(path: str | Path, described: Described) -> list[Observatio
     """
     file = Path(path)
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"--runs must be a readable file, but got {path}: {error}") from None
     if file.suffix == ".csv":

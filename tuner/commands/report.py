@@ -21,7 +21,7 @@ def report(plan_file: str, run: str | None, output: str) -> None:
     timelines = []
     if run is not None:
         try:
-            timelines = read_timelines(Path(run).read_text())
+            timelines = read_timelines(Path(run).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BadInputError(f"--run must be a trace of a run, but got {run}: {error}") from None
     text = report_html(plan, timelines)

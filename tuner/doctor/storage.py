@@ -81,7 +81,7 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, set[str]]:
     """File system and options of the mount that holds the folder; the longest one does."""
     best, kind, options = "", "unknown file system", set[str]()
     try:
-        lines = mounts.read_text().splitlines()
+        lines = mounts.read_text(encoding="utf-8").splitlines()
     except OSError:
         return kind, options
     for line in lines:

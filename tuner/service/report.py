@@ -223,10 +223,10 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
         told: what is trained and on what. Empty: as the plan's file says.
     """
     static = files("ebbtide.tuner.service") / "static"
-    text = {name: (static / name).read_text() for name in (*SCRIPTS, "style.css", "report.html")}
-    script = (static / "uplot" / "uPlot.iife.min.js").read_text()
+    text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}
+    script = (static / "uplot" / "uPlot.iife.min.js").read_text(encoding="utf-8")
     script += "".join(_EXPORT.sub("", _IMPORT.sub("", text[name])) for name in SCRIPTS)
-    style = (static / "uplot" / "uPlot.min.css").read_text() + text["style.css"]
+    style = (static / "uplot" / "uPlot.min.css").read_text(encoding="utf-8") + text["style.css"]
     policy = (
         f"default-src 'none'; img-src data:; script-src '{_hash(script)}'; "
         f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"

@@ -134,7 +134,7 @@ def load_example(service: Service, folder: Path) -> None:
     known = {row["name"] for row in service.store.runs(1000)}
     if not trace.exists() or name in known:
         return
-    for timeline in read_timelines(trace.read_text()):
+    for timeline in read_timelines(trace.read_text(encoding="utf-8")):
         if timeline.source == "measured":
             shown = posted(timeline, name, plan, label)
             service.store.add_run(name, summary_of(shown), shown.model_dump_json())

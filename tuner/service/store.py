@@ -89,7 +89,7 @@ class Store:
     def _locked(path: str | Path) -> Any:
         """Two servers on one file would each run the other's jobs."""
         try:
-            lock = Path(f"{path}.lock").open("w")  # noqa: SIM115 - held until the process ends
+            lock = Path(f"{path}.lock").open("w", encoding="utf-8")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise StoreError(f"--db must be a file that can be written, but got {path}: {error}") from None
         try:

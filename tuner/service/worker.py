@@ -109,7 +109,7 @@ def limit_memory(extra_bytes: int) -> None:
     """Limit the address space to so much beyond the present use. Python raises MemoryError then."""
     import resource
 
-    with open("/proc/self/statm") as file:  # noqa: PTH123
+    with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123
         taken = int(file.read().split()[0]) * _PAGE
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (taken + extra_bytes, hard))

@@ -90,7 +90,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
             "strict": deterministic and not side.deterministic,
         }
         output = folder / "output.txt"
-        with output.open("w") as to:
+        with output.open("w", encoding="utf-8") as to:
             code = subprocess.run(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
                 env=_environment(job),
                 check=False,
             ).returncode
-        text = output.read_text(errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
         run = read_run(folder, side.title)
     if run is not None:
         _clean_up(run)

@@ -107,7 +107,7 @@ def read_run(folder: Path, name: str) -> Run | None:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines only: a rank may have been ended in the middle of one."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -19,7 +19,7 @@ def owner() -> dict[str, Any]:
 def _started(pid: int) -> str:
     """Clock ticks since boot; empty: there is no such process, or no /proc to ask."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
 

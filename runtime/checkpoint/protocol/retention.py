@@ -87,7 +87,7 @@ def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[s
 def named_latest(save_dir: Path) -> str | None:
     """Return the content of the file ``latest``, or None without the file."""
     try:
-        return (save_dir / "latest").read_text(errors="replace").strip()
+        return (save_dir / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 

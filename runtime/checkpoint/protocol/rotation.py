@@ -103,7 +103,7 @@ class Note:
 
     def _latest(self) -> str:
         try:
-            return (self._save_dir / "latest").read_text()
+            return (self._save_dir / "latest").read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -126,7 +126,7 @@ class Note:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
             path = os.path.relpath(folder, self._save_dir)
-            (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+            (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
@@ -136,7 +136,7 @@ class Note:
         temporary.mkdir(parents=True)
         folder.rename(temporary / "tree")
         path = os.path.relpath(origin, self._save_dir)
-        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
         temporary.rename(place)
 
     def close(self, *, committed: bool) -> None:
@@ -202,7 +202,7 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
 
 def _origin(save_dir: Path, place: Path) -> Path:
     """Return the path from which a retained checkpoint was deleted."""
-    where = json.loads((place / "where.json").read_text())["path"]
+    where = json.loads((place / "where.json").read_text(encoding="utf-8"))["path"]
     return Path(os.path.normpath(save_dir / where))
 
 
@@ -319,7 +319,7 @@ def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
 def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
     """End a commit that was killed between the rename and ``latest``."""
     latest = save_dir / "latest"
-    now = latest.read_text() if latest.exists() else ""
+    now = latest.read_text(encoding="utf-8") if latest.exists() else ""
     if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
         Files().write_durably(latest, str(page["tag"]).encode())
 
@@ -334,7 +334,7 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
     latest = save_dir / "latest"
     if "latest" not in page or not latest.exists():
         return  # a note that the crash tore knows of no former one
-    if (save_dir / latest.read_text().strip()).exists():
+    if (save_dir / latest.read_text(encoding="utf-8").strip()).exists():
         return
     former = str(page["latest"])
     if former:

@@ -91,7 +91,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
     plan = own.plan.model_copy(update={"overlap_forward": False})
     for kind in (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D):
         told = Counter(op.subgroup for op in build_schedule(work, plan, 1).of_kind(kind))
-        parts = {s: n * len(own.locations.by_subgroup[s]) for s, n in told.items()}
+        parts = {s: n * len(own.host_gradients.by_subgroup[s]) for s, n in told.items()}
         assert Counter(s for k, s in seen if k is kind) == parts
     engine.destroy()
 
