@@ -20,7 +20,7 @@ from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_r
 from ebbtide.profiler.rates.sampling import unstable
 from ebbtide.profiler.rates.sharing import differences, with_writer_cost
 from ebbtide.runtime.kernels import host
-from ebbtide.runtime.kernels.host import cache_dir
+from ebbtide.simulator.engines.cache import cache_dir
 from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 

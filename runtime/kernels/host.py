@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.engines.cache import cache_dir
 
 _SOURCE = Path(__file__).with_name("host_update.cpp")
 _FLAGS = [
@@ -32,14 +33,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 class MissingCompilerError(RuntimeError):
     """A missing or failing C++ compiler: the host kernel cannot be built."""
-
-
-def cache_dir() -> Path:
-    """Return the folder of compiled kernels: ``EBBTIDE_CACHE`` if set, otherwise ``$XDG_CACHE_HOME/ebbtide``."""
-    explicit = os.environ.get("EBBTIDE_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ebbtide"
 
 
 def _compiler() -> str:

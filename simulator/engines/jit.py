@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+from ebbtide.simulator.engines.cache import cache_dir
+
 Function = TypeVar("Function", bound=Callable[..., object])
 Names = dict[str, Any]  # of a module
 
@@ -89,7 +91,7 @@ def _cached_below(name: str) -> Iterator[None]:
     """Cache, inside the block, compiled functions in a folder of this name."""
     settings: Any = config
     before, here = settings.CACHE_DIR, Path(__file__).parent
-    own = here / "__pycache__" if os.access(here, os.W_OK) else Path.home() / ".cache" / "ebbtide"
+    own = here / "__pycache__" if os.access(here, os.W_OK) else cache_dir()
     settings.CACHE_DIR = str(Path(before or own) / name)
     try:
         yield

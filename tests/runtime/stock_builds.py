@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from ebbtide.runtime.kernels.host import cache_dir
+from ebbtide.simulator.engines.cache import cache_dir
 
 # What `simd_width` and -march=native come to there. "scalar": neither cpuinfo nor lscpu can be had.
 # "unfused": a CPU of before 2013, which has no fused multiply-add.

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from ebbtide.simulator.engines.cache import cache_dir, takes_files
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 from ebbtide.tuner.doctor.known_wrong import KnownWrong, known_wrong
 
@@ -95,6 +96,9 @@ def build_locks() -> list[Finding]:
 
     explicit = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(explicit or cpp_extension.get_default_build_root())
+    if not takes_files(root):
+        fix = "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
+        return [bad("build locks", f"DeepSpeed builds its ops in {root}, which cannot be written to", fix)]
     stale = [lock for lock in builds.locks(root) if builds.is_stale(lock)]
     if not stale:
         return [ok("build locks", f"none is left over in {root}")]
@@ -110,7 +114,7 @@ def kernel() -> list[Finding]:
     except (RuntimeError, OSError) as error:
         text = str(error).splitlines()
         return [bad("update kernel", text[0], "; ".join(text[1:4]) or "install a working g++")]
-    return [ok("update kernel", f"built, in {host.cache_dir()}")]
+    return [ok("update kernel", f"built, in {cache_dir()}")]
 
 
 def private_names() -> list[Finding]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from ebbtide.runtime.kernels.host import _cpu_model, cache_dir
+from ebbtide.runtime.kernels.host import _cpu_model
+from ebbtide.simulator.engines.cache import cache_dir
 
 from tests.runtime.evidence import ptx_to_cpp
 

@@ -1,0 +1,45 @@
+"""The folder of what is made once and used again: compiled kernels, compiled simulators, measured machines."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Return ``EBBTIDE_CACHE`` if set, otherwise ``$XDG_CACHE_HOME/ebbtide``.
+
+    If nothing can be written there, as in a container with a read-only home or without one, it is a folder
+    of this user among the temporary files.
+    """
+    explicit = os.environ.get("EBBTIDE_CACHE")
+    if explicit:
+        return Path(explicit)
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide"
+        if takes_files(usual):
+            return usual
+    return _temporary(tempfile.gettempdir())
+
+
+def takes_files(folder: Path) -> bool:
+    """Return whether a folder is there, or can be made, and can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+@lru_cache
+def _temporary(among: str) -> Path:
+    """Return a folder that only this user can have made: code is loaded from it."""
+    folder = Path(among) / f"ebbtide-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="ebbtide-", dir=among))
