@@ -24,7 +24,7 @@ from tests.machines import workload
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meeting", rank=rank, world_size=2)
-session = SimpleNamespace(guessing=PauseRule())
+session = SimpleNamespace(pausing=PauseRule())
 agreed = _agreed(workload(forward_s=1.0 + 2 * rank, backward_s=4.0), session)
 print(agreed.ranks_per_node, agreed.nodes, round(agreed.forward_s, 9), round(agreed.backward_s, 9))
 print(by_the_first(lambda: f"plan of rank {rank}"))

@@ -259,7 +259,7 @@ WAITERS = {
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
     "devices/cuda.py: moment": "",  # the clock's
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
-    "execution/executor.py: guess": "a guess does not wait for its gradient",
+    "execution/executor.py: update_early": "a guess does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
     "execution/executor.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
