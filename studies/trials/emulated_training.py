@@ -326,6 +326,11 @@ class Bench:
         """Train ``steps`` steps under the plan that runs after the warm-up: see `measure`."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
+    def periods_s(self, steps: int) -> list[float]:
+        """Train and return the seconds from each backward's end to the next one's, of so many pairs of steps."""
+        ends = [self._step(settle=False)[2] for _ in range(1 + steps)]
+        return [b - a for a, b in itertools.pairwise(ends)]
+
     def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
@@ -348,6 +353,8 @@ class Bench:
         """Return the borders of the phases of one step, as if all forwards came before all backwards."""
         if self._kernels is not None:
             self._kernels.synchronized()  # the step before has read its norm
+        # Of the step before: its clipping would tell backward that this step is clipped, too.
+        set_clipping(self.engine, self.clips and (lambda _: False), self.steps)
         forward_s = backward_s = backward = 0.0
         for inputs, targets in batches(self.setting, self.steps):
             if backward:
