@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
-from ebbtide.simulator.rules import explain
+from ebbtide.simulator.rules import explain, suggestion
 from pydantic import ValidationError
 
+KEYS = ("plan", "checkpoint", "device")
 DEVICES = ("auto", "emulated")
 
 
@@ -47,11 +48,11 @@ def read_request(value: Any, base: Path | None = None) -> Request:
             f'"{KEY}" in DeepSpeed\'s config must be an object such as {{"plan": "plan.json"}} or '
             f'{{"plan": "auto"}}, but got {value!r}'
         )
-    unknown = sorted(value.keys() - {"plan", "checkpoint", "device"})
+    unknown = sorted(map(str, value.keys() - {*KEYS}))
     if unknown:
         raise RequestError(
             f'"{KEY}" in DeepSpeed\'s config may have the keys plan, checkpoint and device, but '
-            f"got {', '.join(map(repr, unknown))}"
+            f"got {', '.join(map(repr, unknown))}{suggestion(unknown[0], KEYS)}"
         )
     if value.get("plan") is None and value.get("checkpoint") is None:
         raise RequestError(
@@ -72,7 +73,8 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
         if isinstance(value, str):
             return Plan.load(_file(value, base))
     except PlanError as error:
-        raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}') from None
+        meant = suggestion(value, ["auto"]) if isinstance(value, str) else ""
+        raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}{meant}') from None
     raise RequestError(
         f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", a plan\'s file or its fields, but got {value!r}'
     )

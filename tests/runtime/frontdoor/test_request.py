@@ -26,7 +26,9 @@ def test_checkpoints_beside_a_plan_or_alone():
     ("value", "message"),
     [
         ("auto", r"""must be an object such as .*but got 'auto'"""),
-        ({"paln": "auto"}, "may have the keys plan, checkpoint and device, but got 'paln'"),
+        ({"paln": "auto"}, r"plan, checkpoint and device, but got 'paln' \(did you mean 'plan'\?\)"),
+        ({"plan": "auto", 1: 2}, "may have the keys plan, checkpoint and device, but got '1'"),
+        ({"plan": "Atuo"}, r"\(did you mean 'auto'\?\)"),
         ({}, 'must have "plan", "checkpoint" or both'),
         ({"plan": 3}, '"ebbtide.plan" .* must be "auto", a plan\'s file or its fields, but got 3'),
         ({"plan": "nowhere.json"}, '"ebbtide.plan" .*readable JSON file, but got nowhere.json'),
