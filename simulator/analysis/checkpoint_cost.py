@@ -115,6 +115,22 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
     return each.median * (named + states)
 
 
+def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
+    """Return the seconds in which a save copies state to DeepSpeed's own tensors, while training waits.
+
+    Where subgroups are pieces of DeepSpeed's, DeepSpeed's tensors do not hold what is resident, nor, behind each
+    second step, what is updated early.
+    """
+    if workload.zero_stage < 3 or not workload.state_stays:
+        return 0.0
+    state_bytes = workload.optimizer_state.state_bytes
+    pairs = list(zip(workload.subgroups, plan.ways, strict=True))
+    resident = sum(n for n, way in pairs if RECIPES[way.placement].state == "device")
+    early = sum(n for n, way in pairs if way.early) / 2
+    from_device_s = resident * state_bytes / machine.rate("d2h_bytes_per_s")
+    return from_device_s + early * state_bytes / machine.rate("host_copy_bytes_per_s")
+
+
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
     """Bytes of each subgroup's state that a checkpoint writes: none of what is stored, which is
     committed where it lies.
@@ -143,7 +159,8 @@ class CheckpointSimulation:
         """``save_s``: what ``save_checkpoint`` takes by itself; None: `save_seconds`."""
         workload = workload.cut_as(plan)
         self.workload, self.plan, self.machine = workload, plan, machine
-        self.save_s = save_seconds(workload, machine) if save_s is None else save_s
+        own_s = save_seconds(workload, machine) + gathered_seconds(workload, plan, machine)
+        self.save_s = own_s if save_s is None else save_s
         self.iterations = LEAD_IN + FOLLOWED
         self.sizes = streamed_sizes(workload, plan)
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]

@@ -6,12 +6,13 @@ from ebbtide.simulator.analysis.checkpoint_cost import (
     LEAD_IN,
     SAVE_S,
     CheckpointSimulation,
+    gathered_seconds,
     save_seconds,
     streamed_bytes,
 )
 from ebbtide.simulator.analysis.goodput import CheckpointCost
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
+from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS, Way
 from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,6 +253,17 @@ def _not_torn(schedule, fast, subgroup, placement):
             assert fast.end_s[op.id] <= fast.start_s[overwrites.id] + 1e-9
     for copy in copies:
         assert fast.end_s[copy.id] <= fast.start_s[overwrites.id] + 1e-9
+
+
+def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
+    """What is resident comes home first, and half of what is updated early is in the spares."""
+    have = machine(d2h_bytes_per_s=4e9)
+    made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)
+    whole, pieces = workload(3), workload(3, state_stays=True)
+    assert gathered_seconds(whole, made, have) == 0
+    assert gathered_seconds(pieces, made, have) == 12 / 4 + 12 / 2 / 8
+    simulated = [CheckpointSimulation(work, made, have).save_s for work in (pieces, whole)]
+    assert simulated[0] - simulated[1] == pytest.approx(3.75)
 
 
 def test_a_save_takes_its_time_by_the_tensor():

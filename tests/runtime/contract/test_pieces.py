@@ -9,12 +9,14 @@ import pytest
 import torch
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.replan import auto
 from ebbtide.runtime.zero import attach
 from ebbtide.runtime.zero.attach import host_bytes, switch_plan
 from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import ALIGNMENT, Layer, Workload
+from ebbtide.tuner.placements.quick import QuickPlan
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -271,6 +273,23 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
     assert len(sizes) > 3
     assert sizes == subgroups_of(engine.optimizer, SUBGROUP)
     assert_same(outcome(engine), stock)
+
+
+def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
+    """Whatever is measured here: the plan that it finds updates all that can be early."""
+    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(auto, "_better", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
+    stock, engine = outcome(coarse(), 8), coarse()
+    ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    updated_early = []
+
+    def each(live, number):
+        del number
+        updated_early.append(sum(live.optimizer._ebbtide.plan.updated_early))
+
+    assert_same(outcome(engine, 8, each=each), stock)
+    pieces = len(engine.optimizer._ebbtide.executor.states)
+    assert updated_early == [0] * (auto.WATCHED_STEPS - 1) + [pieces * (DEVICE != "unified")] * 5
 
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
