@@ -1,11 +1,12 @@
 """A strategy at the setting that serves best within the memory that there is."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ebbtide.simulator.analysis.expected import early_updates_worth, expected
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
@@ -19,6 +20,7 @@ from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which guesses are tried
+FEW_MICRO_BATCHES = 3  # more of them change neither what fits nor what runs beside the update
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
@@ -89,14 +91,10 @@ class _Strategy:
         result = simulate_fast(schedule, self.machine)
         if isinstance(plan := options.get("plan"), Plan):
             work = self.workload.cut_as(plan)
-            result = expected(work, self.machine, plan, lambda p: self._of_plan(p, plan, result))
+            sweep = PlanSweep(work, self.machine)
+            result = expected(work, self.machine, plan, lambda p: result if p is plan else sweep.result(p))
         lacks = self.limits.shortfall(result)
         return Simulated(self.name, setting, schedule, result, lacks)
-
-    def _of_plan(self, plan: Plan, known: Plan, result: SimResult) -> SimResult:
-        if plan is known:
-            return result
-        return simulate_fast(self.compile_(self.name, self.workload, {"plan": plan}), self.machine)
 
     def _spreads(self, setting: Mapping[str, Any]) -> bool:
         return self.name == "ebbtide" and set(setting) == {"resident_share", "device_share"}
@@ -193,5 +191,9 @@ def best_setting(
     Args:
         compile_: builds a schedule from the strategy's name, the workload and the setting.
     """
-    options = [setting] if setting else settings(name, len(workload.subgroups))
-    return _Strategy(name, workload, machine, limits, compile_).best(options)
+    one = _Strategy(name, workload, machine, limits, compile_)
+    options = [setting] if setting else list(settings(name, len(workload.subgroups)))
+    if len(options) > 1 and workload.gradient_accumulation_steps > FEW_MICRO_BATCHES:
+        few = workload.model_copy(update={"gradient_accumulation_steps": FEW_MICRO_BATCHES})
+        options = [replace(one, workload=few).best(options).setting]
+    return one.best(options)

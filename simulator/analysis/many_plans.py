@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 from ebbtide.simulator.engines import kernel
-from ebbtide.simulator.engines.compiled import capacity_vector, machine_vector
+from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, build, totals
 from ebbtide.simulator.machine import Machine
@@ -187,6 +187,11 @@ class PlanSweep:
             np.array(plan.issue_order, dtype=np.int64),
             plan.host_slots,
         )
+
+    def result(self, plan: Plan) -> SimResult:
+        """Return the figures of one plan, without the times of its ops."""
+        none = np.zeros(0)
+        return result(self.evaluate_plan(plan), none, none)
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
         """Return the passes, recorded once for each set of parameter locations, and the bytes of

@@ -254,9 +254,12 @@ class Holding:
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
         """`slot_limits` of subgroups that wait for the norm, and of those that are guessed."""
+        waiting, early = both[0][0], both[1][0]
         return {
-            slot: slot_limit(slot, staging_slots, int(sum(map(sum, self._of(slot, both, 0)))), host_slots)
-            for slot in self.users
+            slot: slot_limit(
+                slot, staging_slots, int(sum([waiting[i] for i in some]) + sum([early[i] for i in others])), host_slots
+            )
+            for slot, (some, others) in self.users.items()
         }
 
     def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:

@@ -60,3 +60,30 @@ def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
     assert len(made.placements) == len(fine.subgroups) > len(coarse.subgroups)
     assert set(made.placements) == set(found.chosen.placements)
     assert made.plan(fine).subgroup_count == len(fine.subgroups)
+
+
+@pytest.mark.parametrize(
+    ("model", "about", "device_gib"), [("Qwen3 4B", {"accumulation": 4}, 14), ("Llama 3.2 1B", {"micro_batch": 2}, 12)]
+)
+def test_a_full_answer_is_never_slower_than_a_quick_one(model, about, device_gib):
+    work, have = job(model, "rtx4090", **about)
+    asked = {"device_memory_bytes": device_gib * 2**30}
+    quick, full = (decide(Question.of(work, have, effort=effort, **asked)) for effort in (decision.QUICK, LITTLE))
+    assert full.iteration_s <= quick.iteration_s
+
+
+def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
+    """A full search that found nothing as good would otherwise be told."""
+    work, have = job("Llama 3.2 1B", "rtx4090")
+    quick = decide(Question.of(work, have, effort=decision.QUICK))
+    searched, calls = decision._levels, []
+
+    def worse(question, progress, known=(), **options):
+        calls.append(known)
+        levels = searched(question, progress, (), **options)
+        return levels if len(calls) == 1 else levels[:1]  # the largest subgroups alone
+
+    monkeypatch.setattr(decision, "_levels", worse)
+    full = decide(Question.of(work, have, effort=LITTLE))
+    assert len(calls) == 2
+    assert full.iteration_s == quick.iteration_s

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ebbtide.simulator.analysis.bound import Bound
 from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -31,11 +32,14 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
 
 def _mean_s(workload: Workload, machine: Machine, plan: Plan, options: Mapping[str, object]) -> float:
     """Return a plan's mean iteration at the workload's clip rate, with options of its schedule."""
+    if "fused" in options:
 
-    def run(some: Plan) -> SimResult:
-        return simulate_fast(build_strategy("ebbtide", workload, plan=some, **options), machine)
+        def run(some: Plan) -> SimResult:
+            return simulate_fast(build_strategy("ebbtide", workload, plan=some, **options), machine)
 
-    return expected(workload, machine, plan, run).iteration_s
+        return expected(workload, machine, plan, run).iteration_s
+    sweep = PlanSweep(workload.cut_as(plan), machine)
+    return expected(workload, machine, plan.model_copy(update=dict(options)), sweep.result).iteration_s
 
 
 SHOWN_GAP = 5e-4  # what is written with one digit behind the point

@@ -6,6 +6,7 @@ locations and storage. So is the memory that stays free. They differ in effort a
 first guesses at a few subgroup sizes, a full one improves the best ones.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,8 +30,10 @@ FINALISTS = 2  # cuts that a full answer improves
 MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
 GLANCE = 500  # evaluations of a quick answer
-REORDERINGS = 200  # of each of the best guesses
-BESIDE_ANOTHER = 0.2  # of the evaluations, for each finalist
+GLANCED_OPS = 3_000_000  # evaluations of a quick answer, times an iteration's ops
+REORDERINGS = 200  # of each of the best plans
+REORDERED_OPS = 1_500_000  # reorderings times an iteration's ops
+ALONE, BESIDE_ANOTHER = 0.4, 0.2  # of the evaluations, for each finalist
 Progress = Callable[[float, str], object]
 
 
@@ -168,51 +171,94 @@ class Decision:
 def decide(question: Question, progress: Progress = silently) -> Decision:
     """Return the fastest plan that is known after the question's effort.
 
+    A full answer begins with the quick one and is never slower.
+
     Raises:
         ImpossibleError: nothing fits. If the bytes alone cannot fit, nothing is simulated.
     """
     check_length(question.workload)
     check_bytes(question.workload, question.machine, question.limits)
-    levels = _levels(question, progress)
-    if question.effort > QUICK:  # a full answer knows what a quick one does
-        for level in levels:
-            if level.search.workload in quick_cuts([level.search.workload for level in levels]):
-                glance(level)
-    finalists = _finalists(levels)
-    if question.offload_parameters:  # plans with all of them on the device stay in the choice
-        free = [_level(_begun(question, level.search.workload, freely=True), ()) for level in finalists]
-        finalists = _finalists([*finalists, *free])
-    if question.effort > QUICK:
-        for number, level in enumerate(finalists):
-            progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
-            improve(level, question.effort * (1.0 if len(finalists) == 1 else BESIDE_ANOTHER))
-    else:
-        glance(finalists[0])
-    best = _largest_of_the_best(finalists)
+    if question.effort <= QUICK:
+        return _quickly(question, progress)[0]
+    try:
+        quick, levels = _quickly(
+            replace(question, effort=QUICK), lambda share, what: progress(0.2 * share, what), last=False
+        )
+    except ImpossibleError:  # whole subgroups of other sizes may fit
+        quick, levels = None, []
+    for level in levels:  # compared with the one that the quick answer has improved
+        if quick is not None and level.search is not quick.search:
+            glance(level)
+    levels = _levels(question, lambda share, what: progress(0.2 + 0.6 * share, what), levels)
+    finalists = _with_locations(question, _finalists(levels))
+    for number, level in enumerate(finalists):
+        progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
+        level.search.effort = question.effort
+        level.search.try_first()
+        improve(level, question.effort * (ALONE if len(finalists) == 1 else BESIDE_ANOTHER))
+    full = _decided(question, _largest_of_the_best(finalists, quick))
+    return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
+
+
+def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Level]]:
+    """Return the decision after a quick search, and the levels that it has compared.
+
+    Args:
+        last: whether the smallest subgroups are tried if none of the few sizes fits.
+
+    Raises:
+        ImpossibleError: nothing fits.
+    """
+    levels = _levels(question, progress, last=last)
+    finalists = _with_locations(question, _finalists(levels))
+    glance(finalists[0])
+    return _decided(question, _largest_of_the_best(finalists)), levels
+
+
+def _with_locations(question: Question, finalists: list[Level]) -> list[Level]:
+    """Return the finalists of these levels and of the same with parameters on the host, if they may live there.
+
+    Plans with all parameters on the device stay in the choice.
+    """
+    if not question.offload_parameters:
+        return finalists
+    free = [_level(_begun(question, level.search.workload, freely=True), ()) for level in finalists]
+    return _finalists([*finalists, *free])
+
+
+def _decided(question: Question, best: Level) -> Decision:
+    """Return the decision for the best plan of a level."""
     # Every candidate has as many sums as fit; what they do not bring is left to others.
-    chosen = fewest(best.search, best.chosen, "device_sums")
-    return Decision(question, best.search, chosen, best.plain.best_s)
+    return Decision(question, best.search, fewest(best.search, best.chosen, "device_sums"), best.plain.best_s)
 
 
-def _levels(question: Question, progress: Progress) -> list[Level]:
-    """Return the first guesses at each cut that plans fit with.
+def _levels(question: Question, progress: Progress, known: Sequence[Level] = (), *, last: bool = True) -> list[Level]:
+    """Return the first plans at each cut that plans fit with.
+
+    Args:
+        known: levels that need not be tried again.
+        last: whether the smallest subgroups are tried if none of few sizes fits.
 
     Raises:
         ImpossibleError: none fits at any.
     """
-    cuts, levels, known = question.cuts, list[Level](), list[Peaks]()
+    have = {level.search.workload.subgroups: level for level in known}
+    cuts, levels, tried = question.cuts, list[Level](), list[Peaks]()
     for number, cut in enumerate(cuts):
-        progress(0.5 * number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
+        progress(number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
+        if cut.subgroups in have:
+            levels.append(have[cut.subgroups])
+            continue
         plain = _begun(question, cut)
         if plain.fits:
             levels.append(_level(plain, levels))
         else:
-            known += plain.scores.values()
+            tried += plain.scores.values()
     if levels:
         return levels
-    if question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
+    if last and question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
         return _levels(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
-    raise ImpossibleError.explain(question.workload, question.limits, known)
+    raise ImpossibleError.explain(question.workload, question.limits, tried)
 
 
 def check_length(workload: Workload) -> None:
@@ -243,12 +289,12 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
 
 
 def _begun(question: Question, cut: Workload, *, freely: bool = False) -> Search:
-    """Return the search with its first guesses.
+    """Return the search with its first plans, few of them: sizes are compared by those.
 
     Args:
         freely: parameters may live on the host although plans fit without.
     """
-    effort = min(1.0, question.effort)
+    effort = min(QUICK, question.effort)
     return begun(cut, question.machine, question.limits, question.seed, freely=freely, effort=effort)
 
 
@@ -284,7 +330,7 @@ def improve(level: Level, effort: float) -> None:
         options(search)
     else:
         search.try_all()
-        reorder(search, REORDERINGS)
+        reorder(search, min(REORDERINGS, REORDERED_OPS // search.most_ops))
         options(search)
         anneal(search)
     best = search.best()
@@ -301,15 +347,20 @@ def glance(level: Level) -> None:
     """Improve the plans of a level for a moment."""
     search = level.search
     if len(search.choices) > 1:
-        anneal(search, GLANCE, search.fluid.iteration_s)
+        anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops), search.fluid.iteration_s)
         level.chosen = min(search.ordered(search.best()), level.chosen, key=lambda c: search.score(c).iteration_s)
 
 
-def _largest_of_the_best(levels: Sequence[Level]) -> Level:
-    """Return the fastest level, or one of larger subgroups that is as fast."""
+def _largest_of_the_best(levels: Sequence[Level], quick: Decision | None = None) -> Level:
+    """Return the fastest level, or one of larger subgroups that is as fast.
+
+    Args:
+        quick: a decision than which no other level is slower.
+    """
     best_s = min(level.seconds for level in levels)
-    near = [level for level in levels if level.seconds * WORTH <= best_s]
-    return min(near, key=lambda level: len(level.search.workload.subgroups), default=levels[0])
+    most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
+    near = [level for level in levels if level.seconds <= most_s]
+    return min(near, key=lambda level: len(level.search.workload.subgroups))
 
 
 def about_subgroups(search: Search) -> list[str]:

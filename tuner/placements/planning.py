@@ -151,13 +151,7 @@ def predict(
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
-    times = step_times(
-        workload,
-        machine,
-        made,
-        lambda plan: simulate_fast(build_strategy("ebbtide", workload, plan=plan), machine),
-        result,
-    )
+    times = step_times(workload, machine, made, PlanSweep(workload.cut_as(made), machine).result, result)
     rate = workload.expected_clip_rate
     mean_s = times.mean_s(rate) if times else result.iteration_s
     low, high = workload_interval_s(lambda work: build_strategy("ebbtide", work, plan=made), workload, machine)

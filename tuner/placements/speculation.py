@@ -17,6 +17,7 @@ from ebbtide.tuner.placements.search import SPECULATES, Candidate, Search
 from ebbtide.tuner.quantities import told_seconds
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
+LITTLE = 0.1  # effort: with no more than it, plans with early updates begin from those without
 FEW = 8  # of the best plans without guesses, with which the search begins
 ROOM = 3  # subgroups that no longer stay on the device, at the most, for visits that are guessed
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
@@ -58,7 +59,8 @@ def with_early_updates(
     for candidate in more:
         search.score(candidate)
         search.score(replace(candidate, **most))
-    search.try_first()
+    if plain.effort > LITTLE or not search.fits:
+        search.try_first()
     if not search.fits:
         return plain, chosen
     _spread(search)
