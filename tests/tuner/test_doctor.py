@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -291,3 +292,11 @@ def test_state_that_stock_does_not_find_is_told(stage, key, told):
     # `tests.runtime.contract.training.all_state` has seen stock fail so.
     found = known_wrong("0.19.8", {"zero_optimization": {"stage": stage}, "ebbtide": key})
     assert sum("safe_get_full_optimizer_state" in str(row) for row in found) == told
+
+
+@pytest.mark.parametrize(("mib", "told"), [(64, 1), (1024, 0)])
+def test_the_shared_memory_of_a_container_is_told(monkeypatch, mib, told):
+    monkeypatch.setattr(memory.os, "statvfs", lambda _: SimpleNamespace(f_blocks=mib, f_frsize=2**20))
+    found = [finding for finding in memory.shared_memory() if "bus error" in finding.detail]
+    assert len(found) == told
+    assert all(f"{mib} MiB" in finding.detail and "--shm-size" in finding.fix for finding in found)

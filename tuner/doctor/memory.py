@@ -1,5 +1,6 @@
 """Host memory and cores: what the machine has, what this process may use, what a plan needs."""
 
+import os
 from typing import TYPE_CHECKING
 
 from ebbtide.simulator.limits import GIB
@@ -8,6 +9,9 @@ from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 if TYPE_CHECKING:
     from ebbtide.runtime.hardware.usable import Usable
+
+MIB = 2**20
+LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 MB
 
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
@@ -48,7 +52,27 @@ def limits(mine: "Usable") -> Finding:
 
 
 def shared_memory() -> list[Finding]:
-    """Name the shared memory that killed training processes have left."""
+    """Name what is short of shared memory, and what killed training processes have left there."""
+    from ebbtide.runtime.hardware.launcher import SHARED
+
+    try:
+        held = os.statvfs(SHARED)
+    except OSError:
+        return []
+    return [*_small(held.f_blocks * held.f_frsize), *_left()]
+
+
+def _small(size: int) -> list[Finding]:
+    if size >= LEAST_SHARED_BYTES:
+        return []
+    detail = (
+        f"/dev/shm has {size // MIB} MiB, as containers have by default. Ranks, NCCL and the workers of a DataLoader "
+        "share tensors through it, and end with a bus error where it is full"
+    )
+    return [slow("shared memory", detail, "start the container with --shm-size=8g or --ipc=host")]
+
+
+def _left() -> list[Finding]:
     from ebbtide.runtime.hardware.launcher import left_shared_buffers
 
     left = left_shared_buffers()
