@@ -241,6 +241,7 @@ def _print_training(console: Any, found: dict[str, Any]) -> None:
     for side, figures in found["memory"].items():
         if figures["rows"]:
             table.add_row("device memory", side, *_spread(figures), "-", "-")
+            table.add_row("  from published cells alone", side, *_spread(figures["as_published"]), "-", "-")
     console.print(table)
 
 

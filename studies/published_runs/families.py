@@ -60,11 +60,14 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the errors of device memory, over all families, on either side."""
-    return {
-        side: errors(said.gib / run.measured_gib - 1 for run, said in judged if run.measured_gib and belongs(run))
-        for side, belongs in SIDES.items()
-    }
+    """Return the errors of device memory, over all families, on either side, with those from published cells alone."""
+    found: dict[str, Any] = {}
+    for side, belongs in SIDES.items():
+        own = [(run, said) for run, said in judged if run.measured_gib and belongs(run)]
+        found[side] = errors(said.gib / (run.measured_gib or 1) - 1 for run, said in own)
+        told = [(run, said.gib if said.told_gib is None else said.told_gib) for run, said in own]
+        found[side]["as_published"] = errors(gib / (run.measured_gib or 1) - 1 for run, gib in told)
+    return found
 
 
 def errors(relative: Iterable[float]) -> dict[str, float]:

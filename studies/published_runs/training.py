@@ -7,7 +7,7 @@ no constant of a preset was found on them.
 import csv
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ ONE_SHARE = 0.57
 # DeepSpeed's version of a run that does not tell it: the newest that nearly all public runs are older than (0.19.5, of
 # August 2026, copies gradients in another way).
 UNTOLD_VERSION = "0.19.4"
+INFERRED = "?"  # behind a cell that is not published, but inferred from the source's rows that are not held out
 # DeepSpeed's keys that Hugging Face's integration sizes by the model where they are "auto".
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
@@ -66,10 +67,16 @@ class TrainingRun:
         return {"name": self.fields["model"], **numbers, **flags}
 
     @property
+    def as_published(self) -> "TrainingRun":
+        """Return the run without what was inferred."""
+        told = {name: "" if cell.endswith(INFERRED) else cell for name, cell in self.fields.items() if name != "note"}
+        return replace(self, fields={**self.fields, **told})
+
+    @property
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config that describes the run."""
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
-        if buckets := self.fields.get("buckets"):
+        if buckets := (self.fields.get("buckets") or "").removesuffix(INFERRED):
             zero |= dict.fromkeys(_BUCKETS, buckets)
         host: dict[str, Any] = {"device": "cpu"}
         if self.fields["pinned"]:  # blank: as DeepSpeed's version has it
@@ -123,6 +130,7 @@ class Prediction:
         low_s, high_s: ends of its interval.
         one_share_s: seconds with one share of the sheet for all GPUs.
         gib: peak device memory, with what PyTorch's allocator does not see where the row's figure has it.
+        told_gib: the same from published cells alone. None: as `gib`.
     """
 
     seconds: float
@@ -130,6 +138,7 @@ class Prediction:
     high_s: float
     one_share_s: float
     gib: float
+    told_gib: float | None = None
 
 
 def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
@@ -146,10 +155,20 @@ def predict_training(run: TrainingRun) -> Prediction:
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     low_s, high_s = interval_s(run.schedule, machine)
-    unseen = machine.device_reserved_bytes if run.fields["memory_kind"] == "device" else 0
     return Prediction(
-        result.iteration_s, low_s, high_s, _one_share_s(run, machine), (result.device_peak_bytes + unseen) / GIB
+        result.iteration_s,
+        low_s,
+        high_s,
+        _one_share_s(run, machine),
+        _gib(run, result.device_peak_bytes),
+        _gib(run.as_published, simulate_fast(run.as_published.schedule(machine), machine).device_peak_bytes),
     )
+
+
+def _gib(run: TrainingRun, peak_bytes: int) -> float:
+    """Return a peak as the row counts memory: of the whole device, or as PyTorch sees it."""
+    unseen = run.machine().device_reserved_bytes if run.fields["memory_kind"] == "device" else 0
+    return (peak_bytes + unseen) / GIB
 
 
 def _one_share_s(run: TrainingRun, machine: Machine) -> float:
