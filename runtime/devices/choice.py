@@ -25,8 +25,8 @@ def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Seq
         kind = "cuda" if on_cuda else "unified"
     if kind == "cuda" and torch.version.hip is not None:
         raise ValueError(
-            "a plan runs on NVIDIA's CUDA, but this PyTorch is built for ROCm "
-            f"{torch.version.hip}, where nothing of it was ever tried: train without a plan"
+            "a plan needs a PyTorch built for CUDA, but this one is built for ROCm "
+            f"{torch.version.hip}, which was never tested: train without a plan"
         )
     if kind == "cuda" and not on_cuda:
         raise ValueError("device 'cuda' needs a CUDA GPU, but there is none: use 'auto'")

@@ -85,8 +85,8 @@ class CudaDevice(Device):
         if error != 0:
             raise MemoryError(
                 f"page-locking {tensor.nbytes} bytes of host memory failed with CUDA error "
-                f"{error}: the host (or its container: docker run --memory) must have more free "
-                "memory, or use a smaller model per rank"
+                f"{error}. Free host memory, raise the container's limit (docker run --memory), "
+                "or train with fewer parameters per rank"
             )
         self._registered[tensor.data_ptr()] = tensor
 

@@ -55,7 +55,7 @@ class Completion:
         """
         if not self.issued.wait(WAIT_DEADLINE_S):
             raise BackgroundError(
-                f"{self.label!r} must be issued within {WAIT_DEADLINE_S:.0f} s, but was not: a lane is stuck"
+                f"{self.label!r} was not started within {WAIT_DEADLINE_S:.0f} s: a background thread hangs"
             )
         if self.error is not None:
             first_line, *_ = str(self.error).splitlines() or [""]

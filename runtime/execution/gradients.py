@@ -211,7 +211,7 @@ class HostGradients(Generic[Piece]):
         """Raises: RuntimeError: gradients have arrived that `close_window` does not know of."""
         if self._open:
             raise RuntimeError(
-                "homes.close_window() must be called behind a step's last gradient and before "
+                "close_window() must be called after the last gradient of a step and before "
                 "session.update(), but was not"
             )
 

@@ -21,13 +21,12 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero
     if plan.subgroup_count != len(subgroups):
         raise PlanError(
             f"plan.ways must cover {len(subgroups)} subgroups, but covers "
-            f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
-            f"the first without a partner; plan for sub_group_size {sub_group_size}"
+            f"{plan.subgroup_count}: plan again with `tune plan` for sub_group_size {sub_group_size}"
         )
     check_locations(plan, zero_stage)
     if plan.stores and not plan.drives:
         raise PlanError(
-            "plan.storage_dir must name a folder where a subgroup has placement 'stored', but got "
+            "plan.storage_dir must name a folder if a subgroup has placement 'stored', but got "
             f"{plan.storage_dir!r}: set it in the plan"
         )
 
@@ -39,10 +38,10 @@ def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str
             f"{sub_group_size}) if the model is the same, else plan again with `tune plan`"
         )
     if sum(plan.subgroups) != sum(subgroups):
-        return "the model, what of it is trained, or the number of ranks is another: plan again"
+        return "the model, its trainable parameters or the number of ranks differ: plan again with `tune plan`"
     return (
-        "parameters come in another order, or in several groups (without weight decay for some): "
-        "let `tune profile --train-script` look at the script, and plan for its workload "
+        "the order or the groups of the parameters differ (for example no weight decay for some). "
+        "Profile the script (`tune profile --train-script`), and plan for the profiled workload "
         "(`tune plan --workload`)"
     )
 

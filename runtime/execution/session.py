@@ -434,8 +434,8 @@ class Session:
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
             raise PlanError(
-                "plan.ways must be host for every subgroup of an optimizer that runs its own "
-                f"step, but got {plan.count('host')} of {plan.subgroup_count}"
+                "plan.ways must have placement 'host' for all subgroups of an optimizer that runs its own "
+                f"step(), but only {plan.count('host')} of {plan.subgroup_count} have it"
             )
         stored = stored_sizes(plan, self.engine.sizes())
         tensors = 1 + len(self.engine.update_rule().moments)

@@ -87,7 +87,7 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     if best and number < 2:
         raise PlanError(
             "The Trainer loads its best checkpoint at the end of training. With checkpoint.keep = 1 the "
-            "stored state of that checkpoint may be written over by then. Set checkpoint.keep to 2 or more"
+            "stored state of that checkpoint may be overwritten by then. Set checkpoint.keep to 2 or more"
             + ("." if keep else ", and give the state an empty folder.")
         )
     most = None if limit is None else limit.most
@@ -128,9 +128,8 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
     if opened is not None and opened.unclaimed:
         opened.close()
         raise StorageError(
-            "a folder that state is moved to while training runs must hold no other run's "
-            f"checkpoints, but {plan.drives} have those of steps {opened.unclaimed}: set another "
-            "plan.storage_dir"
+            "plan.storage_dir must hold no checkpoints of another run if state moves there during training, "
+            f"but {plan.drives} hold those of steps {opened.unclaimed}: set another plan.storage_dir"
         )
     return opened
 

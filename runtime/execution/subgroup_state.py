@@ -177,9 +177,8 @@ def _parameters(
         return location, device.device_empty(wire.numel(), wire.dtype).copy_(wire)
     except torch.OutOfMemoryError:
         logger.warning(
-            "the parameters of subgroup %d were planned to live on the device, but it has no "
-            "memory left for them: they stay in %s memory. Plan again with a smaller --gpu-memory "
-            "if this stays so.",
+            "no GPU memory is left for the parameters of subgroup %d, so they stay in %s memory. "
+            "If this repeats, plan again with a smaller --gpu-memory.",
             index,
             before.parameter_location,
         )
@@ -221,7 +220,7 @@ def staging_slots(
             break
     if len(slots) < wanted:
         logger.warning(
-            "the device has memory for %d of the plan's %d staging slots (plan.staging_slots)", len(slots), wanted
+            "there is GPU memory for only %d of the plan's %d staging buffers (plan.staging_slots)", len(slots), wanted
         )
     return slots
 
@@ -247,8 +246,8 @@ def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
             made = device.device_empty(state.elements, state.gradient.dtype)
         except torch.OutOfMemoryError:
             logger.warning(
-                "the device has memory for %d of the plan's %d sums of micro-batches "
-                "(plan.ways: sum_on_device): the others go to host memory and back",
+                "there is GPU memory for only %d of the plan's %d gradient sums (plan.ways: sum_on_device). "
+                "The other gradients are accumulated in host memory",
                 done,
                 len(states),
             )
@@ -259,8 +258,8 @@ def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
 
 def _warn_fallback(index: int, placement: Placement) -> None:
     logger.warning(
-        "subgroup %d was planned as %r, but the device has no memory left for it: it is updated "
-        "on the host instead. Plan again with a smaller --gpu-memory if this stays so.",
+        "subgroup %d was planned as %r, but no GPU memory is left for it, so the CPU updates it. "
+        "If this repeats, plan again with a smaller --gpu-memory.",
         index,
         placement,
     )

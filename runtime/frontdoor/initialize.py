@@ -105,7 +105,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     if not at(as_deepspeed_reads(config), f"{ZERO}.stage"):
         leave_to_stock(config)
         if at(config, f"{KEY}.checkpoint"):
-            logger.warning('"%s.checkpoint" has no effect there: DeepSpeed saves, when the script says so', KEY)
+            logger.warning('"%s.checkpoint" has no effect on this engine: DeepSpeed alone saves its checkpoints', KEY)
         return False
     return True
 

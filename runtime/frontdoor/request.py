@@ -57,7 +57,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
     if value.get("plan") is None and value.get("checkpoint") is None:
         raise RequestError(
             f'"{KEY}" in DeepSpeed\'s config must have "plan", "checkpoint" or both, but got '
-            f"{value!r}: to train as stock, leave the key out"
+            f"{value!r}: to train with DeepSpeed alone, remove the key"
         )
     return Request(_plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value))
 
@@ -76,7 +76,7 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
         meant = suggestion(value, ["auto"]) if isinstance(value, str) else ""
         raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}{meant}') from None
     raise RequestError(
-        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", a plan\'s file or its fields, but got {value!r}'
+        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", the path of a plan or its fields, but got {value!r}'
     )
 
 

@@ -47,10 +47,10 @@ def told(lock: Path) -> str:
     except OSError:
         since = "a moment ago"
     if is_stale(lock):
-        state = f"no process of this machine builds it any more: remove the file (rm {lock})"
+        state = f"no process on this machine is building it: delete the file (rm {lock})"
     else:
-        state = "it is being built"
-    return f"{lock.parent.name}'s build holds {lock} since {since}; {state}"
+        state = "The build is running"
+    return f"the build of {lock.parent.name} has held {lock} since {since}. {state}"
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     """
     if piece.dtype not in _KINDS or not piece.is_contiguous():
         raise ValueError(
-            f"a piece must be contiguous and of one of the dtypes {tuple(_KINDS)}, but got "
+            f"a hashed tensor must be contiguous and of one of the dtypes {tuple(_KINDS)}, but got "
             f"{piece.dtype} with strides {piece.stride()}"
         )
     if piece.dtype != torch.float32:

@@ -41,7 +41,7 @@ def _compiler() -> str:
     if compiler is None:
         raise MissingCompilerError(
             f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "  # noqa: S608 - prose
-            "install g++, or set CXX to another compiler that knows -fopenmp"
+            "install g++, or set CXX to another compiler that supports -fopenmp"
         )
     return compiler
 

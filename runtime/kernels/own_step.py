@@ -35,7 +35,7 @@ class OwnStep:
         return 0
 
     def scalars(self, scale: float) -> np.ndarray:
-        raise NotImplementedError("an optimizer's own step takes no scalars")
+        raise NotImplementedError("an optimizer that runs its own step takes no scalars")
 
 
 class OwnStepRule(UpdateRule):
@@ -78,7 +78,7 @@ class OwnStepRule(UpdateRule):
     ) -> None:
         del threads  # the kernels' own; this is torch
         assert isinstance(step, OwnStep)
-        assert source is None, "an optimizer that runs its own step is never guessed"
+        assert source is None, "an optimizer that runs its own step is never updated early"
         if torch.get_num_threads() != step.threads:
             torch.set_num_threads(step.threads)
         step.master.grad = self._unscaled(state[0], parts)
@@ -139,7 +139,7 @@ class OwnStepRule(UpdateRule):
         raise NotImplementedError("see next_step")
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        raise NotImplementedError("there is no op of DeepSpeed's to ask")
+        raise NotImplementedError("an optimizer that runs its own step has no DeepSpeed op")
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:

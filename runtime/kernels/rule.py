@@ -173,9 +173,9 @@ def vector_width(rule: type[UpdateRule], op: Any) -> int:
     if len(equal) != 1:
         raise UnknownRoundingError(
             f"DeepSpeed's cpu_{rule.name} op must round as its AVX-512, AVX2, NEON or scalar build "
-            f"with fused multiply-add does, but {getattr(op, '__file__', op)} fits {len(equal)} of "
-            "them, so that no other kernel could have its bits: delete that file and let DeepSpeed "
-            "build it anew on this machine (CXX=g++), or train without a plan"
+            f"with fused multiply-add does, but {getattr(op, '__file__', op)} matches {len(equal)} of "
+            "them, so a plan could not give the same bits. Delete that file so that DeepSpeed builds "
+            "it again on this machine (CXX=g++), or train without a plan"
         )
     return equal[0]
 

@@ -74,8 +74,8 @@ def recounts(op: Any) -> bool:
     if len(equal) != 1:
         raise UnknownRoundingError(
             "DeepSpeed's cpu_adam op must count steps as its releases from 0.18.6 on do, but "
-            f"{getattr(op, '__file__', op)} fits {len(equal)} of the two ways that are known: "
-            "delete that file and let DeepSpeed build it anew, or train without a plan"
+            f"{getattr(op, '__file__', op)} matches {len(equal)} of the two known ways. "
+            "Delete that file so that DeepSpeed builds it again, or train without a plan"
         )
     return equal[0]
 

@@ -92,7 +92,11 @@ class _Automatic:
         )
         result = attempted(lambda: by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes)))
         if result is not None and result.iteration_s < result.current_s:
-            logger.info("plan='auto': %.3f s expected instead of %.3f s", result.iteration_s, result.current_s)
+            logger.info(
+                "plan='auto': new plan, %.3f s per iteration expected instead of %.3f s",
+                result.iteration_s,
+                result.current_s,
+            )
             current = result.plan
         own.switch(current)
         watch(own, machine, workload, replan=False, show=self.show)

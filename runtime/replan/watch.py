@@ -76,7 +76,7 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
         try:
             machine = machine.with_rates(**{name: value})
         except ValueError as error:
-            logger.info("ebbtide: an observed rate is left out: %s", error)
+            logger.info("ebbtide: a measured rate is ignored: %s", error)
     return machine
 
 
@@ -86,7 +86,7 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
         return plan()
     except Exception:  # an observation never ends a run
         logger.warning(
-            "ebbtide: planning from observed steps failed. Training goes on with the present plan. Please report this.",
+            "ebbtide: planning from observed steps failed. Training goes on with the current plan. Please report this.",
             exc_info=True,
         )
         return None
@@ -132,7 +132,7 @@ class Watch:
         if own.engine.any_rank(better):
             if result is not None:
                 logger.info(
-                    "switching plans after step %d: %.3f s expected instead of %.3f s",
+                    "new plan after step %d: %.3f s per iteration expected instead of %.3f s",
                     self.steps,
                     result.iteration_s,
                     result.current_s,
@@ -150,8 +150,8 @@ def watch(session: Session, machine: Machine, workload: Workload, *, replan: boo
     sizes = session.engine.sizes()
     if sizes != workload.subgroups:
         raise ValueError(
-            "the workload must be the engine's own, but it has "
-            f"{len(workload.subgroups)} subgroups and the engine {len(sizes)} of other sizes: "
+            "workload must have the engine's subgroups, but its "
+            f"{len(workload.subgroups)} subgroups are not the engine's {len(sizes)}: "
             "profile again with `tune profile`"
         )
     watcher = Watch(session, machine, workload, replan, show)

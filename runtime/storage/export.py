@@ -35,7 +35,7 @@ def export(directory: Path, tag: str, target: Path) -> Path:
     if problems:
         raise CheckpointError(f"the checkpoint to export, {source}, must be whole: {problems[0]}")
     if made.exists():
-        raise CheckpointError(f"there must be no {made} yet: give another folder, or remove it")
+        raise CheckpointError(f"{made} exists already: give another folder, or delete it")
     staging = target / f".{tag}.export"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

@@ -31,7 +31,7 @@ class ExtentFile(OutputFile):
             free = folder.f_bavail * folder.f_frsize + held
             if free < self._size:
                 raise StorageError(
-                    f"{self.path.parent} must have {self._size} bytes free for the state planned "
+                    f"{self.path.parent} must have {self._size} bytes free for the state that the plan stores "
                     f"there, but has {free}: make room, give another directory, store fewer "
                     "subgroups, or keep fewer steps"
                 )
@@ -79,7 +79,7 @@ class ExtentFile(OutputFile):
     def _cut_short(self, size_bytes: int) -> StorageError:
         return StorageError(
             f"{self.path} must have {self._size} bytes, but has {size_bytes}: it was deleted or "
-            "cut short; restore it, or start from a checkpoint elsewhere"
+            "truncated. Restore it, or resume from a checkpoint in another folder"
         )
 
     def sync(self) -> None:
@@ -102,6 +102,6 @@ class ExtentFile(OutputFile):
     def _explain(self, error: OSError, doing: str = "writing") -> Exception:
         return StorageError(
             f"{doing} {self.path} failed: {error.strerror or error} "
-            f"({errno.errorcode.get(error.errno or 0, error.errno)}); the steps that were "
-            "committed before are intact: look at the drive, then resume"
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}). Checkpoints that were "
+            "committed before are intact. Check the drive, then resume"
         )

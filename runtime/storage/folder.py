@@ -106,8 +106,8 @@ class Folders:
             self._write(page)
         except OSError as error:
             raise StorageError(
-                f"writing {self._path(self._drives[0], STORE)} failed: {error.strerror or error}; "
-                "what is stored already is intact: make room, or store no further subgroups"
+                f"writing {self._path(self._drives[0], STORE)} failed: {error.strerror or error}. "
+                "State that is already stored is intact. Free space, or store fewer subgroups"
             ) from error
         self._page = page
 
@@ -117,10 +117,9 @@ class Folders:
         if there != list(range(len(there))):
             names = [str(drive.directory) for drive in self._drives]
             raise StorageError(
-                "the directories of stored state must be given in the order in which it was "
-                f"written, but {names} hold the drives "
-                f"{[page and page.drive for page in pages]} of it: put them in order, or give "
-                "empty ones"
+                "the directories of stored state must have the order in which they were first used, "
+                f"but {names} hold the drives {[page and page.drive for page in pages]}. Put them in that "
+                "order, or give empty directories"
             )
 
     def _write(self, page: StorePage) -> None:
@@ -148,8 +147,8 @@ class Folders:
             self._files.write_durably(self._steps, dump(page), "steps")
         except OSError as error:
             raise StorageError(
-                f"writing {self._steps} failed: {error.strerror or error}; the steps committed "
-                "before are intact: look at the drive, then resume"
+                f"writing {self._steps} failed: {error.strerror or error}. Checkpoints committed "
+                "before are intact. Check the drive, then resume"
             ) from error
         self._files.point("steps_committed")
 
@@ -180,7 +179,7 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
         return None
     except (OSError, ManifestError) as error:
         raise StorageError(
-            f"{path} cannot be read: {error}; the state beside it is not touched: restore the "
+            f"{path} cannot be read: {error}. The state in this folder is unchanged. Restore the "
             "file, or give another directory"
         ) from error
 
@@ -209,9 +208,9 @@ def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
         )
     had, wants = (f"{value!s:.80}" for value in (found, wanted))
     raise StorageError(
-        f"the state stored in {directory} must be used as it was written, but it has {field} = "
-        f"{had} and this run wants {wants}: resume with what it was written with (plan, "
-        "ranks, directories in their order), or give an empty directory"
+        f"the state stored in {directory} must be resumed as it was written, but it has {field} = "
+        f"{had} and this run wants {wants}. Resume with the same plan, number of ranks and order of "
+        "directories, or give an empty directory"
     )
 
 

@@ -32,10 +32,10 @@ def missing_state(checkpoint: Path) -> str:
             page = parse(path.read_bytes(), CheckpointPage, path.name)
             steps = read_page(file_of(Path(page.directories[0]), page.rank, STEPS), StepsPage, Files())
         except (OSError, ManifestError, StorageError) as error:
-            return f"state cannot be found: {error}"
+            return f"its stored state cannot be found: {error}"
         if steps is None or steps.nonce != page.store:
-            return f"its state is not in {page.directories[0]}"
+            return f"its stored state is not in {page.directories[0]}"
         if all(step.name != page.name for step in steps.steps):
-            return "a hull: later steps wrote over its stored state"
+            return "cannot be loaded: later steps overwrote its stored state"
         rank += 1
     return ""

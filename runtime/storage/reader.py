@@ -80,16 +80,16 @@ class StepReader:
         steps = read_page(path, StepsPage, self._files)
         if steps is None or steps.nonce != self._page.store:
             raise StorageError(
-                f"the checkpoint's state must lie in {self._directories[0]}, but there is "
-                f"{'none' if steps is None else 'that of another run'}: bring the directory back "
+                f"the checkpoint's state must be in {self._directories[0]}, but there is "
+                f"{'none' if steps is None else 'that of another run'}: move the directory back "
                 "to where it was"
             )
         found = next((s for s in steps.steps if s.name == self._page.name), None)
         if found is None:
             raise StorageError(
-                f"the state of step {self._page.step} in {self._directories[0]} was written over "
-                f"by later steps; it holds the steps {[s.step for s in steps.steps]}: load one of "
-                "them, and raise checkpoint.keep to keep more"
+                f"the state of step {self._page.step} in {self._directories[0]} was overwritten "
+                f"by later steps. Load one of the steps {[s.step for s in steps.steps]} instead, and "
+                "raise checkpoint.keep to keep more"
             )
         return found
 
@@ -97,7 +97,7 @@ class StepReader:
         path = file_of(self._directories[0], self._page.rank, STORE)
         store = read_page(path, StorePage, self._files)
         if store is None:
-            raise StorageError(f"{path} must be there, but is not: bring it back")
+            raise StorageError(f"{path} is missing: restore it")
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:
@@ -127,8 +127,8 @@ class StepReader:
     def _damaged(self, record: ExtentRecord) -> DamagedError:
         return DamagedError(
             f"the state of subgroup {record.subgroup} at step {self._page.step} in "
-            f"{self._directories[0]} is not what was written there: a block is torn, or bits have "
-            "flipped. Load an earlier checkpoint, and look at the drive"
+            f"{self._directories[0]} is damaged: its hash is not the one that was written. "
+            "Load an earlier checkpoint, and check the drive"
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:

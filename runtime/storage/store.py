@@ -185,7 +185,7 @@ class ExtentStore:
                     (file.check if steps else file.reserve)()
             except OSError as error:
                 raise StorageError(
-                    f"directories for stored state must take files, but "
+                    f"the directories for stored state must be writable, but "
                     f"{[str(drive.directory) for drive in drives]} gave: {error}"
                 ) from error
             undo.pop_all()
@@ -273,9 +273,8 @@ class ExtentStore:
                 self._notify()
         if check and hashes != held.hashes[extent]:
             raise DamagedError(
-                f"the state of subgroup {subgroup} in {self._where()} is not what was written "
-                "there: a block is torn, or bits have flipped. Resume from an earlier step or "
-                "another checkpoint, and look at the drive"
+                f"the state of subgroup {subgroup} in {self._where()} is damaged: its hash is not the "
+                "one that was written. Resume from an earlier checkpoint, and check the drive"
             )
         with self._condition:
             if check:  # else a load may have asked for it meanwhile
@@ -335,7 +334,7 @@ class ExtentStore:
 
     def _free_extent(self, subgroup: int) -> int:
         held = self._subgroups[subgroup]
-        waiting = self._telling(f"a commit, for whose room subgroup {subgroup} waits,")
+        waiting = self._telling(f"a commit that frees space for subgroup {subgroup}")
         while True:
             kept = {record.extent for step in self._steps for record in step.extents if record.subgroup == subgroup}
             kept |= {e for one in self._announced.values() if (e := held.of(one)) is not None}
@@ -358,8 +357,8 @@ class ExtentStore:
         waiting.stuck(stuck_s)
         if stuck_s > self._deadline_s:
             raise StorageError(
-                f"{rule} within {self._deadline_s:g} s, but {fact}: a drive hangs, or what is "
-                "waited for was never begun"
+                f"{rule} within {self._deadline_s:g} s, but {fact}: the drive hangs or is too slow. "
+                "Check the drive, then resume"
             )
         self._condition.wait(min(1.0, self._deadline_s / 4))
 
@@ -420,10 +419,9 @@ class ExtentStore:
         with self._condition:
             if self._unclaimed:
                 raise StorageError(
-                    f"{self._where()} holds the state of checkpoints (steps {self._unclaimed}) "
-                    "that this run has not resumed from and would write over: load one of them, "
-                    "export them (`tune checkpoint export`) and delete them, or give another "
-                    "directory"
+                    f"{self._where()} holds the state of checkpoints (steps {self._unclaimed}) that this "
+                    "run would overwrite, because it did not resume from them. Resume from one of them, "
+                    "export (`tune checkpoint export`) and delete them, or give another directory"
                 )
             self._due = self._clock = self._clock + 1
             return self._clock
@@ -565,9 +563,9 @@ class ExtentStore:
             StorageError: there is no such step.
         """
         with self._condition:
-            waiting = self._telling("what is being read")
+            waiting = self._telling("the reads in progress")
             while any(held.reads for held in self._subgroups.values()):  # the next step's
-                self._wait(waiting, "what is being read must arrive", "it did not")
+                self._wait(waiting, "the reads in progress must end", "they did not")
             found = [s for s in self._steps if (s.name == name if name else step in (None, s.step))]
             if not found:
                 raise StorageError(
@@ -609,7 +607,7 @@ class ExtentStore:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise StorageError(f"the state on storage is out of use since an error: {self._failure}") from self._failure
+            raise StorageError(f"the stored state cannot be used after an error: {self._failure}") from self._failure
 
     def close(self) -> None:
         """End the threads and give the directories to others. Views stay readable."""

@@ -68,8 +68,8 @@ def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:
     """A page that the drive does not deliver ends the process by SIGBUS; the last words say why."""
     text = (
         f"ebbtide: state on storage could not be read from {', '.join(paths)}: the drive failed "
-        "(dmesg says how), or the file was cut. This process ends by SIGBUS. The last checkpoint "
-        "is as it was: look at the drive, then resume from it or from another one.\n"
+        "(see dmesg), or the file was truncated. This process ends by SIGBUS. The last checkpoint "
+        "is intact. Check the drive, then resume.\n"
     )
     with contextlib.suppress(host.MissingCompilerError):  # who only reads steps needs none
         number = _library().ebbtide_explain(address, len(memory), text.encode())

@@ -17,7 +17,7 @@ from ebbtide.runtime.storage.errors import StorageError
 logger = logging.getLogger("ebbtide")
 
 Job = Callable[["Bounce"], None]
-_STUCK = "ebbtide: waiting for storage: %s has stood still for %.1f s"
+_STUCK = "ebbtide: waiting for storage: %s made no progress for %.1f s"
 TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as long
 
 
@@ -51,7 +51,7 @@ class Telling:
 
     def stuck(self, stuck_s: float) -> None:
         if stuck_s >= self._next_s:
-            logger.warning(_STUCK + "; %.0f s are an error", self._what, stuck_s, self._deadline_s)
+            logger.warning(_STUCK + " (error after %.0f s)", self._what, stuck_s, self._deadline_s)
             self._next_s = 2 * stuck_s
 
 
@@ -103,8 +103,8 @@ class Transfer:
                 telling.stuck(stuck_s)
                 if stuck_s > deadline_s:
                     self._error = StorageError(
-                        f"{what} must go on within {deadline_s:g} s, but no block arrived for "
-                        f"{stuck_s:.1f} s: the drive hangs; look at it, then resume"
+                        f"{what} must make progress within {deadline_s:g} s, but no block arrived for "
+                        f"{stuck_s:.1f} s: the drive hangs. Check the drive, then resume"
                     )
                     break
                 self._condition.wait(min(1.0, deadline_s / 4))

@@ -323,13 +323,13 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
     name = type(optimizer.optimizer).__name__
     if plan.subgroup_size < largest:
         raise ConfigError(
-            f"plan.subgroup_size must be at least {largest} for {name}, whose own step updates a "
-            f'whole partition below ZeRO-3, but got {plan.subgroup_size}: use "plan": "auto"'
+            f"plan.subgroup_size must be at least {largest} for {name}, which updates a whole "
+            f'partition at a time under ZeRO-1 and 2, but got {plan.subgroup_size}: use "plan": "auto"'
         )
     if plan.count("host") < plan.subgroup_count:
         logger.warning(
-            "%s runs its own step, for which there is no kernel on the device: every subgroup is "
-            "updated on the host, whatever the plan says",
+            "%s runs its own step(), for which ebbtide has no GPU kernel: the CPU updates every subgroup, "
+            "whatever the plan says",
             name,
         )
     return on_the_host(plan)
@@ -392,8 +392,8 @@ def _report(session: Session) -> None:
     plan = session.plan
     elements = sum(state.elements for state in session.executor.states)
     logger.info(
-        "ebbtide: %d subgroups on %s: %d host, %d device, %d resident, %d stored; %.1f bytes of "
-        "host memory per parameter",
+        "ebbtide: %d subgroups on %s: %d updated by the CPU, %d staged to the GPU, %d resident on the GPU, "
+        "%d stored on a drive. %.1f bytes of host memory per parameter",
         plan.subgroup_count,
         session.device.name,
         plan.count("host"),
@@ -417,8 +417,8 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     asked = checkpoint.dir is not None or checkpoint.interval_steps > 0
     if engine.use_node_local_storage() and not one_node() and not asked:
         logger.warning(
-            "checkpoint.use_node_local_storage is true, and ranks are on several nodes: DeepSpeed "
-            "saves and loads by itself, while training waits"
+            "checkpoint.use_node_local_storage is true and ranks are on several nodes, so DeepSpeed alone "
+            "saves and loads checkpoints, and training waits for each save"
         )
         return
     live = LiveState()

@@ -79,18 +79,18 @@ def check_host_memory(
     needed *= ranks
     available = usable().free_bytes if available_bytes is None else available_bytes
     logger.info(
-        "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",
+        "ebbtide: the plan needs %.2f GiB of host memory on this machine (%d ranks), and %.2f GiB are free",
         needed / 2**30,
         ranks,
         available / 2**30,
     )
     if needed > available:
         raise ConfigError(
-            "host memory must hold the state and the gradients of all parameters that are not "
-            "resident, and their slots: "
+            "host memory must hold the state, gradients and buffers of all subgroups that are not "
+            "resident on the GPU: "
             f"{needed / 2**30:.2f} GiB for {ranks} rank(s) on this machine, but got "
             f"{available / 2**30:.2f} GiB free ({(needed - available) / 2**30:.2f} GiB missing): "
-            "plan again with a larger --gpu-memory (more residents), train on more machines, or "
+            "plan again with a larger --gpu-memory, train on more machines, or "
             "free memory"
         )
 

@@ -412,7 +412,7 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
         elements = sum(map(int, optimizer.fp16_partitioned_groups_flat_numel))
         raise PlanError(
             "zero_optimization.offload_param.max_in_cpu must hold all of this rank's "
-            f"{elements} parameters where state is stored (offload_optimizer.device 'nvme'), but "
+            f"{elements} parameters if state is on a drive (offload_optimizer.device 'nvme'), but "
             f"got {optimizer.max_params_in_cpu}: raise it, or set offload_param.device to cpu"
         )
 

@@ -40,7 +40,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
         len(stored),
         count,
         folder,
-        "as an earlier run has left it" if before else f"this rank's host memory takes {room / GIB:.2f} GiB",
+        "an earlier run stored it there" if before else f"this rank's host memory has room for {room / GIB:.2f} GiB",
     )
     made = _plan(engine, sizes, stored, slots)
     return made.model_copy(update={"storage_dir": str(folder)})

@@ -27,7 +27,7 @@ def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
     ninja = subprocess.Popen(["sleep", "60"], cwd=lock.parent)
     try:
         assert not builds.is_stale(lock)
-        assert "is being built" in builds.told(lock)
+        assert "The build is running" in builds.told(lock)
     finally:
         ninja.kill()
         ninja.wait()
@@ -52,5 +52,5 @@ def test_a_start_that_waits_says_for_what_and_since_when(lock, caplog):
     finally:
         builds.logger.removeHandler(handler)
         lock.unlink(missing_ok=True)
-    assert f"cpu_adam's build holds {lock} since" in caplog.text
+    assert f"the build of cpu_adam has held {lock} since" in caplog.text
     assert f"rm {lock}" in caplog.text

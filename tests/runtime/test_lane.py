@@ -70,7 +70,7 @@ def test_a_stuck_lane_is_told_instead_of_waited_for(lane, monkeypatch):
     monkeypatch.setattr(lane_module, "WAIT_DEADLINE_S", 0.05)
     release, stuck = threading.Event(), Completion("copy of subgroup 3")
     lane.submit(lambda: release.wait(10), [], stuck)
-    with pytest.raises(BackgroundError, match="'copy of subgroup 3' must be issued within"):
+    with pytest.raises(BackgroundError, match="'copy of subgroup 3' was not started within"):
         stuck.wait_host()
     assert not stuck.ended
     release.set()

@@ -54,4 +54,4 @@ def test_an_engine_with_another_micro_batch_warns_before_its_first_step(caplog):
         ebbtide.runtime.attach(engine, plan, device=device_of(next(iter(DEVICES))))
     engine.destroy()
     (said,) = [r.getMessage() for r in caplog.records if r.name == "ebbtide"]
-    assert f"the plan counts on {here + 1}, this is {here}" in said
+    assert f"micro-batch size: {here + 1} in the plan, {here} in training" in said

@@ -32,7 +32,7 @@ def test_the_width_is_that_of_the_build_and_not_of_the_machine(rule, build):
     needs(build)
     op = stock_op(rule.name, build)
     if build == "unfused":
-        with pytest.raises(UnknownRoundingError, match=r"op\.so fits 0 of them.*build it anew"):
+        with pytest.raises(UnknownRoundingError, match=r"op\.so matches 0 of them.*builds it again"):
             vector_width(rule, op)
     else:
         assert vector_width(rule, op) == WIDTHS.get(build, NO_VECTORS)

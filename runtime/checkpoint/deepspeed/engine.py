@@ -197,7 +197,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             CheckpointError: an earlier checkpoint failed, on any rank; the engine was destroyed.
         """
         if self._closed:
-            raise CheckpointError("the engine was destroyed: it saves and loads no more")
+            raise CheckpointError("this engine was destroyed, so it can no longer save or load checkpoints")
         begin = time.monotonic()
         name = checked_name(save_dir, tag, self._engine.global_steps)
         folder = Path(save_dir).absolute()
@@ -213,7 +213,10 @@ class LazyCheckpointEngine(CheckpointEngine):
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
         verdict = self._agree_to_begin(str(folder / name))
         if verdict.running:
-            logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
+            logger.info(
+                "checkpoint %s was skipped, because an earlier one is still being written (checkpoint.busy is 'skip')",
+                name,
+            )
             return False
         # Of another engine of this process, too: one attempt at a time in a folder, since what is
         # left over there is removed first.

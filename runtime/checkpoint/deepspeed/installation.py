@@ -69,7 +69,7 @@ def _refuse_unsupported(engine: Any) -> None:
         )
     if engine.use_node_local_storage() and not one_node():
         raise CheckpointError(
-            "ranks commit through a folder they all see, but got "
+            "checkpoints must go to a folder that all ranks share, but got "
             "checkpoint.use_node_local_storage=true: set it to false and save to shared storage"
         )
 

@@ -129,8 +129,8 @@ class Loading:
             return ""
         if self._live.stored is None:
             return (
-                "the state lies on storage, where an engine under a plan finds it: attach one "
-                "(ebbtide.runtime.initialize), or `tune checkpoint export` it"
+                "the optimizer state is on a drive, where only an engine with a plan finds it. Build the "
+                "engine with ebbtide.initialize, or export the checkpoint (`tune checkpoint export`)"
             )
         return self._live.stored.problem(page)
 

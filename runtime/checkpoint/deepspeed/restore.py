@@ -37,8 +37,8 @@ class Choice:
     @property
     def summary(self) -> str:
         """Return one line for the log."""
-        chosen = "no checkpoint verifies" if self.tag is None else f"resuming from {self.tag!r}"
-        over = "; ".join(f"passed over {tag!r}: {why}" for tag, why in self.passed_over.items())
+        chosen = "no checkpoint is intact" if self.tag is None else f"resuming from {self.tag!r}"
+        over = "; ".join(f"skipped {tag!r}: {why}" for tag, why in self.passed_over.items())
         return f"{chosen}{'; ' + over if over else ''}"
 
 
@@ -144,12 +144,12 @@ class Resumption:
     def _problem(self, copy: "Candidate") -> str:
         if copy.ours:
             problems = self._problems(copy.directory, copy.tag)
-            more = f" and {len(problems) - 1} problems more" if len(problems) > 1 else ""
+            more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
             return f"{problems[0]}{more}" if problems else ""
         if not copy.folder.is_dir():
             return "there is no such folder"
         if (copy.folder / RANKS_FOLDER).exists():
-            return f"it has no {GLOBAL_NAME}: it was not committed, or was torn since"
+            return f"it has no file {GLOBAL_NAME}: it was never committed, or was damaged later"
         return ""  # DeepSpeed's own: nothing tells whether it is whole
 
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
@@ -166,9 +166,9 @@ class Resumption:
         if good.folder is None:
             good = newest_of(siblings(load_dir), self._problems, when=committed_at)
         if good.folder is None:
-            return "No other checkpoint here is whole"
+            return "There is no other whole checkpoint here"
         return (
-            f"The newest one that is: {good.folder} of step {good.step} "
+            f"The newest whole checkpoint: {good.folder} of step {good.step} "
             f"(load_dir={str(good.directory)!r}, tag={good.tag!r})"
         )
 

@@ -146,7 +146,7 @@ def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str
     name = f"global_step{step}" if tag is None else str(tag)
     if not name or "/" in name or "\0" in name or name.startswith(".") or name == "latest":
         raise CheckpointError(
-            f"a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; but got {name!r}"
+            f"a tag must name a folder ('latest', '/' and a leading '.' are not allowed), but got {name!r}"
         )
     return name
 
@@ -154,8 +154,8 @@ def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str
 @cache  # once: the next checkpoint says nothing new
 def _say_unreadable(name: str, what: str) -> None:
     warnings.warn(
-        f"{name} holds what cannot be loaded again, because loading executes nothing "
-        f"(torch.load with weights_only=True): {what}. Give client_state plain data in its place, "
-        "or call torch.serialization.add_safe_globals with the class before load_checkpoint",
+        f"{name} holds an object that torch.load(weights_only=True) will refuse to load: {what}. "
+        "Save plain data in client_state instead, or call torch.serialization.add_safe_globals with the "
+        "class before load_checkpoint",
         stacklevel=2,
     )

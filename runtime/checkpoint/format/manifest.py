@@ -140,7 +140,7 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
         version = body.get("format", FORMAT) if isinstance(body, dict) else FORMAT
         if isinstance(version, int) and version > FORMAT:
             raise ManifestError(
-                f"{name} has manifest format {version}, this ebbtide reads up to {FORMAT}: upgrade ebbtide"
+                f"{name} has manifest format {version}, but this ebbtide reads formats up to {FORMAT}: upgrade ebbtide"
             )
         page = kind.model_validate_json(json.dumps(body))
     except ManifestError:
@@ -149,7 +149,7 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
         raise ManifestError(f"{name} is not a manifest: {error.errors()[0]['msg']}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind_of = type(error).__name__
-        raise ManifestError(f"{name} is torn or not a manifest ({kind_of})") from None
+        raise ManifestError(f"{name} is truncated or not a manifest ({kind_of})") from None
     if dump(page) != data:
         raise ManifestError(f"{name} was altered: its bytes do not match its hash {stated_hash!r}")
     return page

@@ -85,7 +85,7 @@ class OutputFile:
     def _explain(self, error: OSError) -> Exception:
         return CheckpointError(
             f"writing {self._path} failed: {error.strerror or error} "
-            f"({errno.errorcode.get(error.errno or 0, error.errno)}); the checkpoint is abandoned, "
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}). This checkpoint is abandoned, "
             "earlier ones are intact"
         )
 

@@ -50,8 +50,8 @@ class OnStorage:
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._assert, (
             False,
-            "the optimizer's state of this checkpoint lies on storage and not in its files: "
-            "`tune checkpoint export` writes a checkpoint with all of it, for every reader",
+            "the optimizer state of this checkpoint is on a drive and not in its files. "
+            "`tune checkpoint export` writes an ordinary DeepSpeed checkpoint with all state",
         )
 
 
@@ -85,7 +85,7 @@ def enum_member(kind: Any, name: Any) -> enum.Enum:
     """
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]
-    raise TypeError(f"getattr may give a member of an enum alone, not {kind}.{name}")
+    raise TypeError(f"getattr may only return a member of an enum, but got {kind}.{name}")
 
 
 def _numpy_classes() -> Iterator[Allowed]:

@@ -74,7 +74,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
         raise CheckpointError(
             f"{path} must hold tensors and plain data only, readable by "
             f"torch.load(weights_only=True), but {why}. "
-            "Classes of your own in client_state: allow them with "
+            "Allow your own classes in client_state with "
             "torch.serialization.add_safe_globals, if you trust the file"
         ) from error
 
@@ -137,7 +137,7 @@ def _elsewhere(
     found = into.get(where)
     if found is None or found.shape != shape.shape:
         raise CheckpointError(
-            f"{path} must be loaded by an engine under a plan, since {where} lies on storage and "
+            f"{path} must be loaded by an engine with a plan, because {where} is on a drive and "
             "not in the file: use ebbtide.initialize with the plan that wrote it, or export the "
             "checkpoint (`tune checkpoint export`)"
         )

@@ -252,7 +252,7 @@ class Commit:
         if voted != expected:
             raise CheckpointError(
                 "all ranks must save the same step under the same tag, but rank "
-                f"{manifest.rank} voted for (attempt, tag, step, world size) {voted}, rank 0 has "
+                f"{manifest.rank} voted for (attempt, tag, step, world size) {voted} and rank 0 for "
                 f"{expected}"
             )
 
@@ -277,7 +277,7 @@ class Commit:
                 return
             self._raise_aborts()
             if not a.staging.exists() and not self.is_committed():
-                raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
+                raise CheckpointError(f"rank 0 abandoned checkpoint {a.tag!r}")
 
     def _await_latest(self) -> None:
         """Wait until rank 0 has written ``latest``, so that this rank can read it as after stock's barrier.
@@ -311,8 +311,8 @@ class Commit:
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
             f"checkpoint {self._attempt.tag!r}: {what()} must come within {deadline_s:g} s "
-            f"(checkpoint.deadline_s) of this rank's own, {grace.GRACE_S:g} s after a SIGTERM, but "
-            "did not: a rank died, hangs, or is slow; nothing was committed by this rank"
+            f"(checkpoint.deadline_s; {grace.GRACE_S:g} s after a SIGTERM), but did not. "
+            "A rank died, hangs or is slow. This rank committed nothing"
         )
 
     def _raise_aborts(self) -> None:

@@ -93,8 +93,8 @@ def verify(
     folder = Path(directory) / tag
     if not (folder / GLOBAL_NAME).is_file():
         raise CheckpointError(
-            f"a checkpoint of ebbtide has a file {GLOBAL_NAME}, but {folder} has none: it is "
-            "missing, or was written without ebbtide and cannot be verified"
+            f"{folder} has no file {GLOBAL_NAME} and cannot be verified: the file is "
+            "missing, or the checkpoint was written without ebbtide"
         )
     try:
         page = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)

@@ -66,13 +66,13 @@ class Peers:
         if self.world_size == 1:
             return [mine]
         if self._group is None:
-            raise CheckpointError("the engine was destroyed: it saves and loads no more")
+            raise CheckpointError("this engine was destroyed, so it can no longer save or load checkpoints")
         every: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(every, mine, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(
-                f"every rank must come to the checkpoint within {self._deadline_s:g} s "
+                f"every rank must reach the checkpoint within {self._deadline_s:g} s "
                 f"(checkpoint.deadline_s), but one did not: {error}"
             ) from error
         return every

@@ -63,7 +63,7 @@ def being_read(folder: Path) -> Iterator[None]:
     with (folder / GLOBAL_NAME).open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         if not (folder / GLOBAL_NAME).exists():
-            raise CheckpointError(f"{folder} was pruned while it was opened: load again")
+            raise CheckpointError(f"{folder} was deleted as an old checkpoint while it was being opened: load again")
         yield
 
 

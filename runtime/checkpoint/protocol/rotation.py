@@ -115,7 +115,7 @@ class Note:
         """
         with self._keeping:
             if self._over.is_set():
-                raise FileNotFoundError("the attempt is over: nothing is kept any more")
+                raise FileNotFoundError("this checkpoint has ended, so its files are no longer kept")
             number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
             place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
             temporary = place.with_name(f".{place.name}")

@@ -92,7 +92,7 @@ class BlockWriter:
 
     def cancel(self) -> None:
         """Writers stop after the block they are at."""
-        self._fail(Cancelled("this checkpoint gave way to a newer one"))
+        self._fail(Cancelled("this checkpoint was cancelled for a newer one"))
 
     # -- the update's side
 
@@ -166,10 +166,9 @@ class BlockWriter:
         self._notice_dead_writers()
         if waited > self._deadline_s:
             raise CheckpointError(
-                f"storage must write a block within {self._deadline_s:g} s "
-                f"(checkpoint.deadline_s), but made no progress for {waited:.1f} s while an update "
-                "waits for its state to be written: give the checkpoint a larger "
-                "copy_budget_bytes, or look at the disk"
+                f"the drive must write a block within {self._deadline_s:g} s (checkpoint.deadline_s), but "
+                f"made no progress for {waited:.1f} s. An optimizer update waits for it. Check the drive, "
+                "or raise checkpoint.copy_budget_bytes"
             )
 
     # -- the writers' side
@@ -318,7 +317,7 @@ class BlockWriter:
 
     def _stop(self) -> None:
         """End the threads; give the slots of an abandoned checkpoint back."""
-        self._fail(CheckpointError("this checkpoint is over"))
+        self._fail(CheckpointError("this checkpoint has ended"))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout=self._deadline_s)

@@ -43,8 +43,8 @@ def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | N
     ]
     if different:
         logger.warning(
-            "the plan was made for something else: %s. Training has the same bits, but not the "
-            "predicted times: plan again with `tune profile` and `tune plan`",
+            "the plan was made for %s. Results are the same, but step times may differ from the prediction. "
+            "Measure again with `tune profile`, and plan again with `tune plan`",
             "; ".join(different),
         )
 
@@ -61,8 +61,8 @@ def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> s
             if kind == (stage, optimizer, wire, gradient_bytes):
                 return ""
             there = "ZeRO-{}, {}, {} parameters with {}-byte gradients".format(*kind)
-            return f"{there}, and this is {here}"
-    return f"other subgroups than these {len(sizes)} of {sum(sizes)} elements ({here})"
+            return f"{there}, but this engine has {here}"
+    return f"another model than this one ({len(sizes)} subgroups of {sum(sizes)} elements in all, {here})"
 
 
 def _fingerprint(

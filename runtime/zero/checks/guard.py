@@ -21,8 +21,8 @@ from ebbtide.simulator.estimates.offloading import (
 logger = logging.getLogger("ebbtide")
 
 _EXPERTS = (
-    "the model has DeepSpeed's mixture-of-experts layers, which no plan takes under ZeRO-1 or 2. "
-    'Remove the key "ebbtide" (or do not attach a plan): DeepSpeed itself trains it.'
+    "the model has DeepSpeed's mixture-of-experts layers, which a plan does not support under ZeRO-1 and 2. "
+    'Remove the key "ebbtide" (or do not attach a plan) to train with DeepSpeed alone.'
 )
 _SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fast_init")
 
@@ -45,9 +45,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     if where == "nvme" and stage < 3:
         raise ConfigError(
             f"zero_optimization.offload_optimizer.device must be 'cpu' under ZeRO-{stage}, but got "
-            "'nvme': a drive holds state under ZeRO-3 alone. (DeepSpeed itself leaves it in device "
-            "memory there, and its CPU optimizer refuses that in the first step.) Set the device "
-            "to 'cpu', or zero_optimization.stage to 3"
+            "'nvme': state can be on a drive under ZeRO-3 only. Set the device to 'cpu', or "
+            "zero_optimization.stage to 3"
         )
     if where != "cpu" and stored_at(config) is None:
         raise ConfigError(
@@ -122,9 +121,8 @@ def check_engine(engine: Any) -> UpdateRule:
     check_config(config)
     if stored_at(config) is not None:
         raise ConfigError(
-            f"{ZERO}.{OPTIMIZER}.device must be 'cpu' where an engine is there already, but got "
-            "'nvme': DeepSpeed's swapper has the state. Let ebbtide.initialize or the front door "
-            "build it"
+            f"{ZERO}.{OPTIMIZER}.device must be 'cpu' if DeepSpeed has built the engine already, but got "
+            "'nvme'. Build the engine with ebbtide.initialize or with the key \"ebbtide\" in DeepSpeed's config"
         )
     for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():
         raise ConfigError(f"{sentence}. This engine was built with it: remove the key")
@@ -137,7 +135,7 @@ def check_engine(engine: Any) -> UpdateRule:
         raise ConfigError(_EXPERTS)
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         raise ConfigError(
-            "torch_autocast.dtype must not be fp16, whose scaler steps the optimizer itself: use "
+            "torch_autocast.dtype must not be fp16, because its gradient scaler steps the optimizer itself: use "
             "bf16 or the fp16 section"
         )
     return _rule_of(

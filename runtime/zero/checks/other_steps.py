@@ -29,8 +29,8 @@ def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
     lines = differences(plan.trained_as, here)
     if lines:
         logger.warning(
-            "the plan was made for other steps than these, which may run out of GPU memory:\n  %s\n"
-            "Change the script, or plan again with `tune plan` for what it does",
+            "training differs from what the plan was made for, and may run out of GPU memory:\n  %s\n"
+            "Change the script, or plan again with `tune plan`",
             "\n  ".join(lines),
         )
 
@@ -40,21 +40,21 @@ def differences(planned: TrainedAs, here: TrainedAs) -> list[str]:
     lines = []
     if planned.precision != here.precision:
         wanted = "bf16=False, fp16=False" if planned.precision == "fp32" else f"{planned.precision}=True"
-        lines.append(f"precision: the plan counts on {planned.precision}, this is {here.precision} ({wanted})")
+        lines.append(f"precision: {planned.precision} in the plan, {here.precision} in training (set {wanted})")
     if planned.micro_batch != here.micro_batch:
         lines.append(
-            f"micro-batch: the plan counts on {planned.micro_batch}, this is {here.micro_batch} "
-            f"(per_device_train_batch_size={planned.micro_batch})"
+            f"micro-batch size: {planned.micro_batch} in the plan, {here.micro_batch} in training "
+            f"(set per_device_train_batch_size={planned.micro_batch})"
         )
     if planned.accumulation != here.accumulation:
         lines.append(
-            f"accumulation: the plan counts on {planned.accumulation}, this is {here.accumulation} "
-            f"(gradient_accumulation_steps={planned.accumulation})"
+            f"accumulation: {planned.accumulation} in the plan, {here.accumulation} in training "
+            f"(set gradient_accumulation_steps={planned.accumulation})"
         )
     if None not in (planned.recompute, here.recompute) and planned.recompute != here.recompute:
         states = {True: "recomputed in backward", False: "kept"}
         lines.append(
-            f"activations: the plan counts on activations that are {states[bool(planned.recompute)]}, here they "
-            f"are {states[bool(here.recompute)]} (gradient_checkpointing={planned.recompute})"
+            f"activations: {states[bool(planned.recompute)]} in the plan, {states[bool(here.recompute)]} in training "
+            f"(set gradient_checkpointing={planned.recompute})"
         )
     return lines

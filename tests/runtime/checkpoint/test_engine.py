@@ -597,7 +597,7 @@ def test_tags_that_are_no_folder_names_are_refused(engines, tmp_path):
 
     engine, _, lazy = engines(CheckpointPlan())
     for tag in ("a/b", ".hidden", "latest", ""):
-        with pytest.raises(CheckpointError, match="a tag is the name of a folder"):
+        with pytest.raises(CheckpointError, match="a tag must name a folder"):
             engine.save_checkpoint(str(tmp_path), tag=tag)
 
 

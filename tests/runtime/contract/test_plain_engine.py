@@ -143,7 +143,7 @@ def test_a_forward_waits_for_the_updates_of_its_own_parameters_only():
 def test_an_engine_that_forgets_to_close_its_window_is_told():
     engine = engine_of(["host"])
     engine.close_window = lambda: None
-    with pytest.raises(RuntimeError, match=r"homes\.close_window\(\) must be called"):
+    with pytest.raises(RuntimeError, match=r"close_window\(\) must be called"):
         train(engine, 1)
     engine.session.close()
 

@@ -281,7 +281,7 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
     ours.save_checkpoint(str(tmp_path))
     ours.checkpoint_engine.wait()
     ours.destroy()
-    with pytest.raises(AssertionError, match=r"lies on storage.*`tune checkpoint export`"):
+    with pytest.raises(AssertionError, match=r"is on a drive .*`tune checkpoint export`"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     stock = start()
     with pytest.raises(AssertionError, match="`tune checkpoint export`"):

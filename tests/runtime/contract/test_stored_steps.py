@@ -187,8 +187,11 @@ def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_nam
         engine.save_checkpoint(tmp_path / "ck", tag=tag)
     engine.checkpoint_engine.wait()
     told = [(e.tag, e.status) for e in list_checkpoints(tmp_path / "ck")]
-    assert told == [("other", "committed"), ("global_step2", "a hull: later steps wrote over its stored state")]
-    with pytest.raises(CheckpointError, match=r"written over by later .*newest .*ck/other"):
+    assert told == [
+        ("other", "committed"),
+        ("global_step2", "cannot be loaded: later steps overwrote its stored state"),
+    ]
+    with pytest.raises(CheckpointError, match=r"overwritten by later .*newest .*ck/other"):
         engine.load_checkpoint(tmp_path / "ck", tag="global_step2")
     engine.load_checkpoint(tmp_path / "ck", tag="other")
     engine.destroy()
@@ -197,7 +200,7 @@ def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_nam
 def test_a_run_that_resumes_from_nothing_writes_over_no_checkpoint(tmp_path):
     saved(tmp_path, 2)
     engine = stored(tmp_path)
-    with pytest.raises(StorageError, match=r"steps \[2\].* not resumed from"):
+    with pytest.raises(StorageError, match=r"steps \[2\].* did not resume from"):
         train(engine, 1)
     engine.load_checkpoint(tmp_path / "ck")
     assert_same(outcome(engine, 2, first=2), undisturbed(2, 2))
@@ -213,8 +216,8 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
     state = engine.optimizer._ebbtide.executor.states[1].p.numpy().tobytes()
     content[content.index(state) + 1000] ^= 4
     extents.write_bytes(content)
-    assert "bits have flipped" in stored_problems(tmp_path / "ck/global_step2")[0]
-    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* bits have flipped"):
+    assert "is damaged: its hash" in stored_problems(tmp_path / "ck/global_step2")[0]
+    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* is damaged: its hash"):
         engine.load_checkpoint(tmp_path / "ck")
     engine.destroy()
 
@@ -255,14 +258,14 @@ def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_momen
     engine.load_checkpoint(flipped_moment / "ck")
     with pytest.raises((BackgroundError, DamagedError)) as caught:
         use(engine)
-    assert "bits have flipped" in f"{caught.value} {caught.value.__cause__}"
+    assert "is damaged: its hash" in f"{caught.value} {caught.value.__cause__}"
     with suppress(BackgroundError):
         engine.destroy()
 
 
 def test_a_flipped_bit_of_a_moment_is_found_by_another_plan_when_it_is_loaded(flipped_moment):
     engine = attached(start(), ["host"], LAST)
-    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* bits have flipped"):
+    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* is damaged: its hash"):
         engine.load_checkpoint(flipped_moment / "ck")
     engine.destroy()
 
@@ -271,7 +274,7 @@ def test_a_folder_that_has_moved_is_resumed_from_and_one_that_is_missed_is_named
     saved(tmp_path, 2)
     (tmp_path / "state").rename(tmp_path / "elsewhere")
     lost = stored(tmp_path)  # makes a store of its own in the old place
-    with pytest.raises(CheckpointError, match=r"must lie in .*/state, .*bring the directory back"):
+    with pytest.raises(CheckpointError, match=r"must be in .*/state, .*move the directory back"):
         lost.load_checkpoint(tmp_path / "ck")
     lost.destroy()
     found = attached(
@@ -325,7 +328,7 @@ def test_what_training_writes_over_meanwhile_leaves_no_export(tmp_path, monkeypa
 
     stock_write = ebbtide.runtime.storage.export._write
     monkeypatch.setattr(ebbtide.runtime.storage.export, "_write", write)
-    with pytest.raises(StorageError, match=r"step 2 .* was written over"):
+    with pytest.raises(StorageError, match=r"step 2 .* was overwritten"):
         export(tmp_path / "ck", "global_step2", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
     engine.destroy()

@@ -30,7 +30,7 @@ def test_checkpoints_beside_a_plan_or_alone():
         ({"plan": "auto", 1: 2}, "may have the keys plan, checkpoint and device, but got '1'"),
         ({"plan": "Atuo"}, r"\(did you mean 'auto'\?\)"),
         ({}, 'must have "plan", "checkpoint" or both'),
-        ({"plan": 3}, '"ebbtide.plan" .* must be "auto", a plan\'s file or its fields, but got 3'),
+        ({"plan": 3}, '"ebbtide.plan" .* must be "auto", the path of a plan or its fields, but got 3'),
         ({"plan": "nowhere.json"}, '"ebbtide.plan" .*readable JSON file, but got nowhere.json'),
         ({"plan": {"subgroup_size": 0}}, '"ebbtide.plan" .*subgroup_size'),
         ({"checkpoint": {"kep": 1}}, '"ebbtide.checkpoint" .*kep'),

@@ -91,9 +91,9 @@ def test_after_a_failed_write_nothing_is_committed_any_more(stores):
     with pytest.raises(StorageError, match="EIO"):
         store.write(0, state(0, 2), 2)
     assert files.fired == 1
-    with pytest.raises(StorageError, match=r"out of use .*EIO"):
+    with pytest.raises(StorageError, match=r"cannot be used .*EIO"):
         store.commit(2, 2)
-    with pytest.raises(StorageError, match="out of use"):
+    with pytest.raises(StorageError, match="cannot be used"):
         store.write(0, state(0, 2), 2)
     store = stores.reopen()
     assert [s.step for s in store.steps] == [1]
@@ -187,9 +187,9 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
     store = stores.open(files=(files := Stalls("pwrite")), deadline_s=0.3)
     step(store, 1)
     files.armed = True
-    with pytest.raises(StorageError, match=r"must go on within 0.3 s, .* the drive hangs"):
+    with pytest.raises(StorageError, match=r"must make progress within 0.3 s, .* the drive hangs"):
         store.write(0, state(0, 2))
-    with pytest.raises(StorageError, match="out of use"):
+    with pytest.raises(StorageError, match="cannot be used"):
         store.commit(store.announce(2), 2)
     files.go.set()
     store = stores.reopen()

@@ -106,7 +106,7 @@ def test_directories_in_another_order_are_refused(stores):
     one.rename(stores.place / "aside")
     other.rename(one)
     (stores.place / "aside").rename(other)
-    with pytest.raises(StorageError, match=r"in the order .* drives \[1, 0\]"):
+    with pytest.raises(StorageError, match=r"have the order .* drives \[1, 0\]"):
         stores.open(TWO)
 
 
@@ -115,7 +115,7 @@ def test_an_empty_directory_in_place_of_the_first_is_refused(stores):
     stores.close()
     first = stores.drives()[0].directory
     first.rename(stores.place / "aside")
-    with pytest.raises(StorageError, match=r"in the order .* drives \[None, 1\]"):
+    with pytest.raises(StorageError, match=r"have the order .* drives \[None, 1\]"):
         stores.open(TWO)
 
 

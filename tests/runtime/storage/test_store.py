@@ -230,7 +230,7 @@ def test_a_flipped_bit_is_found_at_the_first_read_and_the_step_before_is_there(s
     path.write_bytes(content)
     store = stores.open(keep=2)
     store.restore()
-    with pytest.raises(DamagedError, match=r"subgroup 0 .* bits have flipped"):
+    with pytest.raises(DamagedError, match=r"subgroup 0 .* is damaged: its hash"):
         read(store, 0)
     store.restore(1)
     for subgroup in ELEMENTS:

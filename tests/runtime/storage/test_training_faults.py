@@ -11,28 +11,28 @@ import pytest
 
 from tests.runtime.storage.faulty_training import RESUMED_STEPS, STEPS
 
-INTACT = "the steps that were committed before are intact"
+INTACT = "Checkpoints that were committed before are intact"
 SAID = {  # of the faulty run: what its error says; nothing: there is none
     "full at begin": "No space left on device",
-    "full": f"ENOSPC); {INTACT}",
-    "read": f"failed: Input/output error (EIO); {INTACT}",
-    "sync": f"failed: Input/output error (EIO); {INTACT}",
+    "full": f"ENOSPC). {INTACT}",
+    "read": f"failed: Input/output error (EIO). {INTACT}",
+    "sync": f"failed: Input/output error (EIO). {INTACT}",
     "commit": "steps.json failed: Input/output error",
     "short": "",
     "stalls": "",
     "stall of a sync": "",
-    "hang": "must go on within 2 s, but no block arrived for",
-    "torn, all reads checked": "a block is torn, or bits have flipped",
-    "flipped, all reads checked": "a block is torn, or bits have flipped",
+    "hang": "must make progress within 2 s, but no block arrived for",
+    "torn, all reads checked": "is damaged: its hash is not the one that was written",
+    "flipped, all reads checked": "is damaged: its hash is not the one that was written",
     "torn at the end": "",
     "flipped master": "",
     "read at resume": "",
 }
 # Of a run that resumes and cannot; who resumes from the checkpoint before can.
 THEN_SAID = {
-    "torn, all reads checked": "bits have flipped",
-    "torn at the end": "bits have flipped",
-    "flipped master": "The newest one that is: ",
+    "torn, all reads checked": "is damaged: its hash",
+    "torn at the end": "is damaged: its hash",
+    "flipped master": "The newest whole checkpoint: ",
     "read at resume": "Input/output error (EIO)",
 }
 DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}  # on the drive
@@ -83,4 +83,4 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
 def test_a_stall_is_told_while_it_is_waited_for(name, what, found):
     """Which subgroup's block meets the stall is a race between the ways in and out."""
     log = found[name][0]["log"]
-    assert re.search(rf"waiting for storage: {what}.*rank_00000.extents has stood still", log)
+    assert re.search(rf"waiting for storage: {what}.*rank_00000.extents made no progress", log)

@@ -30,7 +30,7 @@ def test_it_trains_saves_and_resumes(only_rank, nodes, monkeypatch, tmp_path, ca
     resumed.load_checkpoint(str(tmp_path))
     state, losses, norms = outcome(resumed, 2, first=2)
     assert_same((state, losses, first[1] + norms), (expected[0], expected[1][2:], expected[2]))
-    assert ("DeepSpeed saves and loads by itself" in caplog.text) == (nodes == 2)
+    assert ("DeepSpeed alone saves and loads checkpoints" in caplog.text) == (nodes == 2)
 
 
 def test_several_nodes_without_a_common_folder_are_refused_where_checkpoints_are_asked_for(
