@@ -22,6 +22,9 @@ _NAMES: Mapping[Memory, str] = {
 }
 
 
+_SHOWN: Mapping[str, str] = {"device": "GPU", "host": "host"}
+
+
 def size(size_bytes: float) -> str:
     """Return the size for people, in the unit that does not round it to nothing."""
     if size_bytes >= 0.1 * GIB:
@@ -106,14 +109,14 @@ class Limits:
         }
         left = {name: _margin_bytes(workload, name, size, margin) for name, size in available.items()}
         explained = [
-            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {name} memory stay "
+            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {_SHOWN[name]} memory are kept "
             f"free: {why} (--memory-margin)"
             for name, (left_free, why) in left.items()
             if name == "host" or not machine.unified_memory
         ]
         reserved = machine.device_reserved_bytes
         if reserved:
-            explained.append(f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's")
+            explained.append(f"{reserved / GIB:.2f} GiB of GPU memory are reserved for the CUDA context and NCCL")
         return cls(
             max(0, int(available["device"] - left["device"][0]) - reserved),
             max(0, int(available["host"] - left["host"][0])),
@@ -170,7 +173,8 @@ class Limits:
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
     """Return what is missing, for people. Empty: nothing is."""
-    return " and ".join(f"needs {size(n)} more {name}" for name, n in missing_bytes.items())
+    needs = " and ".join(f"{size(n)} more {name}" for name, n in missing_bytes.items())
+    return f"needs {needs}" if needs else ""
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
@@ -198,12 +202,12 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory
 def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:
     """Return the bytes of a memory that stay free, and the reason."""
     if margin is not None:
-        return margin * size_bytes, f"{margin:.1%} as asked for"
+        return margin * size_bytes, f"{margin:.1%} as requested"
     peak = workload.memory_peaks.get(name)
     if peak is None or peak.n < 2:
-        return UNKNOWN_MARGIN * size_bytes, f"{UNKNOWN_MARGIN:.0%}, no profile tells its spread"
+        return UNKNOWN_MARGIN * size_bytes, f"{UNKNOWN_MARGIN:.0%}, because no profile shows how much peaks vary"
     sigma = peak.sigma
     return (
         LEAST_MARGIN * size_bytes + SIGMAS * sigma,
-        f"{LEAST_MARGIN:.0%}, and three sigma ({sigma / GIB:.3f} GiB) of {peak.n} profiled steps' peaks",
+        f"{LEAST_MARGIN:.0%} and three standard deviations ({sigma / GIB:.3f} GiB each) of {peak.n} profiled peaks",
     )

@@ -183,7 +183,7 @@ class Machine(Shown, Page):
             number = value.median if isinstance(value, Quantity) else value
             if number is not None and number > known.most:
                 raise RuleError(
-                    f"machine.{name} must be at most {known.most:g} (no machine is beyond it), but "
+                    f"machine.{name} must be at most {known.most:g} (no real machine exceeds it), but "
                     f"got {number:g}: check its unit",
                     key=name,
                 )
@@ -194,7 +194,7 @@ class Machine(Shown, Page):
         if self.schema_version > SCHEMA_VERSION:
             raise RuleError(
                 f"machine.schema_version must be at most {SCHEMA_VERSION}, but got "
-                f"{self.schema_version}: it was written by a newer ebbtide; upgrade, or measure "
+                f"{self.schema_version}: it was written by a newer ebbtide. Upgrade, or measure "
                 f"again with `tune profile`",
                 key="schema_version",
             )
@@ -213,7 +213,8 @@ class Machine(Shown, Page):
             )
         if any(ranks < 1 for ranks in self.rank_shares):
             raise RuleError(
-                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}", key="rank_shares"
+                f"machine.rank_shares must have numbers of ranks >= 1 as keys, but got {sorted(self.rank_shares)}",
+                key="rank_shares",
             )
         return self
 

@@ -293,13 +293,13 @@ class Plan(Shown, Page):
         taken = frozenset().union(*(RECIPES[placement].slots for placement in set(self.placements)))
         if Slot.STATE in taken and self.host_slots < 1:
             raise RuleError(
-                "plan.host_slots must be >= 1 where a subgroup has placement 'stored', but got "
+                "plan.host_slots must be >= 1 if a subgroup has placement 'stored', but got "
                 f"host_slots={self.host_slots}",
                 key="host_slots",
             )
         if Slot.STAGING in taken and not self.staging_slots:
             raise RuleError(
-                "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
+                "plan.staging_slots must be >= 1 if a subgroup has placement 'device', but "
                 f"got staging_slots={self.staging_slots}",
                 key="staging_slots",
             )
@@ -333,7 +333,7 @@ class Plan(Shown, Page):
             PlanError: the new prediction does not fit into its limits, or there is no such field.
         """
         if unknown := set(update or ()) - set(type(self).model_fields):
-            raise PlanError(f"plan must not get fields that it does not have, but got {', '.join(sorted(unknown))}")
+            raise PlanError(f"plan must only get fields that plans have, but got {', '.join(sorted(unknown))}")
         copied = super().model_copy(update=update, deep=deep)
         copied._check_fits()
         return copied
@@ -349,7 +349,7 @@ class Plan(Shown, Page):
     def _check_folders(self) -> None:
         if self.storage_dir is not None and self.storage_shares:
             raise RuleError(
-                "plan.storage_dir must be absent where plan.storage_shares names the folders, but "
+                "plan.storage_dir must be absent if plan.storage_shares names the folders, but "
                 f"got {self.storage_dir!r} and {list(self.storage_shares)}",
                 key="storage_dir",
             )

@@ -57,7 +57,7 @@ class _Counts(Page):
         if locations and len(locations) != len(placements):
             raise RuleError(
                 "plan.parameter_home must be absent or cover every subgroup once, but got "
-                f"{len(locations)} homes for {len(placements)} subgroups",
+                f"{len(locations)} locations for {len(placements)} subgroups",
                 key="parameter_home",
             )
         locations = locations or ["device"] * len(placements)
@@ -79,7 +79,7 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise RuleError(
             f"plan.schema_version must be at most {SCHEMA_VERSION}, but got {version}: the plan was written by a "
-            "newer ebbtide; upgrade ebbtide, or plan again with `tune plan`",
+            "newer ebbtide. Upgrade ebbtide, or plan again with `tune plan`",
             key="schema_version",
         )
     if version not in (None, 1, 2):
@@ -89,7 +89,7 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if fields.get("split_master"):
         raise RuleError(
             "plan.split_master must be false, but got true: split masters are not lossless and "
-            "no longer part of a plan; plan again with `tune plan`",
+            "no longer part of a plan. Plan again with `tune plan`",
             key="split_master",
         )
     some = {key: value for key, value in fields.items() if version == 2 or key not in _NEVER_RUN}
@@ -115,8 +115,8 @@ def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
 def _tell(gone: Sequence[str]) -> None:
     names = " and ".join(f"plan.{name}" for name in gone)
     warnings.warn(
-        f"{names}: ignored. ebbtide no longer has this. Training has the same bits. Run `tune plan` again for a "
-        "plan that makes use of the memory.",
+        f"{names}: ignored, because ebbtide no longer has this. Results are the same. Run `tune plan` again for a "
+        "plan that uses the memory.",
         UserWarning,
         stacklevel=2,
     )

@@ -290,7 +290,7 @@ class Workload(Shown, Page):
         """
         if not self.parameters:
             raise RuleError(
-                "subgroups can be cut anew only where workload.parameters is known, but workload "
+                "workload.parameters is needed to change the subgroup size, but workload "
                 f"{self.name!r} has none: profile it again with `tune profile`",
                 key="subgroup_size",
             )

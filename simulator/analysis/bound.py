@@ -112,7 +112,7 @@ def fluid_bound(
     solved = window.rows.lowest(window.seconds)
     if solved is None:
         raise ValueError(
-            "the workload alone must fit into device memory, but nothing does within "
+            "parameters, gradients and activations must fit into GPU memory, but do not fit into "
             f"{device_bytes or machine.device_memory_bytes:.0f} bytes"
         )
     rest_s, x = problem.model.rest_s, solved[1]

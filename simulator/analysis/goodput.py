@@ -113,7 +113,7 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
         if math.isinf(mtbf_s):
             return 1.0
         raise RuleError(
-            f"interval_steps must be >= 1 where the job fails, but got 0 with mtbf_s={mtbf_s:g}", key="interval_steps"
+            f"interval_steps must be >= 1 if the job can fail (mtbf_s={mtbf_s:g}), but got 0", key="interval_steps"
         )
     work_s = interval_steps * iteration_s
     interval_s = work_s + cost.cost_s

@@ -133,7 +133,7 @@ class PlanSweep:
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
-                "overlap_forward must be false where steps wait for their updates, but got true "
+                "overlap_forward must be false if steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
         both = amounts, updated_early = self.amounts(placement)
@@ -223,7 +223,7 @@ class PlanSweep:
             raise PlanError(f"host_slots must be >= 1 for stored subgroups, but got {host_slots}")
         if not 0 <= prefetch <= staging_slots or staged:
             raise PlanError(
-                "0 <= prefetch <= staging_slots must hold, with at least one slot for visiting "
+                "0 <= prefetch <= staging_slots must hold, with at least one slot for staged "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"
             )
 

@@ -129,7 +129,7 @@ def _check_kinds(workload: Workload, machine: Machine, gpu_memory_bytes: object)
             )
     if gpu_memory_bytes is not None and machine.unified_memory:
         warnings.warn(
-            "gpu_memory_bytes changes nothing where device memory is host memory "
+            "gpu_memory_bytes has no effect if GPU and host share one memory "
             "(machine.unified_memory): give host_memory_bytes",
             stacklevel=3,
         )
@@ -140,7 +140,7 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
         if name in _IN_WORKLOAD:
             why, instead = _IN_WORKLOAD[name]
             raise RuleError(
-                f"{name} must not be among the changes, since {why}, but got {values!r}: {instead}",
+                f"{name} must not be among the changes, because {why}, but got {values!r}: {instead}",
                 key=f"changes.{name}",
             )
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
@@ -154,9 +154,9 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
             raise RuleError(f"{name} must have at least one value, but got {values!r}", key=f"changes.{name}")
     if "cpu_cores" in changes and not machine.device_shares_host_cores:
         raise RuleError(
-            "cpu_cores must not be among the changes where forward and backward run on a GPU, "
-            f"since the host's rates are those of all its cores, but got {changes['cpu_cores']!r}: "
-            "give the rates that so many cores reach (host_adam_params_per_s, "
+            "cpu_cores must not be among the changes if forward and backward run on a GPU, "
+            f"because the CPU rates were measured with all cores, but got {changes['cpu_cores']!r}: "
+            "change the rates instead (host_adam_params_per_s, "
             "stock_host_adam_params_per_s, dram_bytes_per_s)",
             key="changes.cpu_cores",
         )
@@ -172,7 +172,7 @@ def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[flo
         same = table.groupby(["strategy", "gpu_memory_bytes", *others])[results].nunique()
         if (same <= 1).to_numpy().all():
             named = ", ".join(table.strategy.unique())
-            warnings.warn(f"{name} changes nothing about {named} with this workload", stacklevel=4)
+            warnings.warn(f"{name} has no effect on {named} with this workload", stacklevel=4)
 
 
 def grid(
@@ -194,7 +194,7 @@ def grid(
     for name, _ in named:
         if name not in STRATEGIES:
             raise RuleError(
-                f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}{suggestion(name, STRATEGIES)}",
+                f"strategies must be among {', '.join(STRATEGIES)}, but got {name!r}{suggestion(name, STRATEGIES)}",
                 key="strategies",
             )
     sizes = [machine.device_memory_bytes] if memories is None else _listed(memories)

@@ -80,7 +80,7 @@ def _known(name: str) -> str:
     except RuleError as error:
         hub = f" {name} config.json --local-dir ." if "/" in name else " with its name and config.json"
         raise ModelError(
-            f"{error} Of any other model, give the config.json: `hf download{hub}`, then --model config.json.",
+            f"{error} For any other model, give the config.json: `hf download{hub}`, then --model config.json.",
             key="model",
         ) from None
 
@@ -121,9 +121,8 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
     missing = [k for k in ("layers", "hidden", "heads", "vocabulary") if k not in numbers]
     if missing:
         raise ModelError(
-            f"a model must give {', '.join(missing)} ("
-            + "; ".join(f"{k}: {' or '.join(KEYS[k])}" for k in missing)
-            + "), but it does not",
+            f"the model's config must give {', '.join(missing)}, but does not. Add "
+            + ", ".join(" or ".join(KEYS[k]) for k in missing),
             key="model",
         )
     for key in KEYS:
@@ -137,7 +136,7 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
     if "head_size" not in numbers:
         if not heads or hidden % heads:
             raise ModelError(
-                f"hidden must be a multiple of heads where head_size is not given, but got {hidden} and {heads}",
+                f"hidden must be a multiple of heads if head_size is not given, but got {hidden} and {heads}",
                 key="model.heads",
             )
         numbers["head_size"] = hidden // heads
@@ -201,7 +200,7 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
             raise ModelError(
-                "layout must be a text, and says what gated, fused and norms would, but got "
+                "layout must be a text and replaces gated, fused and norms: give one or the other, but got "
                 f"{config['layout']!r} and {', '.join(given) or 'none of them'}",
                 key="model.layout",
             )
@@ -231,6 +230,6 @@ def quantized(config: Mapping[str, Any]) -> str:
         return ""
     how = ", ".join(f"{key} {value}" for key, value in given.items()) if isinstance(given, Mapping) else str(given)
     return (
-        f"quantization_config must be absent for full fine-tuning, which is what is planned here, but got {how[:80]}: "
-        "quantised weights are trained through adapters (QLoRA), which ebbtide does not plan"
+        f"quantization_config must be absent for full fine-tuning, but got {how[:80]}: "
+        "quantized weights are trained with adapters (QLoRA), which ebbtide does not plan"
     )

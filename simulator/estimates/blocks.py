@@ -133,8 +133,8 @@ class DescribedArchitecture(Architecture):
             value = getattr(self, key)
             if bool(value) != any(part in self.layout for part in parts):
                 raise ModelError(
-                    f"{key} must be given where the layout has one of {', '.join(parts)}, and only "
-                    f"there, but got {value!r} with layout {' '.join(self.layout)!r}"
+                    f"{key} must be given if the layout has one of {', '.join(parts)}, and only "
+                    f"then, but got {value!r} with layout {' '.join(self.layout)!r}"
                 )
 
     def blocks(self) -> list[Block]:

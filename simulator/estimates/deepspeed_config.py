@@ -171,7 +171,10 @@ class _Resolver:
                 self.notes.append(f"{key}: auto -> {given}")
             value = given
         elif given is not None and given != value:
-            raise ModelError(f"{key} is {value} in the DeepSpeed config, but {given} was given", key=f"ds_config.{key}")
+            raise ModelError(
+                f"{key} is {value} in the DeepSpeed config, but {given} was given: remove one of the two",
+                key=f"ds_config.{key}",
+            )
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -215,7 +218,8 @@ class _Resolver:
             stage = 3 if given is None else given
         elif given is not None and given != stage:
             raise ModelError(
-                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was given (--zero-stage)",
+                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was given (--zero-stage): "
+                "remove one of the two",
                 key="ds_config.zero_optimization.stage",
             )
         if isinstance(stage, bool) or stage not in (1, 2, 3):

@@ -204,8 +204,8 @@ def _check_names(config: Mapping[str, Any]) -> None:
         meant = key if key in _TOP else _nearly(str(key))
         if meant != key and meant:
             raise ModelError(
-                f"a DeepSpeed config must spell its keys as DeepSpeed does, which leaves others "
-                f"unread, but got {key}: {meant} is meant, it seems",
+                f"a DeepSpeed config must spell its keys as DeepSpeed does, but got {key}. "
+                f"DeepSpeed ignores unknown keys. Did you mean {meant}?",
                 key=f"ds_config.{key}",
             )
     for where, known in _KNOWN.items():
@@ -213,7 +213,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
         if unknown and (unknown := sorted(set(unknown) - _of_installed(where))):
             near = get_close_matches(unknown[0], known, 1)
             raise ModelError(
-                f"{where}.{unknown[0]} must be a key that DeepSpeed knows, but it refuses this "
+                f"{where}.{unknown[0]} must be a key that DeepSpeed knows, but DeepSpeed refuses this "
                 f"one: {'write ' + near[0] if near else 'remove it'}",
                 key=f"ds_config.{where}.{unknown[0]}",
             )

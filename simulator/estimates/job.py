@@ -137,8 +137,7 @@ class Job(Training):
         rank = (Rank if self.zero_stage == 3 else FlatRank)(self, machine)
         if rank.layout.tensor_groups_cut and machine.network_bytes_per_s is None:
             raise ModelError(
-                "tensor_parallel must leave each group of ranks inside a node (a divisor of the "
-                f"machine's {machine.gpus_per_node} GPUs per node) where "
+                f"tensor_parallel must divide the machine's {machine.gpus_per_node} GPUs per node if "
                 "machine.network_bytes_per_s is not known, but got "
                 f"{self.tensor_parallel} on machine {machine.name!r}: add network_bytes_per_s to "
                 "the machine file, or lower --tensor-parallel"
@@ -165,9 +164,9 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     own_step = own_step_key(config)
     if own_step:
         return (
-            f"{own_step} must be absent or false to search a plan, but got true: the optimizer "
-            "runs its own step with it, and all of the state is in host memory; "
-            '"ebbtide": {"plan": "auto"} in the config trains so'
+            f"{own_step} must be absent or false to search a plan, but got true. With this key the optimizer "
+            "runs its own step and keeps all state in host memory, so there is nothing to search. "
+            'Train with "ebbtide": {"plan": "auto"} in the config'
         )
     obstacle = plan_obstacle(config)
     if not obstacle and moved.optimizer == "nvme":
@@ -176,9 +175,9 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
         return obstacle
     what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
     return (
-        f"{moved.beyond_plans} must be absent for a plan, whose times and memory are not simulated "
-        f"with {what} too (training under a plan takes the key as it is): remove it, or simulate "
-        "stock DeepSpeed with it (tune simulate or tune search with the same --ds-config)"
+        f"{moved.beyond_plans} must be absent to plan, because plans with {what} are not simulated. "
+        "Remove the key for planning (training under a plan accepts it), or simulate DeepSpeed alone "
+        "(tune simulate or tune search with the same --ds-config)"
     )
 
 
@@ -188,7 +187,7 @@ def _storage_obstacle(config: Mapping[str, Any], moved: Offloading) -> str:
         return f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it is absent"
     if stage in (3, "auto"):
         return ""
-    return f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state is stored under ZeRO-3"
+    return f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state on a drive needs ZeRO-3"
 
 
 def workload_from_model(

@@ -47,7 +47,7 @@ def _built(text: str) -> Architecture:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise ModelError(
-            f"model_type must be one of {', '.join(FAMILIES)} where transformers is not installed "
+            f"model_type must be one of {', '.join(FAMILIES)} if transformers is not installed "
             f"to build others, but got {family!r}: pip install './ebbtide[hf]', or {DESCRIBE}",
             key="model.model_type",
         ) from None
@@ -68,8 +68,8 @@ def _built(text: str) -> Architecture:
     except Exception as error:  # whatever its modules raise for a config
         lines = [*str(error).strip().splitlines(), type(error).__name__]
         raise ModelError(
-            "model_type must be a language model's that transformers can build from its config, "
-            f"but for {family!r} it says: {lines[0]}; give the whole config.json, or {DESCRIBE}",
+            "model_type must be that of a language model which transformers can build from its config, "
+            f"but for {family!r} transformers says: {lines[0]}. Give the whole config.json, or {DESCRIBE}",
             key="model.model_type",
         ) from None
 
@@ -145,7 +145,7 @@ def model_class(config: Any) -> Any:
         raise ModelError(
             f"{config.model_type!r} is an encoder. Estimates from a config are for models that predict the next token. "
             "Measure an encoder in its own script: tune profile --train-script train.py "
-            "(is_decoder: true in the config makes a decoder of it)",
+            "(with is_decoder: true in its config, the model is a decoder)",
             key="model.model_type",
         )
     pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
@@ -230,8 +230,8 @@ class _Reader:
         visited = self._number(PER_TOKEN)
         if not (visited and experts):
             raise ModelError(
-                f"one of {', '.join(PER_TOKEN)} must say how many experts a token visits, and one "
-                f"of {', '.join(EXPERTS)} of how many, but got {visited} of {experts}",
+                f"one of {', '.join(PER_TOKEN)} must give the number of experts per token, and one "
+                f"of {', '.join(EXPERTS)} the number of experts, but got {visited} and {experts}",
                 key=f"model.{PER_TOKEN[0]}",
             )
         return min(1.0, visited / experts)

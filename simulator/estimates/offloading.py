@@ -133,8 +133,8 @@ class Offloading:
         beyond = self.beyond_state
         if self.zenflow:
             raise ModelError(
-                f"{ZERO}.zenflow must be absent to be simulated, but it is there: it trains with "
-                "stale updates, which no strategy here does"
+                f"{ZERO}.zenflow must be absent to be simulated, but is present: its training with "
+                "stale updates is not simulated"
             )
         if beyond and zero_stage < 3:
             raise ModelError(
@@ -143,9 +143,7 @@ class Offloading:
         if self.parameters == "nvme":
             raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")
         if beyond and self.optimizer in (None, "none"):
-            raise ModelError(
-                f"{beyond} is simulated with offload_optimizer.device cpu or nvme, but got {self.optimizer!r}"
-            )
+            raise ModelError(f"offload_optimizer.device must be cpu or nvme with {beyond}, but got {self.optimizer!r}")
         if self.ratio < 1 and zero_stage < 3:
             raise ModelError(
                 f"{STATE}.ratio must be 1 under ZeRO-{zero_stage}, since DeepSpeed has Twin-Flow "
@@ -153,7 +151,7 @@ class Offloading:
             )
         if beyond and (self.ratio < 1 or self.superoffload):
             key = "super_offload" if self.superoffload else f"ratio ({self.ratio:g})"
-            raise ModelError(f"{STATE}.{key} must be absent beside {beyond}: the two are not simulated together")
+            raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
         """Return the keys that count at this stage. All others change nothing in a simulation."""
@@ -229,9 +227,9 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
     """Return the reason why a plan has nothing to do, so that DeepSpeed trains without one, or an empty string."""
     stage = at(config, f"{ZERO}.stage") or 0
     if stage == 0:
-        return f"{ZERO}.stage is 0, which divides nothing among the ranks"
+        return f"{ZERO}.stage is 0, so nothing is partitioned over the ranks"
     if offloading_of(config).optimizer in (None, "none"):
-        return f"{STATE}.device is 'none' or absent, so that the optimizer's state stays on the device"
+        return f"{STATE}.device is 'none' or absent, so the optimizer state stays on the GPU"
     return ""
 
 
@@ -242,14 +240,13 @@ def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
     ratio = state.get("ratio")
     if ratio is not None and ratio != 1:
         found["ratio"] = (
-            f"{STATE}.ratio (Twin-Flow, {ratio}) is left to the plan, which decides what stays on "
-            "the device (`tune plan --gpu-memory`): all of the state is updated with "
-            "DeepSpeedCPUAdam's bits, where Twin-Flow's share on a GPU has those of torch's AdamW"
+            f"{STATE}.ratio (Twin-Flow, {ratio}) is replaced by the plan, which decides what stays on "
+            "the GPU (`tune plan --gpu-memory`). Results are those of DeepSpeedCPUAdam, and "
+            "Twin-Flow's GPU part would differ in the last bits"
         )
     if state.get("super_offload"):
         found["super_offload"] = (
-            f"{STATE}.super_offload is left to the plan, which takes the same step's place: the "
-            "bits are those of ZeRO-Offload, SuperOffload's own without its key"
+            f"{STATE}.super_offload is replaced by the plan. Results are those of ZeRO-Offload, as without this key"
         )
     return found
 
@@ -262,8 +259,8 @@ def plan_obstacle(config: Mapping[str, Any]) -> str:
     zero = section(config, ZERO)
     if zero.get("zenflow") is not None:
         return (
-            f"{ZERO}.zenflow must be absent, but got {zero['zenflow']}: it trains with stale "
-            "updates, which a plan never does"
+            f"{ZERO}.zenflow must be absent, but got {zero['zenflow']}: ZenFlow trains with stale "
+            "updates, and a plan never does"
         )
     if (zero.get("mics_shard_size") or -1) > 0:
         return f"{ZERO}.mics_shard_size must be absent (MiCS is not supported), but got {zero['mics_shard_size']}"
@@ -279,7 +276,7 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
     if section(config, "compile").get("deepcompile"):
         return (
             "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "
-            "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
+            "compiled graphs that do not wait for a plan's updates. torch.compile of the model "
             "works under a plan"
         )
     return ""

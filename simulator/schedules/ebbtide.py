@@ -44,20 +44,20 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
         return
     if any(way.early for way in plan.ways):
         raise PlanError(
-            f"plan.ways must not be early under ZeRO-{zero_stage}, whose flat partitions keep state where it is, "
+            f"plan.ways must not be early under ZeRO-{zero_stage} (early updates need ZeRO-3), "
             "but some are: plan again with `tune plan`, or train with zero_optimization.stage 3",
             key="plan.ways",
         )
     if "host" in plan.parameter_locations:
         raise PlanError(
             f"plan.ways must not have parameters on the host under ZeRO-{zero_stage}, which keeps them whole on "
-            "the device, but some have: plan again with `tune plan`, or train with zero_optimization.stage 3",
+            "the GPU, but some have: plan again with `tune plan`, or train with zero_optimization.stage 3",
             key="plan.ways",
         )
     if plan.stores:
         raise PlanError(
-            f"plan.ways must not be 'stored' under ZeRO-{zero_stage}, whose flat partitions "
-            "keep host memory for all state, but some are: train with zero_optimization.stage 3",
+            f"plan.ways must not be 'stored' under ZeRO-{zero_stage}, which keeps all state "
+            "in host or GPU memory, but some are: train with zero_optimization.stage 3",
             key="plan.ways",
         )
 

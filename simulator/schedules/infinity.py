@@ -54,7 +54,7 @@ class InfinityOptions:
                 raise RuleError(f"{name} must be one of {get_args(kinds)}, but got {value!r}", key=f"options.{name}")
         if self.pipelined and self.optimizer != "nvme":
             raise RuleError(
-                "pipelined must be False where no state is read from storage, but got True with "
+                "pipelined must be False if no state is read from storage, but got True with "
                 f"optimizer={self.optimizer!r}",
                 key="options.pipelined",
             )

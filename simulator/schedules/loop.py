@@ -51,8 +51,8 @@ class TrainingLoop(ABC):
             raise RuleError(
                 f"gradient_accumulation_steps must be at most {most:,} for {len(w.layers):,} "
                 f"layers and {iterations} iterations to be simulated one by one, but got "
-                f"{w.gradient_accumulation_steps:,}: further micro-batches repeat the ones before, "
-                "simulate fewer (--accumulation)",
+                f"{w.gradient_accumulation_steps:,}. Simulate fewer (--accumulation): "
+                "further micro-batches only repeat earlier ones",
                 key="accumulation",
             )
         for iteration in range(iterations):

@@ -90,8 +90,8 @@ class StockOptions:
             raise RuleError(f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio")
         if not (isinstance(self.stride, int) and self.stride >= 0):
             raise RuleError(
-                "stride must be 0 (no visits) or a whole number >= 1 (every stride-th subgroup "
-                f"visits the device), but got {self.stride}",
+                "stride must be 0 (no staged updates) or a whole number >= 1 (every stride-th subgroup "
+                f"is staged to the GPU), but got {self.stride}",
                 key="options.stride",
             )
         if self.staging_slots < 1:

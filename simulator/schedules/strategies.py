@@ -33,8 +33,8 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
         )
     if workload.zero_stage not in stages(name):
         raise RuleError(
-            f"strategy {name!r} is one of ZeRO-{'/'.join(map(str, stages(name)))}, but got a "
-            f"workload of ZeRO-{workload.zero_stage} (--zero-stage), which has "
+            f"strategy {name!r} needs ZeRO-{' or '.join(map(str, stages(name)))}, but got a "
+            f"workload with ZeRO-{workload.zero_stage} (--zero-stage), which has the strategies "
             f"{', '.join(strategies_of(workload.zero_stage))}",
             key="strategy",
         )
@@ -131,8 +131,8 @@ def twin_flow(
     """
     if not (pinned or async_gradients):
         raise RuleError(
-            "async_gradients must be True where pinned is False, but got False: the "
-            "builds of 2024 are simulated with pinned buffers",
+            "async_gradients must be True if pinned is False, but got False: the "
+            "DeepSpeed of 2024 is simulated with pinned buffers only",
             "options.async_gradients",
         )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
@@ -152,8 +152,8 @@ def deep_optimizer_states(
     most = max(LARGEST_STRIDE, len(workload.subgroups))
     if stride > most:
         raise RuleError(
-            f"stride must be at most {most}, since with a larger one no subgroup visits, but got "
-            f"{stride}: 0 asks for no visits",
+            f"stride must be at most {most}, because with a larger one no subgroup is staged, but got "
+            f"{stride}: 0 stages none",
             key="options.stride",
         )
     options = StockOptions(

@@ -72,8 +72,8 @@ def test_the_key_of_old_is_taken(only_rank):
 
 
 KEYS_OF_DEEPSPEEDS_OWN = {
-    "ratio": ({"ratio": 0.3}, r"ratio \(Twin-Flow, 0.3\) is left to the plan"),
-    "super_offload": ({"super_offload": True}, "super_offload is left to the plan"),
+    "ratio": ({"ratio": 0.3}, r"ratio \(Twin-Flow, 0.3\) is replaced by the plan"),
+    "super_offload": ({"super_offload": True}, "super_offload is replaced by the plan"),
     "automatic": ({"pin_memory": "auto", "ratio": "auto"}, None),
 }
 
@@ -87,7 +87,7 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
     engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan=plan)
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
     assert made == before
-    assert (says is None) == ("is left to the plan" not in caplog.text)
+    assert (says is None) == ("is replaced by the plan" not in caplog.text)
     assert says is None or re.search(says, caplog.text)
     engine.destroy()
 

@@ -296,7 +296,7 @@ def floor_of(work, on, host, device, resident, slots):
 
 
 def test_a_memory_in_which_nothing_fits_is_refused():
-    with pytest.raises(ValueError, match="workload alone must fit into device memory, but"):
+    with pytest.raises(ValueError, match="activations must fit into GPU memory, but"):
         bound(workload(), machine(), 10**9)
     assert np.isinf(NumberedBounds(workload(), machine(), 3e9).iteration_s({"resident": 4}, 0))
 

@@ -117,7 +117,7 @@ def test_both_exchanges_cannot_have_the_network_at_once():
 def test_tensor_parallelism_beyond_a_node_needs_a_network_that_is_known():
     with pytest.raises(
         ModelError,
-        match=r"tensor_parallel must leave .* but got 2 on machine 'rtx4090': add network_bytes_per"
+        match=r"tensor_parallel must divide .* but got 2 on machine 'rtx4090': add network_bytes_per"
         r"_s to the machine file, or lower --tensor-parallel",
     ):
         work(preset("rtx4090"), tensor_parallel=2)

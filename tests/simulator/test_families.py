@@ -164,12 +164,12 @@ def test_without_transformers_others_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"model_type": "vit"}, "model_type must be a language model's .* for 'vit' it says: U"),
+        ({"model_type": "vit"}, "model_type must be that of a language model .* for 'vit' transformers says: U"),
         ({"model_type": "mine"}, "one that the installed transformers knows, but got 'mine': desc"),
         ({"model_type": "rwkv", "num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
         (
             {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_experts_per_tok": 0},
-            "one of num_experts_per_tok, .* must say how many experts a token visits",
+            "one of num_experts_per_tok, .* must give the number of experts per token",
         ),
         (
             {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q k v o mlp"},
@@ -177,11 +177,11 @@ def test_without_transformers_others_are_refused(monkeypatch):
         ),
         (
             {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q", "gated": False},
-            "layout must be a text, and says what gated",
+            "layout must be a text and replaces gated",
         ),
         (
             {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "experts": 4, "layout": "q"},
-            "experts must be given where the layout has one of experts",
+            "experts must be given if the layout has one of experts",
         ),
     ],
 )

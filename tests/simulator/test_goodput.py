@@ -130,7 +130,7 @@ def test_regular_failures_differ_from_exponential_ones():
         ({"mtbf_s": -1.0}, "mtbf_s must be > 0, but got -1.0"),
         ({"stall_s": -1.0}, "stall_s must be finite and >= 0, but got -1.0"),
         ({"restart_s": math.inf}, "restart_s must be finite"),
-        ({"steps": 0}, "interval_steps must be >= 1 where the job fails"),
+        ({"steps": 0}, "interval_steps must be >= 1 if the job can fail"),
         ({"steps": -3}, "interval_steps must be >= 0, but got -3"),
         ({"persist_s": 1e6}, "raise interval_steps"),
     ],

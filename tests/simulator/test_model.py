@@ -403,7 +403,7 @@ def test_recut_needs_the_parameters():
 
     layer = Layer(params=10, forward_s=1.0, backward_s=1.0)
     work = Workload(name="w", layers=(layer,), subgroups=(10,))
-    with pytest.raises(ValueError, match=r"workload.parameters is known"):
+    with pytest.raises(ValueError, match=r"workload.parameters is needed"):
         work.recut(5)
 
 

@@ -107,7 +107,7 @@ def test_counts_that_do_not_fit_are_refused(locations):
 
 
 def test_no_other_field_is_copied_in():
-    with pytest.raises(PlanError, match="fields that it does not have, but got speculate"):
+    with pytest.raises(PlanError, match="fields that plans have, but got speculate"):
         read().model_copy(update={"speculate": 2})
 
 

@@ -92,7 +92,7 @@ def test_what_ifs_keep_the_shares():
 def test_shares_survive_a_file_and_bad_ones_are_refused(tmp_path):
     machine(rank_shares=SHARES).save(tmp_path / "m.json")
     assert Machine.load(tmp_path / "m.json").rank_share("h2d", 4) == 0.6
-    with pytest.raises(ValueError, match="by >= 1 ranks, but got"):
+    with pytest.raises(ValueError, match="numbers of ranks >= 1 as keys, but got"):
         machine(rank_shares={0: {"h2d": Quantity.exact(1.0)}})
     with pytest.raises(ValueError, match="rank_shares"):
         machine(rank_shares={2: {"pcie": Quantity.exact(1.0)}})

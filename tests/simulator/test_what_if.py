@@ -121,7 +121,7 @@ def test_bad_input_is_told_before_anything_runs(arguments, message):
 
 
 def test_a_field_that_no_row_depends_on_is_told():
-    with pytest.warns(UserWarning, match="storage_write_bytes_per_s changes nothing about zero3"):
+    with pytest.warns(UserWarning, match="storage_write_bytes_per_s has no effect on zero3"):
         what_if(workload(), machine(), ["zero3_offload"], storage_write_bytes_per_s=[1e9, 2e9])
 
 
@@ -146,7 +146,7 @@ def test_a_workload_and_a_machine_in_the_wrong_order_are_told():
 
 
 def test_device_memory_that_is_host_memory_is_told():
-    with pytest.warns(UserWarning, match="gpu_memory_bytes changes nothing"):
+    with pytest.warns(UserWarning, match="gpu_memory_bytes has no effect"):
         what_if(workload(), machine(unified_memory=True), ["zero3_offload"], [1e9])
 
 

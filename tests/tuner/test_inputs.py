@@ -313,7 +313,7 @@ def test_activations_that_move_are_told_apart_from_what_training_refuses(model, 
     common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
     result = run(*common, "--ds-config", path)
     assert result.exit_code == 2
-    assert "not simulated with activations that move too" in result.output
+    assert "plans with activations that move are not simulated" in result.output
 
 
 def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):

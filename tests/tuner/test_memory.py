@@ -38,13 +38,13 @@ def test_a_profile_that_varies_more_leaves_more_free():
 def test_without_a_spread_a_fixed_share_stays_free(peaks):
     found = limits(peaks)
     assert found.device_bytes == int(SIZE * (1 - UNKNOWN_MARGIN))
-    assert "no profile tells its spread" in found.explained[0]
+    assert "no profile shows how much peaks vary" in found.explained[0]
 
 
 def test_a_given_margin_goes_before_the_profile():
     found = limits({"device": peak(400_000, 520_000, 600_000)}, margin=0.25)
     assert (found.device_bytes, found.host_bytes) == (750_000, 1_500_000)
-    assert "25.0% as asked for" in found.explained[0]
+    assert "25.0% as requested" in found.explained[0]
     assert limits({}, margin=0.0).device_bytes == SIZE
 
 

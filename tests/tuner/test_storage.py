@@ -166,7 +166,7 @@ def test_several_directories_share_the_state_and_the_smallest_share_limits_it():
 
 
 def test_a_plan_names_its_folders_in_one_way():
-    with pytest.raises(ValueError, match=r"storage_dir must be absent where plan\.storage_shares"):
+    with pytest.raises(ValueError, match=r"storage_dir must be absent if plan\.storage_shares"):
         Plan(subgroup_size=1, placement=Plan.runs(["stored"]), storage_dir="/a", storage_shares={"/b": 1.0})
     with pytest.raises(PlanError, match="greater than 0"):
         Plan.from_fields(

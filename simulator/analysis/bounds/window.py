@@ -28,15 +28,26 @@ MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
     "dram": "DRAM bandwidth",
-    "h2d": "H2D link",
-    "d2h": "D2H link",
-    "link": "both ways of the link",
+    "h2d": "host-to-device copies",
+    "d2h": "device-to-host copies",
+    "link": "copies in both directions",
     "cores": "CPU cores",
-    "storage_read": "storage read",
-    "storage": "storage write",
-    "storage_both": "storage, both ways",
-    "device": "device compute",
-    Lane.H2D_FETCH: "parameters' way in",
+    "storage_read": "storage reads",
+    "storage": "storage writes",
+    "storage_both": "storage reads and writes",
+    "device": "GPU compute",
+    Lane.H2D_FETCH: "copies of parameters to the GPU",
+    Lane.H2D_PARAMETERS: "copies of updated parameters to the GPU",
+    Lane.H2D: "copies of state to the GPU",
+    Lane.H2D_GRADIENTS: "copies of gradients to the GPU",
+    Lane.D2H: "copies of state to the host",
+    Lane.D2H_GRADIENTS: "copies of gradients to the host",
+    Lane.COMPUTE: "GPU compute",
+    Lane.DEVICE_UPDATE: "updates on the GPU",
+    Lane.HOST: "updates on the CPU",
+    Lane.STORAGE: "storage writes",
+    Lane.STORAGE_READ: "storage reads",
+    Lane.ISSUE: "the training thread",
 }
 
 
@@ -255,7 +266,9 @@ class Window:
                 for slot, size in self._size.items()
                 if slot.memory == memory
             }
-            self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
+            self.rows.at_most(
+                size_bytes / unit, *terms, *slots.values(), name=f"{'GPU' if memory == 'device' else memory} memory"
+            )
 
     def _under_way(self) -> int:
         """Add the device memory of gradients in flight: all of them, or the maximum.
