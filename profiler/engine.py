@@ -171,7 +171,7 @@ class PassiveProfile:
     def _watch(self) -> None:
         if type(self._engine.optimizer) is not self._kind:
             raise ValueError(
-                f"the script must train with stock DeepSpeed while it is profiled, but its "
+                f"the script must train with DeepSpeed alone while it is profiled, but its "
                 f"optimizer became {type(self._engine.optimizer).__name__}: build the engine with "
                 "deepspeed.initialize, not with ebbtide.initialize"
             )

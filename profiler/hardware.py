@@ -82,8 +82,8 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
     if allowed_cores() <= there:
         return facts, []
     return facts, [
-        f"this process may run on cores away from the GPU's NUMA node {near}: host memory that "
-        "lands there is slower to copy (deepspeed --bind_cores_to_rank, numactl)"
+        f"this process may run on cores outside the GPU's NUMA node {near}, from whose host memory "
+        "copies are slower. Bind the process (deepspeed --bind_cores_to_rank, numactl)"
     ]
 
 

@@ -46,16 +46,18 @@ class HostWatch:
         others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
         if others_s / passed_s > BUSY_SHARE:
             self.warnings.append(
-                f"other processes used {others_s / passed_s:.0%} of the cores while they were "
-                "measured: the machine's rates are those that a neighbour left over"
+                f"other processes used {others_s / passed_s:.0%} of the cores during the "
+                "measurement, so the measured rates are too low. Stop them and measure again"
             )
         stolen_s = after.stolen_s - before.stolen_s
         if stolen_s / passed_s > STOLEN_SHARE:
-            self.warnings.append(f"the hypervisor took {stolen_s / passed_s:.0%} of the cores' time for others")
+            self.warnings.append(
+                f"the hypervisor took {stolen_s / passed_s:.0%} of the cores' time for other virtual machines"
+            )
         if after.throttled > before.throttled:
             self.warnings.append(
-                "the container's CPU quota stopped this process while it was measured: there are "
-                "fewer cores than it may run on (cpu.max)"
+                "the container's CPU quota (cpu.max) throttled this process during the measurement: "
+                "the quota allows less than the cores that the process may run on"
             )
         if after.hot > before.hot:
             self.warnings.append("a core's clock was throttled because it was hot")

@@ -63,7 +63,7 @@ class GpuWatch:
 
     def _give_up(self, error: Exception) -> None:
         self._nvml = None
-        self.warnings.append(f"NVML does not tell the link's width and the clocks: {error}")
+        self.warnings.append(f"NVML does not report the PCIe link's width and the GPU's clocks: {error}")
 
     def _look_for_neighbours(self) -> None:
         """Warn if the GPU is busy before the measurement begins: another process uses it then."""
@@ -78,7 +78,7 @@ class GpuWatch:
         self.facts["pcie_idle_bytes_per_s"] = f"{link:.3g}"
         if link > BUSY_LINK_BYTES_PER_S:
             self.warnings.append(
-                f"{link / 1e9:.2f} GB/s cross the PCIe link before anything is copied: a neighbour uses it"
+                f"{link / 1e9:.2f} GB/s cross the PCIe link before anything is copied: another process uses it"
             )
 
     def _keep_sampling(self) -> None:
@@ -111,7 +111,7 @@ class GpuWatch:
         replays = n.nvmlDeviceGetPcieReplayCounter(handle) - self._replays
         self.facts["pcie_replays"] = str(replays)
         if replays > 0:
-            self.warnings.append(f"the PCIe link repeated {replays} packets: it is not sound")
+            self.warnings.append(f"the PCIe link retransmitted {replays} packets: the connection is faulty")
 
 
 def handle_of(nvml: Any, index: int) -> Any:

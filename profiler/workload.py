@@ -36,8 +36,8 @@ def check_engine(engine: Any) -> None:
     kind = type(engine.optimizer).__name__
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
-            "the engine must run ZeRO stage 3 (zero_optimization.stage: 3; below it a plan is made "
-            f"while training, ebbtide.runtime.initialize(plan='auto')), but its optimizer is {kind}"
+            "the engine must run ZeRO-3 (zero_optimization.stage: 3; for ZeRO-1 and 2 use "
+            f"ebbtide.runtime.initialize(plan='auto') in training), but its optimizer is {kind}"
         )
     if kind not in _STOCK_OPTIMIZERS:
         raise ValueError(

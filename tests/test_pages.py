@@ -182,7 +182,7 @@ def test_the_quickstart_is_sixty_lines():
 def test_a_page_that_shows_training_names_recomputation():
     for page in [*WRITTEN, ROOT / "README.md"]:
         text = page.read_text()
-        if "TrainingArguments" in text or "plan counts on" in text:
+        if "TrainingArguments" in text or "plan assumes" in text:
             assert "gradient_checkpointing=True" in text, page
 
 

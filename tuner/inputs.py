@@ -339,10 +339,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
     storage, stage = dict(given), trained.workload.zero_stage
     if storage and stage < 3:
-        raise BadInputError(
-            f"--storage goes with ZeRO-3, whose state alone can be stored, but got ZeRO-{stage}: "
-            "leave it out, or take --zero-stage 3"
-        )
+        raise BadInputError(f"--storage needs ZeRO-3, but got ZeRO-{stage}: leave it out, or take --zero-stage 3")
     named = trained.offload.storage
     return storage or ({named: ANY_BYTES} if named else {})
 
@@ -413,7 +410,7 @@ def check_folder(flag: str, path: str | None) -> None:
     if path is None:
         return
     folder = Path(path).resolve().parent
-    wrong = "cannot be written to" if folder.is_dir() else "is no folder"
+    wrong = "cannot be written to" if folder.is_dir() else "is not a folder"
     if not (os.access(folder, os.W_OK) or os.access(path, os.W_OK)):
         raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {folder} {wrong}")
 

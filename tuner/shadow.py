@@ -27,8 +27,8 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dic
     )
     quicker = search(workload, faster, **options)
     return [
-        _line("one more GiB of device memory", base_s, roomier),
-        _line("10 GB/s more of link, each way", base_s, quicker),
+        _line("one more GiB of GPU memory", base_s, roomier),
+        _line("10 GB/s more bandwidth between host and GPU in each direction", base_s, quicker),
     ]
 
 

@@ -62,8 +62,8 @@ class StageSamples:
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (
-            f"{len(each)} ranks at once: {sum(each):.3g} {unit} altogether, {min(each):.3g} to "
-            f"{max(each):.3g} each; one alone {alone:.3g}"
+            f"{len(each)} ranks at once: {sum(each):.3g} {unit} in total, {min(each):.3g} to "
+            f"{max(each):.3g} each. One rank alone: {alone:.3g}"
         )
         pooled = [rate / alone for rates in self.together for rate in rates]
         return Quantity.from_samples(pooled, source, detail)
@@ -118,14 +118,14 @@ def _shares(samples: dict[str, StageSamples], cuda: bool) -> tuple[dict[ShareNam
         spreads = [Quantity.from_samples(rates).relative_iqr for rates in stage.together]
         rank = spreads.index(max(spreads))
         durations = [1 / rate for rate in stage.together[rank]]
-        notes += doubts(f"{name} of rank {rank} beside the others", durations)
+        notes += doubts(f"{name} of rank {rank} at the same time as the others", durations)
         notes += doubts(f"{name} of one rank alone", [1 / rate for rate in stage.alone])
         notes += _uneven(name, stage)
     together = result["dram"].median * len(samples["triad"].together)
     if together > MORE_THAN_ALONE:
         notes.append(
-            f"the ranks together reach {together:.0%} of the DRAM rate that one has with all "
-            "cores: that one was disturbed, measure again"
+            f"all ranks together reach {together:.0%} of the DRAM rate of one process with all "
+            "cores: the measurement of that process was disturbed. Measure again"
         )
     return result, notes
 
@@ -152,7 +152,7 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
         return []
     return [
         f"{name}: rank {each.index(slow)} reaches {slow / fast:.0%} of rank {each.index(fast)} at "
-        "the same time: look at its link, its NUMA node, and who else uses them"
+        "the same time: check its link, its NUMA node, and other processes that use them"
     ]
 
 

@@ -68,7 +68,7 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
     drift = last / first - 1
     if abs(drift) > UNSTABLE_DRIFT:
         result.append(
-            f"{name} drifted by {drift:+.0%} while it was measured: throttling clocks, or a neighbour that came or went"
+            f"{name} drifted by {drift:+.0%} while it was measured: clocks were throttled, or other processes ran"
         )
     return result
 
@@ -78,11 +78,11 @@ def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[
     if quantity.n < least:
         return [
             f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "
-            "stable): it takes too long for the time given"
+            "stable): one measurement takes too long for the given time (--seconds)"
         ]
     if quantity.stable:
         return []
     return [
         f"{name} is not stable: its interquartile range is {quantity.relative_iqr:.0%} of the "
-        f"median (at most {UNSTABLE_IQR:.0%} would be); something else uses the machine"
+        f"median (at most {UNSTABLE_IQR:.0%} would be stable). Something else uses the machine"
     ]

@@ -37,8 +37,8 @@ def differences(machine: Machine) -> list[str]:
         if simulated is None or measured.q1 - TOLERANCE <= simulated <= measured.q3 + TOLERANCE:
             continue
         result.append(
-            f"{work} beside {neighbour} reaches {measured.median:.0%} of its speed alone, but the "
-            f"simulator takes {simulated:.0%}: predictions of plans that overlap them are off"
+            f"{work} reaches {measured.median:.0%} of its speed alone while {neighbour} runs, but the "
+            f"simulator assumes {simulated:.0%}: predictions of plans that overlap the two are off"
         )
     return result
 

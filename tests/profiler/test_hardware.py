@@ -105,7 +105,7 @@ def test_clocks_that_are_throttled_only_meanwhile_are_noticed(fake):
 def test_an_nvml_that_refuses_is_a_warning(fake):
     fake.nvmlInit = lambda: 1 / 0
     found = watched()
-    assert found.warnings == ["NVML does not tell the link's width and the clocks: division by zero"]
+    assert found.warnings == ["NVML does not report the PCIe link's width and the GPU's clocks: division by zero"]
     assert found.facts == {}
 
 
@@ -127,7 +127,7 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
     monkeypatch.setattr(hardware, "allowed_cores", lambda: cores)
     facts, warnings = hardware.numa_layout("0000:3b:00.0", numa_tree(tmp_path, gpu_node))
     assert facts["numa_node1_cores"] == "64-127"
-    assert ["away from the GPU's NUMA node 1" in line for line in warnings] == [True] * warned
+    assert ["outside the GPU's NUMA node 1" in line for line in warnings] == [True] * warned
 
 
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
@@ -155,7 +155,7 @@ def host_tree(root, busy, stolen=0, throttled=0, hot=0):
         ({"busy": 101}, []),
         ({"busy": 110}, ["other processes used 45% of the cores"]),
         ({"busy": 101, "stolen": 4}, ["the hypervisor took 20%"]),
-        ({"busy": 101, "throttled": 2}, ["CPU quota stopped this process"]),
+        ({"busy": 101, "throttled": 2}, ["CPU quota (cpu.max) throttled this process"]),
         ({"busy": 101, "hot": 3}, ["a core's clock was throttled"]),
     ],
 )

@@ -151,7 +151,7 @@ def test_runs_that_cannot_be(changes, message):
         (["--ranks", "10000"], "the number of cores, but got 10000 (--ranks)"),
         (["--seconds", "90"], "at most 60 (--seconds), but got 90"),
         (["--train-script", "nope.py"], "must be a file, but got nope.py (--train-script)"),
-        (["--train-script", __file__, "-o", "/no/where.json"], "where.json: /no is no folder"),
+        (["--train-script", __file__, "-o", "/no/where.json"], "where.json: /no is not a folder"),
         (["--train-script", __file__, "--iterations", "0"], "iterations must be >= 1"),
     ],
 )

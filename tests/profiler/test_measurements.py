@@ -31,7 +31,8 @@ def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
     durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
     assert durations == [2.0, 2.0]
     assert doubts("x", durations) == [
-        "x was measured only 2 times (at least 5 are needed to call it stable): it takes too long for the time given"
+        "x was measured only 2 times (at least 5 are needed to call it stable): one measurement takes "
+        "too long for the given time (--seconds)"
     ]
 
 

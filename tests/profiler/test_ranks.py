@@ -88,7 +88,7 @@ def test_shares_are_rates_beside_the_others_over_the_rate_alone():
     assert found["h2d"].median == pytest.approx(0.95)
     assert found["storage"].median == 0.5
     assert found["h2d"].source == "measured"
-    assert "19 bytes/s altogether, 9 to 10 each; one alone 10" in found["h2d"].detail
+    assert "19 bytes/s in total, 9 to 10 each. One rank alone: 10" in found["h2d"].detail
     assert notes == []
 
 
@@ -102,10 +102,11 @@ def test_dram_is_what_the_greedier_of_triad_and_update_moves():
 def test_uneven_and_unstable_ranks_are_told():
     _, notes = ranks._shares(samples(d2h=[[10.0] * 5, [6.0] * 5]), cuda=True)
     assert notes == [
-        "d2h: rank 1 reaches 60% of rank 0 at the same time: look at its link, its NUMA node, and who else uses them"
+        "d2h: rank 1 reaches 60% of rank 0 at the same time: check its link, its NUMA node, "
+        "and other processes that use them"
     ]
     _, notes = ranks._shares(samples(d2h=[[10.0] * 6, [8.0, 12.0] * 3]), cuda=True)
-    assert notes[0].startswith("d2h of rank 1 beside the others is not stable")
+    assert notes[0].startswith("d2h of rank 1 at the same time as the others is not stable")
 
 
 def test_ranks_that_together_beat_one_with_all_cores_are_doubted():

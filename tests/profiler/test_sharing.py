@@ -33,8 +33,8 @@ def test_only_what_differs_is_told():
     assert differences(machine(host_adam_while_h2d=0.75, h2d_while_compute=0.99)) == []
     told = differences(machine(host_adam_while_h2d=0.4, copy_while_host_adam=0.1))
     assert told == [
-        "host_adam beside h2d reaches 40% of its speed alone, but the simulator takes 79%: "
-        "predictions of plans that overlap them are off"
+        "host_adam reaches 40% of its speed alone while h2d runs, but the simulator assumes 79%: "
+        "predictions of plans that overlap the two are off"
     ]
 
 

@@ -133,9 +133,9 @@ def test_what_is_no_zero3_engine_is_refused():
     class Engine:
         optimizer = object()
 
-    with pytest.raises(ValueError, match="must run ZeRO stage 3"):
+    with pytest.raises(ValueError, match="must run ZeRO-3"):
         profile_engine(Engine(), lambda engine: None)
-    with pytest.raises(ValueError, match="must run ZeRO stage 3"):
+    with pytest.raises(ValueError, match="must run ZeRO-3"):
         SampledProfile(Engine())
     with pytest.raises(ValueError, match="iterations must be >= 1"):
         profile_engine(Engine(), lambda engine: None, iterations=0)

@@ -125,7 +125,7 @@ def test_shares_hold_every_element_once(sizes, cuts):
         ({"prefetch": 3}, "plan.prefetch must be at most plan.staging_slots"),
         ({"subgroups": [1, 2, 3]}, "cover every subgroup of plan.subgroups once"),
         ({"subgroup_size": 0}, "subgroup_size"),
-        ({"parameter_home": [{"home": "host", "count": 3}]}, "got 3 homes for 2 subgroups"),
+        ({"parameter_home": [{"home": "host", "count": 3}]}, "got 3 locations for 2 subgroups"),
         ({"parameter_home": [{"home": "moon", "count": 2}]}, "parameter_home"),
     ],
 )

@@ -112,7 +112,7 @@ def test_the_command_takes_the_storage_s_rate(tmp_path):
         arguments = ["plan", *inputs, "--mtbf", "4h", "--checkpoint-rate", storage, "-o", str(out)]
         told = CliRunner().invoke(main, arguments)
         assert told.exit_code == 0, told.output
-        assert "rules of thumb at this cost: Young every" in told.output
+        assert "rules of thumb for this checkpoint cost: Young every" in told.output
         steps[storage] = Plan.load(out).checkpoint.interval_steps
     assert steps["200MB/s"] > steps["20GB/s"] > 0
     for bad in ("0", "-1GB/s", "fast", "1e30GB/s"):

@@ -38,7 +38,7 @@ def test_plan_show_and_simulate(files):
     planned = run("plan", *inputs(files), "-o", out, "--mtbf", "4h", "--why")
     assert planned.exit_code == 0, planned.output
     assert "stock ZeRO-3 offload" in planned.output
-    assert "one more GiB of device memory" in planned.output
+    assert "one more GiB of GPU memory" in planned.output
     assert Plan.load(out).checkpoint.interval_steps > 0
     shown = run("show", out, "--json")
     assert json.loads(shown.output)["subgroups"] == [3 * 10**7] * 6

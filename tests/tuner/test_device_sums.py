@@ -34,7 +34,7 @@ def test_sums_stay_and_the_plan_is_faster():
     assert told.iteration_s < 0.97 * crossing_s
     assert told.lower_bound_s <= told.iteration_s
     assert told.device_peak_bytes <= machine().device_memory_bytes
-    assert any("sums of micro-batches stay on the device" in reason for reason in found.reasons)
+    assert any("accumulate gradients on the GPU" in reason for reason in found.reasons)
 
 
 def test_with_less_memory_fewer_stay():
@@ -46,7 +46,7 @@ def test_with_less_memory_fewer_stay():
 
 def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
     assert not any(planned(1).summed_on_device)
-    assert not any("sums of micro-batches" in reason for reason in planned(1).reasons)
+    assert not any("accumulate gradients" in reason for reason in planned(1).reasons)
     assert not any(planned(link=2e12, device_gib=3.1).summed_on_device)
 
 

@@ -122,10 +122,10 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     ("variable", "ranks", "state", "says"),
     [
         ("1", 1, "slow", "OMP_NUM_THREADS is 1"),
-        ("", 2, "slow", "is not set, which torchrun and accelerate launch make 1 for 2 ranks"),
-        ("", 1, "ok", "not set, 8 cores a rank"),
-        ("4", 2, "ok", "is 4, 4 cores a rank"),
-        ("", 8, "ok", "not set, 1 cores a rank"),
+        ("", 2, "slow", "is not set, and torchrun and accelerate launch set it to 1 for 2 ranks"),
+        ("", 1, "ok", "not set, 8 cores per rank"),
+        ("4", 2, "ok", "is 4, 4 cores per rank"),
+        ("", 8, "ok", "not set, 1 cores per rank"),
     ],
 )
 def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
@@ -205,13 +205,13 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 UNDER_A_PLAN = {
     "no offload": ({"stage": 2}, {}, "ok", "left to DeepSpeed, .*device is 'none'"),
     "stage 0": ({"stage": 0}, {}, "ok", "left to DeepSpeed, .*zero_optimization.stage is 0"),
-    "script's": ({"stage": 2, **CPU}, {}, "ok", "trains .* the script hands over"),
+    "script's": ({"stage": 2, **CPU}, {}, "ok", "trains .* the script's own optimizer"),
     "kernels": ({"stage": 3, **CPU}, {"optimizer": {"type": "Lion"}}, "ok", "DeepSpeedCPULion's"),
     "own step": (
         {"stage": 1, **CPU},
         {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
         "ok",
-        "bits of torch's Adam, .*all of it on the host",
+        "results of torch's Adam, .*on the CPU",
     ),
     "nvme": (
         {"stage": 3, "offload_optimizer": {"device": "nvme"}},
@@ -223,7 +223,7 @@ UNDER_A_PLAN = {
         {"stage": 2, **CPU},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
         "ok",
-        "bits of stock's own step, .* bf16.bf16_master_weights_and_grads asks",
+        "results of DeepSpeed's own step, .* bf16.bf16_master_weights_and_grads asks",
     ),
     "misspelt": ({"stage": 2, "ovelap_comm": True}, {}, "bad", "DeepSpeed itself .*ovelap_comm"),
 }

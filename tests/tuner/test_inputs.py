@@ -197,7 +197,7 @@ def test_no_minutes_are_spent_on_what_no_folder_takes(command, measured, monkeyp
     path = str(tmp_path / "nowhere" / "x.json")
     result = run(*command, path, *(["--", "python"] if command[0] == "verify" else []))
     assert result.exit_code == 2
-    assert f"{path}: {tmp_path / 'nowhere'} is no folder" in result.output
+    assert f"{path}: {tmp_path / 'nowhere'} is not a folder" in result.output
 
 
 def ds(tmp_path, optimizer=None, **zero):
@@ -279,7 +279,7 @@ def test_simulate_takes_what_the_config_offloads(model, tmp_path):
     assert twin == simulated(model, *share)[0]
     assert "simulates" not in said
     _, said = simulated(model, *share, "--strategy", "zero3_offload")
-    assert "simulates zero3_offload, where --ds-config asks for twin_flow, ratio 0.3" in said
+    assert "simulates zero3_offload, although --ds-config asks for twin_flow, ratio 0.3" in said
 
 
 def test_a_strategy_that_drops_what_the_config_offloads_is_refused(model, tmp_path):
@@ -287,20 +287,20 @@ def test_a_strategy_that_drops_what_the_config_offloads_is_refused(model, tmp_pa
     base = ["simulate", "--machine", "h100-node", "--model", model, "--ds-config", path]
     result = run(*base, "--strategy", "zero3_offload")
     assert result.exit_code == 2
-    assert "--strategy must be zero_infinity or absent beside zero_optimization.offload_param" in (result.output)
+    assert "--strategy must be zero_infinity or absent with zero_optimization.offload_param" in (result.output)
     assert run(*base, "--strategy", "zero_infinity").stdout == run(*base).stdout
 
 
 def test_a_plan_beside_a_config_that_does_not_offload_says_what_training_needs(model, tmp_path):
     common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
-    note = "offload_optimizer.device must be 'cpu' where the plan is trained under"
+    note = "offload_optimizer.device must be 'cpu' to train under the plan"
     assert note in run(*common, "--ds-config", ds(tmp_path)).stderr
     assert note not in run(*common, "--ds-config", ds(tmp_path, CPU)).stderr
 
 
 def test_a_checkpoint_folder_without_an_interval_says_what_that_means(model, tmp_path):
     common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
-    note = "--checkpoint-dir without --mtbf: the plan has no interval"
+    note = "without --mtbf the plan has no checkpoint interval"
     assert note in run(*common, "--checkpoint-dir", tmp_path).stderr
     assert Plan.load(tmp_path / "p.json").checkpoint.interval_steps == 0
     assert note not in run(*common, "--checkpoint-dir", tmp_path, "--mtbf", "4h").stderr

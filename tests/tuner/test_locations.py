@@ -41,7 +41,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
     assert timeline.device_peak_bytes <= room
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
     assert found.prediction.lower_bound_s <= found.prediction.iteration_s
-    assert any("with all of them on the device nothing fits" in why for why in found.reasons)
+    assert any("With all of them on the GPU nothing fits" in why for why in found.reasons)
     assert found.alternatives[0].strategy.endswith("parameters cpu"), "stock's own way to fit"
 
 

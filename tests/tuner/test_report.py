@@ -41,7 +41,7 @@ def test_a_plan_of_an_older_ebbtide_has_none():
     older = plan.prediction.model_copy(update={"memory": {}, "limits": {}})
     console = Console(file=io.StringIO(), width=200)
     show_plan(plan.model_copy(update={"prediction": older}), console)
-    assert "memory at its peak" not in console.file.getvalue()
+    assert "peak memory, GiB per rank" not in console.file.getvalue()
 
 
 def test_one_memory_has_one_limit():

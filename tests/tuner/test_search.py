@@ -134,7 +134,7 @@ def test_one_memory_holds_what_device_and_host_take_together():
         rows = compare(work, less, limits, None)
         assert all(row.simulated.fits == (not limits.shortfall(row.result)) for row in rows)
         assert any(row.simulated.fits for row in rows) <= fits
-    with pytest.raises(ImpossibleError, match=r"GiB short.*device and host share one memory here"):
+    with pytest.raises(ImpossibleError, match=r"GiB short.*GPU and host share one memory"):
         ebbtide.tuner.plan(work, less, memory_margin=0.0)
 
 

@@ -415,9 +415,9 @@ def other_data(number, state, wire, old, facts):
 @pytest.mark.parametrize(
     ("noise", "at", "code", "says"),
     [
-        (1e-3, {}, 0, "equal but for what two runs of one side differ by"),
-        (0.5, {}, 3, "the losses of step 1 are the same, its gradient norm is not"),
-        (0.5, {1: other_data}, 3, "look for other data"),
+        (1e-3, {}, 0, "equal but for the difference between two runs of one side"),
+        (0.5, {}, 3, "the losses of step 1 are the same, but its gradient norm differs"),
+        (0.5, {1: other_data}, 3, "look for different data"),
         (0.0, {0: other_parameters}, 3, "the parameters differ before the first step"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_usual_pc_is_told_that_host_memory_is_short_and_what_costs_nothing_fir
     lines = [line.strip() for line in done.output.splitlines() if line.startswith("  ")]
     assert lines
     assert "--storage" in lines[0]
-    assert lines[-1].split(":")[0].endswith("GiB of host memory in a node")
+    assert lines[-1].split(":")[0].endswith("GiB of host memory per node")
     assert "GPU memory:" not in done.output
 
 

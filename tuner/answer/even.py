@@ -43,7 +43,7 @@ def best_of(found: Decision) -> Plan:
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
     prediction = predict(workload, machine, made, limits, lambda _: search.fluid.iteration_s)
     best = distance(prediction) == "at the optimum"
-    more = "no search finds a better one" if best else "the search may find a better one"
+    more = "a full search cannot find a better one" if best else "a full search may find a better one"
     made = made.model_copy(update={"prediction": prediction})
     why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search))
     return made.model_copy(update={"reasons": why})

@@ -26,7 +26,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
             lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")
     lines += _what_threads_cost(workload, machine, plan)
     if machine.unified_memory:
-        lines.append("device and host share one memory here: nothing is won by moving state")
+        lines.append("GPU and host share one memory, so moving state saves nothing")
     return lines
 
 
@@ -65,9 +65,9 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
     if few_s <= (1 + SHOWN_GAP) * all_s:
         return []
     return [
-        f"stock's updates run on {count} thread{'s' * (count > 1)} of each rank (OMP_NUM_THREADS, "
-        f"--launcher), which costs stock {told_seconds(few_s - all_s)} of {told_seconds(few_s)}; with "
-        f"OMP_NUM_THREADS={share} set before its launcher starts, it takes {told_seconds(all_s)}"
+        f"DeepSpeed alone updates with {count} thread{'s' * (count > 1)} per rank (OMP_NUM_THREADS, "
+        f"--launcher), which costs {told_seconds(few_s - all_s)} of its {told_seconds(few_s)}. With "
+        f"OMP_NUM_THREADS={share} set before the launcher starts, it takes {told_seconds(all_s)}"
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from ebbtide.simulator.limits import GIB
@@ -49,18 +49,22 @@ def show_machine(machine: Machine, console: Console) -> None:
     console.print(table)
     for ranks, shares in machine.rank_shares.items():
         shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
-        console.print(f"{ranks} ranks at once: each has of the rate alone {shares_text}")
+        console.print(f"{ranks} ranks at once: the share of its rate alone that each rank reaches: {shares_text}")
     for directory, drive in machine.drives.items():
         console.print(
             f"state in {directory}: {drive.read_bytes_per_s.median / 1e9:.2f} GB/s read, "
-            f"{drive.write_bytes_per_s.median / 1e9:.2f} written, each at "
-            f"{drive.duplex_factor.median:.0%} of that while both go",
+            f"{drive.write_bytes_per_s.median / 1e9:.2f} written, and "
+            f"{drive.duplex_factor.median:.0%} of each while both run",
             highlight=False,
         )
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
     others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
     facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
-    for title, parts in (("speed beside others, of that alone", beside), ("also measured", others), ("facts", facts)):
+    for title, parts in (
+        ("speed at the same time as other work, relative to alone", beside),
+        ("also measured", others),
+        ("facts", facts),
+    ):
         if parts:
             console.print(f"{title}: {', '.join(parts)}", highlight=False)
     if machine.measured_with:
@@ -91,7 +95,7 @@ def show_workload(workload: Workload, console: Console) -> None:
     console.print(layers)
     if w.memory_curve:
         console.print(
-            f"device memory: at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
+            f"GPU memory: at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
             f"at least {min(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB"
         )
     if w.provenance:
@@ -109,18 +113,9 @@ def _amount(workload: Workload) -> str:
 def show_plan(plan: Plan, console: Console) -> None:
     """The answer in one sentence, placement, the table of strategies, and the reasons."""
     console.print(headline(plan), style="bold")
-    counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
-    staying = sum(plan.summed_on_device)
-    placed = ", ".join(f"{n} {p}" for p, n in counts)
-    console.print(
-        f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots"
-        + f", {plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
-        + (f"; {plan.host_slots} host slots" if plan.stores else "")
-        + (f"; {sum(plan.updated_early)} updated before the norm" if any(plan.updated_early) else "")
-        + (f"; {staying} sums of micro-batches stay on the device" if staying else "")
-    )
+    console.print(placed_in_words(plan))
     if plan.trained_as is not None:
-        console.print(f"the plan counts on {plan.trained_as.in_words}", markup=False)
+        console.print(f"the plan assumes {plan.trained_as.in_words}", markup=False)
     if plan.checkpoint.interval_steps:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
     if plan.prediction is not None:
@@ -136,16 +131,42 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"- {reason}")
 
 
+_PLACED: Mapping[Placement, str] = {
+    "resident": "kept and updated on the GPU",
+    "device": "staged to the GPU for the update",
+    "host": "updated by the CPU",
+    "stored": "stored on a drive",
+}
+
+
+def placed_in_words(plan: Plan) -> str:
+    """Return the placement of the subgroups, the buffers and the overlap in sentences."""
+    counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
+    early, summed = sum(plan.updated_early), sum(plan.summed_on_device)
+    sentences = [f"{plan.subgroup_count} subgroups: " + ", ".join(f"{n} {_PLACED[p]}" for p, n in counts)]
+    if early:
+        sentences.append(f"{early} are updated early (before the gradient norm is known)")
+    if summed:
+        sentences.append(f"{summed} accumulate gradients on the GPU")
+    if plan.staging_slots:
+        sentences.append(f"{plan.staging_slots} staging buffers on the GPU, {plan.prefetch} of them filled in backward")
+    if plan.stores:
+        sentences.append(f"{plan.host_slots} buffers in host memory for stored state")
+    if not plan.overlap_forward:
+        sentences.append("Each step waits for its updates")
+    return ". ".join(sentences) + "."
+
+
 def memory(plan: Plan) -> Table:
     """Return a table of each memory at its peak by kind, with the plan and without it, and the limits."""
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
     told = {"plan": plan.prediction, **others}
     columns = [(m, role) for m in MEMORIES for role in BY_KIND if role in told and told[role].memory.get(m)]
-    table = Table(title="memory at its peak, GiB of one rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(title="peak memory, GiB per rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("")
     for m, role in columns:
-        table.add_column(f"{m}\n{role}", justify="right")
+        table.add_column(f"{'GPU' if m == 'device' else m}\n{role}", justify="right")
 
     def row(name: str, sizes: Iterable[float | None]) -> None:
         table.add_row(name, *("" if n is None else f"{n / GIB:.2f}" for n in sizes))
@@ -155,7 +176,7 @@ def memory(plan: Plan) -> Table:
         if any(sizes):
             row(kind, sizes)
     table.add_section()
-    row("together", (sum(told[role].memory[m].values()) for m, role in columns))
+    row("total", (sum(told[role].memory[m].values()) for m, role in columns))
     row("limit", (plan.prediction.limits.get(m) for m, _ in columns))
     return table
 
@@ -168,7 +189,7 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
     rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
     unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)
     table = Table(
-        title=f"predicted: {unit} per iteration, GiB of one rank",
+        title=f"predicted time ({unit} per iteration) and peak memory (GiB per rank)",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         caption_justify="left",
@@ -176,7 +197,7 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
     )
     phases = ["iteration", "forward", "backward", "step"]
     phases += ["loop"] if any(p.loop_s for p in rows) else []
-    memories = ["device", "host"] + (["drive"] if any(p.storage_bytes for p in rows) else [])
+    memories = ["GPU", "host"] + (["drive"] if any(p.storage_bytes for p in rows) else [])
     table.add_column("strategy", overflow="fold")
     for column in (*phases, *memories):
         table.add_column(column, justify="right", no_wrap=True)

@@ -47,9 +47,11 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         why = problem if plan is None else f"this plan {plan.note or lacks(plan.missing)}"
         if plain is None or not plain.fits:
             return Verdict("impossible", f"Nothing fits: {why}.")
-        gain = f", and is {_times(runs, plain)} stock offloading" if runs else ""
+        gain = f", and is {_times(runs, plain)} as fast as stock DeepSpeed's offloading" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
-    gains = ", ".join(filter(None, [f"{_times(runs, plan)} stock" if runs else "", distance(plan)]))
+    gains = ", ".join(
+        filter(None, [f"{_times(runs, plan)} as fast as stock DeepSpeed" if runs else "", distance(plan)])
+    )
     gains = gains or f"{told_seconds(plan.iteration_s)} per iteration"
     if plain is not None and plain.fits and _no_slower(plain, plan):
         gain = _gain(plain, plan)
@@ -61,7 +63,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         return Verdict("offload", f"Offload with this plan: {gains}{beside}.", gains)
     near = f", {distance(plan)}" if distance(plan) else ""
     fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
-    return Verdict("offload", f"{fits}; stock does not: it {stock.note}{beside}.", gains)
+    return Verdict("offload", f"{fits}. Stock DeepSpeed does not fit: it {stock.note}{beside}.", gains)
 
 
 def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
@@ -70,7 +72,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
         return ""
     if any(lacking > plain.limits.get("device", lacking) for lacking in plain.missing.values()):
         return ""  # more than twice of what there is
-    return f"; not offloading would be {_times(plan, plain)} faster than this plan, but {plain.note}"
+    return f". Not offloading would be {_times(plan, plain)} faster than this plan, but {plain.note}"
 
 
 def differs(plan: Prediction, other_s: float) -> bool:

@@ -71,8 +71,8 @@ PRICES = (
     "host_memory_bytes",
 )
 ANOTHER_WAY = (
-    "Another way: LoRA trains a small share of the parameters and keeps little optimizer state. "
-    "Its model is another one, and ebbtide does not plan it"
+    "Alternative: LoRA trains few parameters and needs little optimizer state, but gives another model. "
+    "ebbtide does not plan LoRA"
 )
 _WORDS: Mapping[str, Callable[[int], str]] = {
     "zero_stage": lambda v: f"ZeRO-{v}",
@@ -81,9 +81,9 @@ _WORDS: Mapping[str, Callable[[int], str]] = {
     "accumulation": lambda v: f"accumulation {v}",
     "sequence": lambda v: f"sequence {v}",
     "data_parallel": lambda v: f"{v} GPUs",
-    "device_memory_bytes": lambda v: f"{v / GIB:.4g} GiB of the GPU's memory",
-    "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory in a node",
-    "storage_bytes": lambda v: f"state on storage, {v / 1e12:g} TB in a node",
+    "device_memory_bytes": lambda v: f"{v / GIB:.4g} GiB of GPU memory",
+    "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory per node",
+    "storage_bytes": lambda v: f"state on a drive, {v / 1e12:g} TB per node",
 }
 
 

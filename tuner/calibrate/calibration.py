@@ -246,7 +246,7 @@ def _check(observations: Sequence[Observation]) -> None:
         usable = [s for p, s in seen.measured_s.items() if p in PHASES and s > 0]
         if not usable or len(usable) < len(seen.measured_s):
             raise CalibrationError(
-                f"a run must give seconds > 0 of {', '.join(PHASES)}, at least of one of them, but "
+                f"a run must give the seconds (> 0) of at least one of {', '.join(PHASES)}, but "
                 f"{seen.name} gives {dict(seen.measured_s)}"
             )
 

@@ -35,7 +35,7 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
     if whole_s is not None and too_short(whole_s, measured_s):
         raise CalibrationError(
             f"{name}: an iteration must take at least as long as its phases together, but takes "
-            f"{whole_s:.6g} s and they {phases_of(measured_s):.6g} s: check the columns' units "
+            f"{whole_s:.6g} s and its phases {phases_of(measured_s):.6g} s: check the columns' units "
             "(_ms or _s), and leave out what was measured in another run"
         )
 
@@ -47,10 +47,10 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
     if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
         return []
     return [
-        f"{name}: {between_s:.3g} s of an iteration lie between its phases, "
-        f"{between_s / phases_s:.1f} times the phases themselves ({phases_s:.3g} s), and become "
-        "loop_s. Right if the training loop waits so long (for data, evaluation, checkpoints); "
-        "else check what --runs gives for an iteration, and its unit"
+        f"{name}: {between_s:.3g} s of an iteration are outside its phases, "
+        f"{between_s / phases_s:.1f} times the phases themselves ({phases_s:.3g} s), and are taken as "
+        "loop_s. If the training loop does not wait so long (for data, evaluation, checkpoints), "
+        "check the iteration times in --runs and their unit"
     ]
 
 
@@ -65,8 +65,8 @@ def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mappi
     if (1 - SHORTFALL) * phases_s <= timed_s <= most_s:
         return []
     return [
-        f"{name}: at its {samples_per_s:.4g} samples per second, the {samples} described take "
-        f"{timed_s:.3g} s, but forward, backward and step took {phases_s:.3g} s, in which it had "
+        f"{name}: at {samples_per_s:.4g} samples per second, the {samples} samples of an iteration take "
+        f"{timed_s:.3g} s, but forward, backward and step took {phases_s:.3g} s, enough for "
         f"about {samples_per_s * phases_s:.3g} samples: check {FLAGS_OF_THE_BATCH}"
     ]
 
@@ -85,6 +85,6 @@ def check_scale(machine: Machine, observations: Sequence[Observation]) -> None:
                 raise CalibrationError(
                     f"{seen.name}: {phase} must lie within a factor of {WRONG_UNIT:.0f} of what "
                     f"the machine predicts ({predicted[phase]:.4g} s), but took {measured:.4g} s: "
-                    "check its unit (columns end in _ms or _s), and the model and the flags that "
-                    "say what ran"
+                    "check its unit (columns end in _ms or _s), and the model and flags that "
+                    "describe the run"
                 )

@@ -50,7 +50,7 @@ class Described:
         if work is None:
             if self.model is None:
                 raise CalibrationError(
-                    "what ran must be told by --model or --workload, or by the column 'model' of a CSV, but got none"
+                    "--model, --workload or the column 'model' of a CSV must describe what ran, but got none"
                 )
             work = self.job.workload(machine)
         elif how := {name: self.shape[name] for name in _STARTED if name in self.shape}:
@@ -137,8 +137,8 @@ def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Des
         return described, []
     shape = {**described.shape, "omp_threads": log.omp_threads}
     return replace(described, shape=shape), [
-        f"{name}: OMP_NUM_THREADS was {log.omp_threads}, so stock's updates are taken to have run "
-        f"on {log.omp_threads} thread{'s' * (log.omp_threads > 1)} of each rank (else give "
+        f"{name}: OMP_NUM_THREADS was {log.omp_threads}, so DeepSpeed's CPU updates are assumed to have run "
+        f"on {log.omp_threads} thread{'s' * (log.omp_threads > 1)} of each rank (if not, give "
         "--omp-threads)"
     ]
 
@@ -147,17 +147,17 @@ def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tu
     """Seconds of an iteration with what lies between its phases, and what to say where unknown."""
     if not log.wholes_s:
         return None, [
-            f"{name} does not tell the time between the phases (loop_s, which stays as it was): it "
-            "needs DeepSpeed's lines with the time of day and global_step, which steps_per_print 1 "
-            'in its config and its log level info give (newer ones take "log_level": "info" '
-            "there); or a CSV with iteration_ms"
+            f"{name} does not contain the time between the phases, so loop_s stays unchanged. To log "
+            "this time, set steps_per_print 1 and log level info in DeepSpeed's config "
+            '("log_level": "info" in newer versions), '
+            "or give a CSV with iteration_ms"
         ]
     whole_s = statistics.median(log.wholes_s)
     if too_short(whole_s, phases_s):
         return None, [
-            f"{name}: by its times of day an iteration takes {whole_s:.3g} s, but forward, "
-            f"backward and step together {phases_of(phases_s):.3g} s, so loop_s stays as it "
-            "was. Are its lines of one run?"
+            f"{name}: by the times of day in the log an iteration takes {whole_s:.3g} s, but forward, "
+            f"backward and step together {phases_of(phases_s):.3g} s, so loop_s stays "
+            "unchanged. Check that the log holds one run"
         ]
     return whole_s, []
 
@@ -168,7 +168,7 @@ def _from_profile(name: str, text: str, described: Described) -> Observation:
         work = Workload.model_validate_json(text)
     except ValueError as error:
         raise CalibrationError(
-            f"a JSON file of --runs must be a workload of `tune profile`, but {name} is none: "
+            f"a JSON file of --runs must be a workload of `tune profile`, but {name} is not: "
             f"{str(error).splitlines()[0]}"
         ) from None
     measured = {phase: work.phase_times[phase].median for phase in PHASES if phase in work.phase_times}

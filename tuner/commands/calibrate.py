@@ -88,9 +88,9 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
             f"(quartiles {change.low:.4g} to {change.high:.4g}: {change.knob})"
         )
     if not calibrated.changes:
-        click.echo("no rate was changed: the runs do not tell more than the machine does")
+        click.echo("no rate was changed: the runs contain no information beyond the machine file")
     before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
-    click.echo(f"{runs} runs: their phases were off by {before} and are now off by {left} (median); wrote {out}")
+    click.echo(f"{runs} runs: the median error of their phases was {before} and is now {left}. Wrote {out}")
 
 
 def _miss(percent: float) -> str:

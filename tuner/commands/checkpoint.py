@@ -98,7 +98,7 @@ def export(folder: str, tag: str | None, to: str) -> None:
     root = _folder(folder)
     name = tag or named_latest(root)
     if not name:
-        raise BadInputError(f"--tag must name a checkpoint where there is no file {root}/latest")
+        raise BadInputError(f"--tag must name a checkpoint if there is no file {root}/latest")
     try:
         click.echo(str(write(root, name, Path(to))))
     except (CheckpointError, StorageError) as error:

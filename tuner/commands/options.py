@@ -40,8 +40,7 @@ def needs(needed: str, present: bool, *names: str) -> None:
         if present or parameter.name not in names or source != ParameterSource.COMMANDLINE:
             continue
         raise BadInputError(
-            f"{parameter.opts[-1]} changes something only {needed}, but got "
-            f"{context.params[parameter.name]}: leave it out"
+            f"{parameter.opts[-1]} has an effect only {needed}, but got {context.params[parameter.name]}: leave it out"
         )
 
 

@@ -224,8 +224,8 @@ def _next(emitted: str | None, work: Workload) -> str:
     from ebbtide.tuner.answer.use import command, trainer
 
     if emitted is None:
-        return "to train with it: the same with --emit-deepspeed ds.json"
-    return f"to train with it: {command(work, emitted)}\nwith the Hugging Face Trainer: {trainer(work, emitted)}"
+        return "to train with this plan, add --emit-deepspeed ds.json to the command"
+    return f"to train with this plan: {command(work, emitted)}\nwith the Hugging Face Trainer: {trainer(work, emitted)}"
 
 
 def _check_paths(output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]) -> None:
@@ -241,8 +241,8 @@ def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
     if checkpoint_dir is None or mtbf is not None:
         return
     click.echo(
-        "note: --checkpoint-dir without --mtbf: the plan has no interval (interval_steps "
-        "0), so nothing is saved but what the script saves itself; --mtbf picks an interval",
+        "note: without --mtbf the plan has no checkpoint interval (interval_steps 0), so only the script's own "
+        "saves go to --checkpoint-dir. --mtbf chooses an interval",
         err=True,
     )
 
@@ -252,9 +252,8 @@ def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
     if trained.config is None or emit_deepspeed or trained.offload.optimizer in ("cpu", "nvme"):
         return
     click.echo(
-        "note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
-        "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "
-        "which it is)",
+        "note: zero_optimization.offload_optimizer.device must be 'cpu' to train under the plan, but is not "
+        "in --ds-config. --emit-deepspeed writes a config in which it is",
         err=True,
     )
 

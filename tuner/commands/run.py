@@ -13,8 +13,8 @@ from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.inputs import BadInputError
 
 NO_ENGINE = (
-    'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. What trained here is stock '
-    "DeepSpeed, if anything did.\n"
+    'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. If anything trained, it was '
+    "DeepSpeed alone.\n"
 )
 TOOK = "EBBTIDE_TOOK"  # a file that `ebbtide.runtime.frontdoor.initialize` makes for an engine with the key
 ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
@@ -36,7 +36,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     """
     program = shutil.which(command[0])
     if program is None:
-        raise BadInputError(f"what follows `tune run --` must be a program on PATH, but got {command[0]!r}")
+        raise BadInputError(f"the command after `tune run --` must be a program on PATH, but got {command[0]!r}")
     if not no_check:
         _check()
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())
@@ -106,7 +106,7 @@ def _check() -> None:
     wrong = [finding for finding in fast_part() if finding.state == "bad"]
     if wrong:
         show(wrong, err=True)
-        raise BadInputError("fix what is above (`tune doctor` says more), or add --no-check")
+        raise BadInputError("fix the problems above (`tune doctor` says more), or add --no-check")
 
 
 def _python_path() -> list[str]:

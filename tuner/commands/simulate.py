@@ -128,7 +128,7 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
     yield "strategy", figures["strategy"]
     yield "iteration", f"{told_seconds(figures['iteration_s'])} (nine runs in ten: {low} to {high})"
     if "clip_rate" in figures:
-        yield "", f"{told_seconds(figures['unclipped_s'])} if no step clips; {figures['clip_rate']:.0%} are expected to"
+        yield ("", f"{told_seconds(figures['unclipped_s'])} if no step clips ({figures['clip_rate']:.0%} of steps do)")
     for phase in ("forward", "backward", "step", "update", "loop"):
         if seconds := figures.get(f"{phase}_s"):
             yield phase, told_seconds(seconds)
@@ -200,11 +200,11 @@ def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]
         return name, options
     if moved.beyond_state:
         raise BadInputError(
-            f"--strategy must be {name} or absent beside {moved.beyond_state} in --ds-config, "
-            f"which no other strategy has, but got {strategy}: remove the key, or the flag"
+            f"--strategy must be {name} or absent with {moved.beyond_state} in --ds-config, "
+            f"which only this strategy has, but got {strategy}: remove the key or the flag"
         )
     if trained.config is not None:
         given = "".join(f", {key} {value}" for key, value in options.items())
-        click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}", err=True)
+        click.echo(f"note: simulates {strategy}, although --ds-config asks for {name}{given}", err=True)
     assert strategy is not None
     return strategy, {}

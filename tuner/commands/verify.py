@@ -62,7 +62,7 @@ def verify(
 
     sides = _sides(against)
     if shutil.which(command[0]) is None:
-        raise BadInputError(f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}")
+        raise BadInputError(f"the command after `tune verify --` must be a program on PATH, but got {command[0]!r}")
     check_folder("--json", json_file)
     strict = has_gpu() if deterministic is None else deterministic
 

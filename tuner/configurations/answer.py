@@ -63,11 +63,11 @@ class Answer:
         best = self.fitting[0]
         remarks = [f"fastest: {best.configuration.text()}: {best.tokens_per_s:,.0f} tokens/s"]
         remarks += self._offloading(best) + self._fewer_gpus(best)
-        remarks += [f"left out: {count} configurations: {why}" for why, count in self.refused.items()]
+        remarks += [f"{count} configurations were left out: {why}" for why, count in self.refused.items()]
         if not self.complete:
             remarks.append(
-                f"not decided: only {len(self.outcomes)} of {self.combinations} configurations "
-                "were simulated (--trials), so that another one may be faster"
+                f"only {len(self.outcomes)} of {self.combinations} configurations "
+                "were simulated (--trials), so another one may be faster"
             )
         return remarks
 
@@ -82,16 +82,15 @@ class Answer:
             share = fitting[0].tokens_per_s / best.tokens_per_s
             if share >= 1 - max(SAME, self.spread):
                 return [
-                    f"offloading or not makes no difference: {other_word} reaches {share:.1%} "
-                    f"of it, and predictions hold within {self.spread:.0%}: "
-                    f"{fitting[0].configuration.text()}"
+                    f"offloading makes no difference within the error of predictions ({self.spread:.0%}): "
+                    f"{other_word} reaches {share:.1%} of the fastest: {fitting[0].configuration.text()}"
                 ]
-            return [f"{word} is best: {1 / share:.2f}x the best configuration that does otherwise"]
+            return [f"{word} is best: {1 / share:.2f}x as fast as {other_word}"]
         lacking = [o for o in others if not o.refused]
         if not lacking or not self.complete:
             return []
         least = min(lacking, key=lambda o: o.missing_bytes)
-        return [f"{word} is best: otherwise nothing fits ({least.why_not}, at the least)"]
+        return [f"{word} is best: {other_word} does not fit. The closest configuration {least.why_not}"]
 
     def _fewer_gpus(self, best: Outcome) -> list[str]:
         enough = [
@@ -103,16 +102,17 @@ class Answer:
             return []
         least = min(enough, key=lambda o: o.configuration.gpus)
         share = least.tokens_per_s / best.tokens_per_s
-        return [f"fewer GPUs do: {least.configuration.text()} reaches {share:.0%} of it"]
+        return [f"fewer GPUs are enough: {least.configuration.text()} reaches {share:.0%} of the fastest"]
 
     def _nothing_fits(self) -> str:
         lacking = [o for o in self.outcomes if not o.refused]
-        advice = "(--free more knobs, --gpu-memory, --host-memory)"
+        advice = "Search more settings (--free), or allow more memory (--gpu-memory, --host-memory)"
         if not lacking:
-            return f"nothing fits {advice}"
+            return f"nothing fits. {advice}"
         least = min(lacking, key=lambda o: o.missing_bytes)
-        words = ", at the least, with" if self.complete else " with"
-        return f"nothing fits: {least.why_not}{words} {least.configuration.text()} {advice}"
+        simulated = "" if self.complete else " of those simulated"
+        closest = f"The closest configuration{simulated}, {least.configuration.text()}, {least.why_not}"
+        return f"nothing fits. {closest}. {advice}"
 
 
 _WORDS = {True: "offloading", False: "not offloading"}

@@ -141,8 +141,8 @@ class Question:
         moved, unplanned = self._known[c.offload]
         if moved.activations and not c.recompute:
             raise ModelError(
-                "activation_checkpointing.cpu_checkpointing moves activations that are computed "
-                "again (recompute), but got kept ones: remove it, or leave --keep-activations out"
+                "activation_checkpointing.cpu_checkpointing needs recomputed activations, "
+                "but got kept ones: remove this key, or leave --keep-activations out"
             )
         stock: tuple[str, dict[str, Any]] = moved.strategy(c.zero_stage)
         if c.offload in PLANNED and not unplanned:

@@ -61,7 +61,7 @@ class Fixed:
         for knob in knobs:
             if knob in self.values:
                 raise RuleError(
-                    f"--free must not name a knob that is fixed, but got {knob}, and "
+                    f"--free must not name a setting that is fixed, but got {knob}, and "
                     f"{self.sources[knob]} fixes it at {self.values[knob]}: leave one of them out",
                     key="free",
                 )
@@ -117,8 +117,8 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         result["offload"] = ("zero_optimization.offload_optimizer.device", _word(moved))
         if result["offload"][1] is None:
             raise ValueError(
-                "tune search knows state in host memory, with parameters too, and state on NVMe "
-                "with parameters in host memory, but got zero_optimization.offload_optimizer "
+                "tune search supports offload_optimizer cpu with offload_param none or cpu, and offload_optimizer nvme "
+                "with offload_param cpu, but got offload_optimizer "
                 f"{moved.optimizer!r} with offload_param {moved.parameters!r} in --ds-config"
             )
     return {knob: pair for knob, pair in result.items() if pair[1] not in (None, AUTO)}

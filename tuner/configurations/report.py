@@ -19,14 +19,14 @@ def show(answer: Answer, console: Console) -> None:
     console.print(_front(answer))
     console.print(_costs(answer))
     console.print(
-        "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in another order."
+        "A plan never changes results. Another configuration may change the last bits of a sum over micro-batches."
     )
 
 
 def _front(answer: Answer) -> Table:
-    words = "no other configuration" if answer.complete else "of those simulated, none"
-    table = Table(title=f"{words} is as fast with less device memory")
-    for column in ("configuration", "tokens/s", "iteration", "device", "host"):
+    certain = "" if answer.complete else " (of those simulated)"
+    table = Table(title=f"fastest configuration for each amount of GPU memory{certain}")
+    for column in ("configuration", "tokens/s", "iteration", "GPU", "host"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for o in answer.front:
         table.add_row(
@@ -40,10 +40,10 @@ def _front(answer: Answer) -> Table:
 
 
 def _costs(answer: Answer) -> Table:
-    certain = "" if answer.complete else ", of those simulated"
-    table = Table(title=f"the best that each value of a knob allows{certain}")
-    table.add_column("knob")
-    table.add_column("value: share of the fastest")
+    certain = "" if answer.complete else " (of those simulated)"
+    table = Table(title=f"best speed with each value of a setting{certain}")
+    table.add_column("setting")
+    table.add_column("value: share of the fastest configuration's speed")
     for knob, shares in answer.costs().items():
         cells = sorted(shares.items(), key=lambda pair: -pair[1])
         words = [f"{_value(v)}: {share:.0%}" for v, share in cells]

@@ -17,7 +17,7 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
     detail = f"{soft / 2**30:.2f} GiB of {host_bytes / 2**30:.1f} GiB"
-    why = "does not count for CUDA's page locks" if has_gpu else "no GPU: nothing is page-locked"
+    why = "has no effect on CUDA's page-locking" if has_gpu else "no GPU: nothing is page-locked"
     return ok("memlock", f"{detail} ({why})")
 
 
@@ -43,12 +43,12 @@ def threads(ranks: int) -> Finding:
     given = os.environ.get("OMP_NUM_THREADS", "")
     few = int(given) if given.isdigit() else (1 if ranks > 1 else share)
     if few >= share:
-        return ok("threads", f"OMP_NUM_THREADS is {given or 'not set'}, {share} cores a rank")
-    said = f"is {few}" if given else (f"is not set, which torchrun and accelerate launch make 1 for {ranks} ranks")
+        return ok("threads", f"OMP_NUM_THREADS is {given or 'not set'}, {share} cores per rank")
+    said = f"is {few}" if given else (f"is not set, and torchrun and accelerate launch set it to 1 for {ranks} ranks")
     return slow(
         "threads",
-        f"OMP_NUM_THREADS {said}: stock updates on that many. "
-        f"{_pace(few, share)}; ebbtide's own updates have their cores all the same",
+        f"OMP_NUM_THREADS {said}. DeepSpeed alone updates with that many threads. "
+        f"{_pace(few, share)}. ebbtide's own updates ignore the setting",
         f"export OMP_NUM_THREADS={share} before the launcher starts",
     )
 
@@ -58,8 +58,8 @@ def queues() -> list[Finding]:
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given != "1":
         return []
-    detail = "CUDA_DEVICE_MAX_CONNECTIONS is 1: copies wait behind other streams' earlier kernels"
-    return [slow("CUDA queues", detail, "unset it, where tensor parallelism does not need it")]
+    detail = "CUDA_DEVICE_MAX_CONNECTIONS is 1, so copies wait for earlier kernels of other streams"
+    return [slow("CUDA queues", detail, "unset it, unless tensor parallelism needs it")]
 
 
 def _pace(few: int, share: int) -> str:
@@ -67,7 +67,7 @@ def _pace(few: int, share: int) -> str:
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
     slow_rate, full = (rates[n].median / 1e9 for n in (few, share))
-    return f"Here {few} of them update {slow_rate:.2f} G params/s, {share} do {full:.2f}"
+    return f"Here {few} of them update {slow_rate:.2f} G params/s, and {share} update {full:.2f}"
 
 
 def links() -> list[Finding]:
@@ -90,7 +90,7 @@ def _link(nvml: Any, index: int) -> Finding:
         # An idle link falls back to generation 1: only what slot and card allow can be compared.
         newest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
     except Exception as error:  # virtual machines hide it
-        return ok(name, f"the driver does not tell ({error})")
+        return ok(name, f"the driver does not report it ({error})")
     return link_finding(name, width, widest, newest, _card_generation(nvml, handle))
 
 
@@ -108,6 +108,6 @@ def link_finding(name: str, width: int, widest: int, slot: int, card: int | None
         return slow(
             name,
             detail,
-            "reseat the card, or move it to a slot with all lanes; look for the slot's generation in the BIOS",
+            "reseat the card, or move it to a slot with all lanes. Check the slot's generation in the BIOS",
         )
     return ok(name, detail)

@@ -34,7 +34,7 @@ class KnownWrong:
 
     def __str__(self) -> str:
         where = f" ({_URL}/{self.issue})" if self.issue else ""
-        cure = f"mended in {self.fixed}" if self.fixed else "not mended in 0.19.8"
+        cure = f"fixed in {self.fixed}" if self.fixed else "not fixed in 0.19.8"
         condition = f"only if {self.only_if}: " if self.only_if else ""
         return f"{condition}{self.what}; {cure}{where}"
 
@@ -167,7 +167,7 @@ TABLE = (
         "",
         "",
         0,
-        "losses part from those of the unbroken run from the second update on (huggingface/accelerate#3869)",
+        "after a resume, losses differ from the second update on (huggingface/accelerate#3869)",
         lambda c: _stage(c) == 3 and not c.get("optimizer") and not c.get("scheduler"),
         "the script gives Accelerate its own optimizer and scheduler and resumes with load_state",
     ),

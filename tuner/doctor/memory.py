@@ -22,12 +22,10 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
     from ebbtide.runtime.zero.host_memory import needed_bytes
 
     needed = needed_bytes(plan, gradient_bytes=2) * ranks
-    detail = f"{free}, the plan takes {needed / GIB:.1f} GiB for {ranks} rank(s)"
+    detail = f"{free}, the plan needs {needed / GIB:.1f} GiB for {ranks} rank(s)"
     if needed > free_bytes:
         return bad(
-            "host memory",
-            detail,
-            "plan again with a larger --gpu-memory (more residents) or a smaller --host-memory, or free memory",
+            "host memory", detail, "plan again with a larger --gpu-memory or a smaller --host-memory, or free memory"
         )
     return ok("host memory", detail)
 
@@ -47,7 +45,7 @@ def limits(mine: "Usable") -> Finding:
         return slow("cgroup", detail, fix)
     if mine.limit_bytes is not None and mine.limit_bytes < mine.machine_bytes // 2:
         fix = "raise the container's memory limit (docker run --memory)"
-        return slow("cgroup", f"{detail}, where the machine has {mine.machine_bytes / GIB:.1f} GiB", fix)
+        return slow("cgroup", f"{detail}, but the machine has {mine.machine_bytes / GIB:.1f} GiB", fix)
     return ok("cgroup", detail)
 
 

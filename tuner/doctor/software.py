@@ -39,7 +39,7 @@ def _version(name: str, specifier: str) -> Finding:
     except PackageNotFoundError:
         return bad(name, "not installed", fix)
     if not SpecifierSet(specifier).contains(installed.partition("+")[0], prereleases=True):
-        return bad(name, f"{installed}, needed is {specifier}", fix)
+        return bad(name, f"{installed} is installed, but {specifier} is needed", fix)
     return ok(name, f"{installed} ({specifier})")
 
 
@@ -51,7 +51,12 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
         return []  # `versions` says so
     rows = known_wrong(installed, config)
     if not rows:
-        return [ok("known results", f"nothing wrong is known of deepspeed {installed} here (`tune verify` compares)")]
+        return [
+            ok(
+                "known results",
+                f"no known defect of deepspeed {installed} applies here (`tune verify` compares results)",
+            )
+        ]
     return [_known(row) for row in rows]
 
 
@@ -133,7 +138,7 @@ def private_names() -> list[Finding]:
             bad(
                 "private names",
                 f"DeepSpeed lacks {', '.join(missing)}",
-                "install a DeepSpeed release: this one was changed",
+                "install a DeepSpeed release: the installed copy was modified",
             )
         ]
-    return [ok("private names", "DeepSpeed has every one in use")]
+    return [ok("private names", "DeepSpeed has all private names that ebbtide uses")]

@@ -21,7 +21,7 @@ def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> 
     name = "checkpoint folder"
     where = Path(folder)
     if not where.is_dir():
-        return [bad(name, f"{folder} is no folder", f"mkdir -p {folder}")]
+        return [bad(name, f"{folder} is not a folder", f"mkdir -p {folder}")]
     try:
         fsync_s = _fsync_s(where)
     except OSError as error:
@@ -36,19 +36,19 @@ def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Findi
     if "eatmydata" in os.environ.get("LD_PRELOAD", ""):
         return bad(name, "libeatmydata is loaded: nothing is synced", "unset LD_PRELOAD")
     if kind in _VOLATILE:
-        return slow(name, f"{detail}, and lost when the machine goes down", "put checkpoint.dir on a disk")
+        return slow(name, f"{detail}. Its files are lost when the machine stops", "put checkpoint.dir on a disk")
     unsafe = _UNSAFE & options
     if unsafe:
         return bad(
             name,
             f"{detail}; mounted with {', '.join(sorted(unsafe))}",
-            "mount it without: a power cut loses what was synced",
+            "mount it without these options: with them, a power cut loses synced data",
         )
     if fsync_s < LEAST_FSYNC_S:
         return bad(
             name,
-            f"{detail}, less than any medium needs",
-            "look for a write cache without a battery, or a file system that ignores fsync",
+            f"{detail}, which is faster than any drive can sync",
+            "check for a write cache without a battery, or a file system that ignores fsync",
         )
     return ok(name, detail)
 

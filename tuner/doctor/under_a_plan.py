@@ -17,13 +17,13 @@ _HINTS = (
 )
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ON_ONE_STREAM = (
-    "zero_optimization.overlap_comm is false: gathers and reductions run on the stream of the "
-    "computation, which then stands still at each module whose parameters are still being updated"
+    "zero_optimization.overlap_comm is false: gathers and reductions run on the compute stream, "
+    "which then waits at each module whose parameters are still being updated"
 )
 _SWAPPED = (
     "offload_param.device is nvme: parameters stay on the drive, read and written by DeepSpeed's own swapper "
-    "with its buffers and aio settings. A plan places the optimizer's state only, in DeepSpeed's subgroups as they "
-    "are, and its prediction does not count the drive's time for parameters"
+    "with its buffers and aio settings. A plan decides about the optimizer state only, and its prediction "
+    "does not count the time for parameters on the drive"
 )
 
 
@@ -52,7 +52,7 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     if at(config, f"{ZERO}.offload_param.device") == "nvme":
         told.append(ok(NAME, _SWAPPED))
     if hints:
-        told.append(ok(NAME, f"hints, of which a plan says its own: {', '.join(hints)}"))
+        told.append(ok(NAME, f"ignored, because the plan sets its own values: {', '.join(hints)}"))
     if at(config, "zero_optimization.overlap_comm") is False:
         told.append(slow(NAME, _ON_ONE_STREAM, "leave overlap_comm out, or make it true"))
     return told
@@ -67,12 +67,12 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
     stock = {name: rule.stock for rule in RULES for name in rule.types}.get(str(kind).lower())
     key = own_step_key(config)
     if key.endswith("master_weights_and_grads"):
-        return f"with the bits of stock's own step, all of it on the host, as {key} asks for"
+        return f"with the results of DeepSpeed's own step, all of it on the CPU, as {key} asks for"
     if kind is None:
-        return "with the bits of the optimizer that the script hands over (torch's own run on the host, as in stock)"
+        return "with the results of the script's own optimizer (torch optimizers run on the CPU, as in DeepSpeed alone)"
     if key or stock is None:
-        return f"with the bits of torch's {kind}, which runs its own step: all of it on the host"
-    return f"with {stock}'s bits"
+        return f"with the results of torch's {kind}, which runs its own step on the CPU"
+    return f"with the results of {stock}"
 
 
 def _deepspeeds_own(given: Mapping[str, Any]) -> str:

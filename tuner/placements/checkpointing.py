@@ -150,7 +150,7 @@ def _check_progress(failures: Failures, cost: CheckpointCost, goodput: float) ->
         raise RuleError(
             "mtbf_s (--mtbf) must leave time to train between failures, but with "
             f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
-            f"{cost.persist_s:.1f} s until a checkpoint is durable, {goodput:.1%} of "
+            f"{cost.persist_s:.1f} s until a checkpoint is durable, only {goodput:.1%} of "
             "the time would be progress: check its unit (4h, 30m, 90s)",
             key="mtbf_s",
         )
@@ -195,12 +195,12 @@ def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator
     """Sentences with figures."""
     cost, saving = choice.cost, choice.saving
     cap = saving.write_bytes_per_s
-    speed = "uncapped" if cap is None else f"capped at {cap / 1e9:.2f} GB/s"
+    speed = "written at full speed" if cap is None else f"written at no more than {cap / 1e9:.2f} GB/s"
     yield (
-        f"a checkpoint every {saving.interval_steps} steps, {speed}: stall "
-        f"{told_seconds(cost.stall_s)}, iterations beside it {cost.slowdown:.1%} slower, durable "
-        f"after {cost.persist_s:.2f} s; expected goodput {choice.goodput:.2%}"
+        f"a checkpoint every {saving.interval_steps} steps, {speed}: training stalls for "
+        f"{told_seconds(cost.stall_s)}, and iterations are {cost.slowdown:.1%} slower until the checkpoint is "
+        f"durable after {cost.persist_s:.2f} s. The expected goodput is {choice.goodput:.2%}"
     )
     rules = rules_of_thumb(iteration_s, cost, failures)
     listed = ", ".join(f"{name} every {steps}" for name, steps in rules.items())
-    yield f"rules of thumb at this cost: {listed}"
+    yield f"rules of thumb for this checkpoint cost: {listed}"

@@ -93,7 +93,7 @@ class Question:
         )
         effort = FULL if effort is None else effort
         if not 0 < effort <= 1:
-            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 searches in earnest")
+            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
         subgroup_sizes = SIZES if subgroup_sizes is None else subgroup_sizes
         pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
         if pieces and storage:
@@ -272,7 +272,7 @@ def check_length(workload: Workload) -> None:
         most = MOST_PASSES // layers
         raise RuleError(
             f"accumulation (--accumulation) must be at most {most} for {layers} layers, but got {micro}. "
-            f"Plan with {most}: the same plan serves a longer step, whose update weighs less",
+            f"Plan with {most}: the same plan serves longer steps",
             key="accumulation",
         )
 
@@ -377,7 +377,7 @@ def about_subgroups(search: Search) -> list[str]:
     if other is work or seconds > TOLD * search.best_s:
         return []
     return [
-        f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
+        f"smaller subgroups than {work.subgroup_size:.0e} elements are faster: with "
         f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
     ]
 

@@ -96,13 +96,13 @@ def brought(search: Search) -> list[str]:
     size = moved_out(w, fetched_elements(w, search.locations)) * w.wire_bytes if search.locations else 0
     if not size:
         return []
-    told = f"{size / GIB:.1f} GiB of parameters live in host memory and come in for each pass: "
+    told = f"{size / GIB:.1f} GiB of 16-bit parameters are in host memory and are copied to the GPU for each pass. "
     if math.isinf(search.whole_s):
-        return [told + "with all of them on the device nothing fits"]
+        return [told + "With all of them on the GPU nothing fits"]
     saved_s = search.whole_s - search.best_s
     return [
-        told + f"{told_seconds(saved_s)} less than with all of them on the device "
-        f"({told_seconds(saved_s / (size / GIB))} for each GiB)"
+        told + f"This saves {told_seconds(saved_s)} compared with all of them on the GPU "
+        f"({told_seconds(saved_s / (size / GIB))} per GiB)"
     ]
 
 

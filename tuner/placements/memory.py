@@ -37,7 +37,7 @@ class ImpossibleError(RuleError):
         binding = sorted(lacking, key=lambda name: -lacking[name])
         short = [_short(name, lacking[name], taken[name]) for name in binding]
         if limits.unified:
-            short.append("device and host share one memory here")
+            short.append("GPU and host share one memory")
         state = size(workload.params * workload.optimizer_state.state_bytes)
         why = f"The optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes {state}"
         return cls("; ".join(short), f"{why}. {_ADVICE[binding[0]]}", lacking)
@@ -52,10 +52,10 @@ def _short(name: str, lacking: int, taken: int) -> str:
 
 
 _ADVICE = {
-    "GPU memory": "A smaller micro-batch, a shorter sequence, activation checkpointing or ZeRO-3 takes less of it "
-    "(--micro-batch, --sequence, --zero-stage 3), more ranks divide the parameters (--data-parallel), or allow more "
+    "GPU memory": "Use less with a smaller micro-batch, a shorter sequence, activation checkpointing or ZeRO-3 "
+    "(--micro-batch, --sequence, --zero-stage 3), use more ranks (--data-parallel), or allow more GPU memory "
     "(--gpu-memory)",
-    "host memory": "State on storage under ZeRO-3 or more ranks take less of it (--storage, --data-parallel), "
-    "or allow more (--host-memory, --gpu-memory)",
-    "storage": "Allow more storage or more host memory (--storage, --host-memory)",
+    "host memory": "Keep state on a drive (--storage, ZeRO-3 only), use more ranks (--data-parallel), "
+    "or allow more memory (--host-memory, --gpu-memory)",
+    "storage": "Allow more space on the drive or more host memory (--storage, --host-memory)",
 }

@@ -97,7 +97,7 @@ def plan(
     search, chosen = found.search, found.chosen
     if robust:
         chosen = _robust_choice(search)
-    progress(0.9, "what the others would take")
+    progress(0.9, "comparing with other strategies")
     made = _as_plan(search, chosen, question.folders)
     why = about_early_updates(search, made, found.plain_s) + about_sums(search, chosen)
     why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search) + about_pieces(search.workload)
@@ -214,6 +214,6 @@ def about_sums(search: Search, chosen: Candidate) -> list[str]:
     crossing_s = search.seconds_anyhow(replace(chosen, device_sums=0))
     saved_s = crossing_s - search.score(chosen).iteration_s
     return [
-        f"{chosen.device_sums} of {len(chosen.placements)} subgroups' sums of micro-batches stay "
-        f"on the device until the last one, which saves {told_seconds(saved_s)}"
+        f"{chosen.device_sums} of {len(chosen.placements)} subgroups accumulate gradients "
+        f"on the GPU until the last micro-batch, which saves {told_seconds(saved_s)}"
     ]

@@ -161,7 +161,7 @@ class Search:
         """
         if effort is not None:
             if not 0 < effort <= 1:
-                raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 searches in earnest")
+                raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
             self.effort = effort
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3

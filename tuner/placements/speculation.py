@@ -115,12 +115,12 @@ def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]
         return []
     rate = f"{work.expected_clip_rate:.1%} of the steps clip"
     if work.clip_rate is None:
-        rate = f"{work.expected_clip_rate:.0%} of the steps clip, which is assumed (--clip-rate)"
+        rate = f"{work.expected_clip_rate:.0%} of the steps clip (assumed, see --clip-rate)"
     times = told.step_times
     if not count or times is None:
-        return [f"no update begins before the norm is known: with {rate} that is no faster in this memory"]
+        return [f"no subgroup is updated early (before the gradient norm is known): it is not faster if {rate}"]
     return [
-        f"{count} of {made.subgroup_count} subgroups are updated early, before the norm is known, which saves "
-        f"{told_seconds(plain_s - told.iteration_s)} if {rate}: an iteration takes "
-        f"{told_seconds(times.right_s)} if no step clips, {told_seconds(times.mean_s(1.0))} if every step clips"
+        f"{count} of {made.subgroup_count} subgroups are updated early (before the gradient norm is known), "
+        f"which saves {told_seconds(plain_s - told.iteration_s)} if {rate}. An iteration takes "
+        f"{told_seconds(times.right_s)} if no step clips, and {told_seconds(times.mean_s(1.0))} if every step clips"
     ]

@@ -79,7 +79,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
         saved = "no less time"
     return (
         f"{sum(p in STORED for p in c.placements)} of {len(c.placements)} subgroups' state is on "
-        f"storage ({taken['storage'] / GIB:.1f} GiB of each rank, two extents a subgroup): in host "
+        f"a drive ({taken['storage'] / GIB:.1f} GiB per rank, room for two versions). In host "
         f"memory, of which a node would need {more:.1f} GiB more (--host-memory), the same plan "
         f"would take {saved}"
     )
@@ -91,9 +91,9 @@ def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | No
     day = step * DAY_S / seconds
     told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"
     if endurance_bytes is None:
-        return f"{told}; --endurance tells how long the drives last"
+        return f"{told}. --endurance tells how long the drives last"
     life = _life(endurance_bytes / day)
-    return f"{told}: drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
+    return f"{told}. Drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
 
 
 def _life(days: float) -> str:

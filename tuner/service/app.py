@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         recovered = service.jobs.start()
         if recovered:
-            LOG.info("%d jobs had been interrupted by the end of an earlier server", recovered)
+            LOG.info("%d jobs were interrupted when an earlier server ended", recovered)
         warming = asyncio.create_task(service.pool.light.warm())
         try:
             yield
@@ -93,7 +93,7 @@ def _health(app: FastAPI, service: Service) -> None:
         try:
             waiting = await asyncio.to_thread(service.store.waiting)
         except sqlite3.Error as error:
-            raise HTTPException(503, f"the database must answer, but: {error}") from None
+            raise HTTPException(503, f"the database does not answer: {error}") from None
         return Health(status="ok", version=app.version, jobs_waiting=waiting)
 
     @app.get("/docs", include_in_schema=False)
@@ -170,7 +170,7 @@ async def _busy(_: Request, error: BusyError) -> Response:
 
 async def _broken(_: Request, error: WorkerError) -> Response:
     LOG.error("a worker failed: %s", error)
-    return problem(500, broken_rule("", f"the answer must be computable, but: {error}"))
+    return problem(500, broken_rule("", f"the answer could not be computed: {error}"))
 
 
 async def _unstored(_: Request, error: sqlite3.Error) -> Response:
@@ -236,7 +236,7 @@ class Guard:
             LOG.exception("a request failed")
             if began:
                 raise
-            rule = "the request must be answered, but failed: the server's log says why"
+            rule = "the request failed: the server's log says why"
             await problem(500, broken_rule("", rule))(scope, receive, send)
 
     def _check_head(self, scope: Scope, headers: dict[bytes, str]) -> None:
@@ -316,7 +316,7 @@ def _check_json(body: bytes) -> Any:
         place = f"line {error.lineno} column {error.colno}"
         raise Refusal(422, "body", f"must be JSON, but is not at {place}") from None
     except UnicodeEncodeError:
-        raise Refusal(422, "body", "texts must be of whole characters, but hold halves") from None
+        raise Refusal(422, "body", "texts must be valid Unicode, but hold half of a character") from None
     except ValueError:
         rule = "must be JSON in UTF-8 without numbers of thousands of digits"
         raise Refusal(422, "body", rule) from None

@@ -58,7 +58,7 @@ class Client:
         except HTTPError as error:
             raise ServiceError(f"{path}: {_message(error)}") from None
         except (URLError, OSError) as error:
-            raise ServiceError(f"{self._url} must be a running tune serve, but: {error}") from None
+            raise ServiceError(f"no tune serve answers at {self._url}: {error}") from None
 
     def simulate(self, **scenario: Any) -> dict[str, Any]:
         """One iteration; the fields are those of ``POST /api/v1/simulate``."""

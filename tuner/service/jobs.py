@@ -95,7 +95,8 @@ class Jobs:
         """
         if self._store.waiting() >= self._quota.jobs_waiting:
             raise BusyError(
-                f"at most {self._quota.jobs_waiting} jobs may wait, and so many do: cancel some, or try again later"
+                f"at most {self._quota.jobs_waiting} jobs may wait, and that many are waiting: "
+                "cancel some, or try again later"
             )
         job = await asyncio.to_thread(self._store.add_job, kind, json.dumps(request), title)
         await self.feed.tell("job", job)
@@ -175,5 +176,5 @@ async def _kept(write: Callable[..., T], *arguments: Any) -> T:
         try:
             return await asyncio.to_thread(write, *arguments)
         except sqlite3.OperationalError as error:
-            LOG.warning("the database must be writable, but: %s; again in %g s", error, RETRY_S)
+            LOG.warning("the database cannot be written: %s. Trying again in %g s", error, RETRY_S)
             await asyncio.sleep(RETRY_S)

@@ -82,7 +82,7 @@ class Worker:
                 limit=2**20,
             )
         except OSError as error:
-            raise WorkerError(f"the machine must have room for a worker's process, but: {error}") from None
+            raise WorkerError(f"no worker process could be started: {error}") from None
         worker = cls(process)
         try:
             await worker._frame()
@@ -133,8 +133,8 @@ class Worker:
 
     def _end(self) -> str:
         return (
-            f"a worker process ended with status {self._process.returncode}, once more when it was "
-            "tried again: where the machine is short of memory, ask for less"
+            f"a worker process ended with status {self._process.returncode}, and again when it was "
+            "restarted. If the machine is short of memory, ask for less"
         )
 
     def kill(self) -> None:
@@ -179,7 +179,7 @@ class Lane:
         """
         if self._waiting >= self._most_waiting:
             raise BusyError(
-                f"at most {self._most_waiting} {self.name} requests may wait, and so many do: try "
+                f"at most {self._most_waiting} {self.name} requests may wait, and that many are waiting: try "
                 "again in a few seconds"
             )
         frame = json.dumps({"call": name, "body": body}).encode()

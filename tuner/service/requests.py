@@ -343,8 +343,8 @@ class SearchJob(Scenario):
     def _a_model(self) -> Self:
         if self.model is None:
             raise RuleError(
-                "model must be given: a profiled workload cannot tell what another micro-batch "
-                "would take, but got a workload",
+                "model must be given, because a profiled workload holds for one micro-batch size only, "
+                "but got a workload",
                 key="model",
             )
         return self

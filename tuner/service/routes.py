@@ -277,7 +277,7 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
         """Return a grid, as JSON or CSV; a larger one is a job."""
-        _check_cells(posted, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
+        _check_cells(posted, service.quota.cells, ". Post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
     @router.post("/goodput", responses=_answered(told.GoodputTold))
@@ -401,13 +401,13 @@ def _title(posted: ask.Scenario) -> str:
 
 def _known(found: Any, what: str) -> Any:
     if found is None:
-        raise HTTPException(404, f"there must be a {what} of this id, but there is none")
+        raise HTTPException(404, f"there is no {what} with this id")
     return found
 
 
 def _stream(service: Service, events: AsyncIterator[bytes]) -> Response:
     if service.feed.streams >= service.quota.streams:
-        raise HTTPException(429, f"at most {service.quota.streams} event streams may be open, and so many are")
+        raise HTTPException(429, f"at most {service.quota.streams} event streams may be open, and that many are open")
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 

@@ -112,7 +112,7 @@ def _run_so(workload: Workload, scenario: Scenario) -> Workload:
 def _check_cut(params: int, subgroup_size: int) -> None:
     if params > MOST_SUBGROUPS * subgroup_size:
         raise RuleError(
-            f"subgroup_size must cut {params} parameters into at most {MOST_SUBGROUPS} "
+            f"subgroup_size must divide {params} parameters into at most {MOST_SUBGROUPS} "
             f"subgroups here, but got {subgroup_size}",
             key="subgroup_size",
         )
@@ -277,7 +277,7 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
         raise RuleError("subgroup_size must be larger for this model here", "subgroup_size")
     raise RuleError(
         f"accumulation must be at most {most} for this model here, but got {micro}. "
-        f"Plan with {most}: the same plan serves a longer step",
+        f"Plan with {most}: the same plan serves longer steps",
         key="accumulation",
     )
 

@@ -71,8 +71,8 @@ class Store:
             self._db = self._connected(path)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(
-                "--db must be a database of tune serve, whole and readable, on a disk that takes "
-                f"more, but got {path}: {error}: give another file, or a copy from before"
+                "--db must be a readable database of tune serve on a disk with free space, but got "
+                f"{path}: {error}. Give another file, or an older copy"
             ) from None
 
     @staticmethod

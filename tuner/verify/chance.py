@@ -59,14 +59,14 @@ def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
 def _where(step: int, first: Difference) -> str:
     if step == 0:
         return (
-            "the parameters differ before the first step: a generator that the script seeds anew "
-            "in each run makes them, or a checkpoint that it resumes from has changed"
+            "the parameters differ before the first step: the script seeds a random generator differently "
+            "in each run, or the checkpoint that it resumes from has changed"
         )
     if first.name.startswith("loss"):
         return (
-            f"the losses of step {step} differ, of the same parameters: look for other data (a "
-            "sampler or a loader with a generator of its own), or dropout seeded anew in each run"
+            f"the losses of step {step} differ although the parameters are the same: look for different data (a "
+            "sampler or a loader with a generator of its own), or a dropout seed that differs in each run"
         )
     if first.is_tensor:
-        return f"losses and norm of step {step} are the same, {first.name} is not: see the update"
-    return f"the losses of step {step} are the same, its {first.name} is not: see backward"
+        return f"losses and norm of step {step} are the same, but {first.name} differs: look at the update"
+    return f"the losses of step {step} are the same, but its {first.name} differs: look at backward"

@@ -284,7 +284,7 @@ def _others(found: Sequence[Difference], first: Difference) -> int:
 def _early_updates(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
     """Yield the likely causes of differences with this pattern."""
     if wrong.step == 0:
-        yield "the runs begin with other parameters: the script's seeds, or a checkpoint it resumes"
+        yield "the runs begin with different parameters: check the script's seeds and the checkpoint it resumes from"
     elif wrong.name == "gradient norm" and found[0] is wrong:
         yield "the losses of this step are the same: gradients are lost, or counted twice"
     elif wrong.name.endswith(MASTER):
@@ -294,4 +294,4 @@ def _early_updates(other: Run, wrong: Difference, found: Sequence[Difference]) -
     elif wrong.name + MASTER in other.steps[wrong.step].tensors and not any(
         d.name == wrong.name + MASTER for d in found
     ):
-        yield "the masters are the same: what is wrong comes after the update"
+        yield "the masters are the same: the fault comes after the update"

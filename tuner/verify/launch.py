@@ -161,7 +161,7 @@ def _tail(text: str) -> str:
 
 def _failure(side: Side, code: int, text: str) -> str:
     return (
-        f"the command must train with a DeepSpeed engine or an optimizer of torch's, but "
+        f"the command must train with a DeepSpeed engine or a torch optimizer, but "
         f"{side.how} it ended with exit code {code} before an optimizer step (--against leaves "
         f"sides out):\n{_tail(text)}"
     )

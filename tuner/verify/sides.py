@@ -100,11 +100,9 @@ def compared(
         findings.append(finding)
     once = _once(runs, repeated or {})
     if once is not None and findings[0].verdict == "defect":
-        said = f"{once.name} gave other bits when it was run again, those of {_other(runs, once)}"
+        said = f"{once.name} gave different results when it was run again, those of {_other(runs, once)}"
         findings[0] = replace(
-            findings[0],
-            off=once.name,
-            why=(f"{said}: what came in between does not recur (a race, or a fault of the hardware)",),
+            findings[0], off=once.name, why=(f"{said}: the difference does not recur (a race, or faulty hardware)",)
         )
         return tuple(findings)
     return tuple(_blamed(runs, findings, noise))

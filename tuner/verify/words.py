@@ -26,10 +26,10 @@ def screen(result: Verification) -> list[str]:
 
 def _chance(chance: Chance, operations: Sequence[str]) -> Iterator[str]:
     named = ", ".join(operations) or "no operation"
-    yield f"two runs of the same side differ; torch names {named}"
+    yield f"two runs of the same side differ. torch names {named}"
     yield f"  {chance.where}"
     if chance.apart:
-        yield f"  the first update that differs is {_share(chance.apart)} another one"
+        yield f"  the first update that differs does so by {_share(chance.apart)}"
 
 
 def _headline(run: Run) -> str:
@@ -59,15 +59,15 @@ def _finding(finding: Finding) -> Iterator[str]:
     others = f" and {finding.also} more" if finding.also else ""
     if finding.verdict == "defect":
         yield f"{pair}: DIFFERENT from {where}{others}"
-        yield f"  {_size(finding)}; rounding explains {_share(finding.explained)}"
+        yield f"  {_size(finding)}. Rounding explains {_share(finding.explained)}"
         yield f"  off: {finding.off}"
         yield from (f"  {line}" for line in finding.why)
         return
     if finding.verdict == "untold":
         yield f"{pair}: NOTHING CAN BE SAID, from {where}{others}"
-        yield f"  {_size(finding)}; two runs of one side differ by {_share(finding.explained)}"
+        yield f"  {_size(finding)}. Two runs of one side differ by {_share(finding.explained)}"
         return
-    cause = "rounding" if finding.verdict == "rounding" else "what two runs of one side differ by"
+    cause = "rounding" if finding.verdict == "rounding" else "the difference between two runs of one side"
     yield f"{pair}: equal but for {cause}, from {where}{others}"
     yield f"  {_size(finding)}; {cause} explains {_share(finding.explained)}"
 
@@ -78,8 +78,8 @@ def _size(finding: Finding) -> str:
     if not first.is_tensor:
         return f"{first.ours:.9g} against {first.theirs:.9g}: {_share(first.relative)} apart"
     if not math.isfinite(first.distance):
-        return "not to be measured: infinities, NaNs, or on one side only"
-    return f"{first.distance:.3g} apart (norm), {_share(first.relative)} of what updates moved it by"
+        return "not measurable (infinities, NaNs, or on one side only)"
+    return f"{first.distance:.3g} apart (norm), {_share(first.relative)} of the change by updates"
 
 
 def _share(value: float) -> str:

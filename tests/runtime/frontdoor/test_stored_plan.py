@@ -60,7 +60,7 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
     made, said = planned(tmp_path, *storage, "--endurance", "600")
     assert 0 < made.count("stored") < made.subgroup_count  # memory keeps what it can
     assert made.storage_shares == {str(folder): 0.5 for folder in folders}
-    assert "drives rated for 600 TB last" in said
+    assert "Drives rated for 600 TB last" in said
     engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}))
     assert engine.optimizer._ebbtide.plan.placements == made.placements
     ours = outcome(engine)

@@ -93,7 +93,7 @@ def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
 @pytest.mark.parametrize(
     ("zero", "asked", "rule"),
     [
-        ({"sub_group_size": 1}, {}, "subgroup_size must cut"),
+        ({"sub_group_size": 1}, {}, "subgroup_size must divide"),
         ({"stage": 2}, {"zero_stage": 3}, "zero_optimization.stage is 2"),
         ({"stge": 3}, {}, "must be a key that DeepSpeed knows"),
         ({"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}}, {}, "offload_param.device"),
@@ -127,7 +127,7 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     assert {role_of(p.strategy) for p in plan.alternatives if p.memory} == {"stock", "no offload"}
     assert plan.prediction.iteration_s == pytest.approx(made.iteration_s)
     speedup = rows["stock"]["iteration_s"] / rows["plan"]["iteration_s"]
-    assert f"{speedup:.1f}x stock" in answer["sentence"]
+    assert f"{speedup:.1f}x as fast as stock DeepSpeed" in answer["sentence"]
     assert not rows["no offload"]["fits"]
     assert "GPU memory" in rows["no offload"]["reason"]
     assert rows["no offload"]["reason"] in answer["sentence"]
@@ -155,7 +155,7 @@ def test_storage_takes_what_memory_cannot_hold(server):
         assert "--endurance tells how long the drives last" in plan.reasons[-1]
     rated = {**asked, "storage_bytes": size, "endurance_bytes": 3e15}
     told = server.post("/answer", rated).json()["plan"]["reasons"][-1]
-    assert "drives rated for 3,000 TB last " in told
+    assert "Drives rated for 3,000 TB last " in told
 
 
 def test_a_model_that_fits_is_not_offloaded(server):

@@ -41,7 +41,7 @@ def test_a_refusal_names_the_key(service):
 
     with pytest.raises(ServiceError, match="gpus: must be greater"):
         service.simulate(**LLAMA, gpus=0)
-    with pytest.raises(ServiceError, match="must be a running tune serve"):
+    with pytest.raises(ServiceError, match="no tune serve answers at"):
         Client("http://127.0.0.1:1").simulate(**LLAMA)
 
 

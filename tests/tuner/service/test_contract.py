@@ -123,7 +123,7 @@ def test_a_damaged_database_is_told_in_a_sentence(tmp_path):
     done = CliRunner().invoke(main, ["serve", "--port", "0", "--db", str(path), "--show", "demo"])
     assert done.exit_code == 2
     assert "Traceback" not in done.output
-    assert "give another file, or a copy from before" in done.output
+    assert "Give another file, or an older copy" in done.output
 
 
 def test_a_second_head_that_never_ends_is_let_go(tmp_path):

@@ -114,10 +114,10 @@ def test_the_headline_says_what_the_plan_brings(plan):
         update={"strategy": "no offload", "iteration_s": 0.5, "note": "needs 48.0 GiB more GPU memory"}
     )
     made = plan.model_copy(update={"prediction": chosen, "alternatives": (stock,)})
-    assert headline(made) == "Offload with this plan: 2.1x stock, 4% from the optimum."
+    assert headline(made) == "Offload with this plan: 2.1x as fast as stock DeepSpeed, 4% from the optimum."
     both = made.model_copy(update={"alternatives": (stock, plain)})
     assert headline(both) == (
-        "Offload with this plan: 2.1x stock, 4% from the optimum; not offloading would be 2.0x "
+        "Offload with this plan: 2.1x as fast as stock DeepSpeed, 4% from the optimum. Not offloading would be 2.0x "
         "faster than this plan, but needs 48.0 GiB more GPU memory."
     )
     gib = 2**30
@@ -125,11 +125,12 @@ def test_the_headline_says_what_the_plan_brings(plan):
     needy = stock.model_copy(update={**short, "host_peak_bytes": 128 * gib})
     told = headline(made.model_copy(update={"alternatives": (needy, plain)}))
     assert told.startswith(
-        "Fits with ebbtide (1.00 s per step, 4% from the optimum); stock does not: it needs 28.0 GiB more host memory"
+        "Fits with ebbtide (1.00 s per step, 4% from the optimum). Stock DeepSpeed does not fit: it needs "
+        "28.0 GiB more host memory"
     )
-    assert "stock;" not in told
+    assert "as fast as stock" not in told
     far = plain.model_copy(update={"limits": {"device": 20 * gib}, "device_peak_bytes": 68 * gib})
-    assert "not offloading" not in headline(made.model_copy(update={"alternatives": (stock, far)}))
+    assert "Not offloading" not in headline(made.model_copy(update={"alternatives": (stock, far)}))
     fits = plain.model_copy(update={"note": ""})
     made = made.model_copy(update={"alternatives": (stock, fits)})
     assert headline(made).startswith("Do not offload: it fits (500 ms per step), and is 2.0x faster than this plan")

@@ -89,7 +89,7 @@ def test_nobody_else_reads_a_new_database(tmp_path):
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("x" * 5000)
-    with pytest.raises(StoreError, match="--db must be a database"):
+    with pytest.raises(StoreError, match="--db must be a readable database"):
         Store(path)
 
 

@@ -149,7 +149,7 @@ export class AnswerView {
       return;
     }
     this.busy = true;
-    const slow = setTimeout(() => this.tell("The server is starting; the first time it compiles the simulator, which takes a minute ..."), SLOW_MS);
+    const slow = setTimeout(() => this.tell("The server is starting. Its first start compiles the simulator, which takes a minute ..."), SLOW_MS);
     const number = (this.asked += 1);
     const scenario = this.controls.scenario();
     const asked = this.plan ? { ...scenario, plan: this.plan } : scenario;
@@ -196,11 +196,11 @@ export class AnswerView {
   // Where nothing fits: the nearest changes that do, as buttons that make them.
   async findWays(scenario, number) {
     this.refining = new AbortController();
-    this.tell("Looking for what would fit ...");
+    this.tell("Looking for changes that would fit ...");
     try {
       const { ways, another_way: another } = await call("/ways-out", { method: "POST", body: scenario, signal: this.refining.signal });
       if (number !== this.asked || this.busy) return;
-      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit, the cheapest first:" : "No change of this machine that this page knows makes it fit."),
+      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit, the cheapest first:" : "No change that this page can try makes it fit."),
         ...ways.map((way) => this.wayButton(way)), element("p", { class: "hint" }, `${another}.`));
       at("ways").hidden = false;
       this.tell("");
@@ -255,7 +255,7 @@ export class AnswerView {
     const advised = answer.verdict === "offload";
     this.effort(this.plan ? this.planFrom : advised && isOptimum(answer) ? OPTIMUM : "");
     at("save-plan").classList.toggle("primary", advised);
-    at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan all the same";
+    at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan anyway";
     at("tiles").replaceChildren(...tiles(answer));
     this.compare(answer);
     const entries = entriesOf(answer, this.pinned);
@@ -265,7 +265,7 @@ export class AnswerView {
     at("kinds-panel").hidden = !answer.memory;
     const { device_bytes: device, host_bytes: host, storage_bytes: storage } = answer.limits;
     if (answer.memory) drawKinds(at("kinds"), answer.memory, { device: answer.machine.unified_memory ? null : device, host, storage });
-    at("memory-title").textContent = `${answer.machine.unified_memory ? "The device's part of the memory" : "GPU memory"} over the same iteration`;
+    at("memory-title").textContent = `${answer.machine.unified_memory ? "The GPU's part of the memory" : "GPU memory"} over the same iteration`;
     drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
     at("table").setAttribute("aria-busy", whole ? "false" : "true");
     if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
@@ -373,7 +373,7 @@ function tiles(answer) {
     row.speedup ? tile("Against stock", times(row.speedup), what) : tile("Stock", "does not fit", stockReason(answer)),
     tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     ...(answer.machine.unified_memory
-      ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the device's part too`)]
+      ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the GPU's part too`)]
       : [tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`), tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`)]),
     ...goodput,
   ];
@@ -387,7 +387,7 @@ function stockReason(answer) {
 // With failures: what checkpoints, lost work and restarts leave of the time, for whom.
 function failures(answer) {
   if (!answer.goodput) return [];
-  const named = [["plan", "the plan"], ["stock", "stock, which waits for its checkpoints,"], ["no offload", "not offloading, with the same waits,"]];
+  const named = [["plan", "the plan"], ["stock", "DeepSpeed alone, which waits for its checkpoints,"], ["no offload", "not offloading, with the same waits,"]];
   const told = named.filter(([role]) => answer.goodput.by_role[role]).map(([role, name]) => {
     const row = answer.goodput.by_role[role];
     return `${name} trains ${percent(row.goodput)} of the time (a checkpoint every ${count(row.interval_steps)} steps, ${seconds(row.stall_s)} of waiting)`;

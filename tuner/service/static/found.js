@@ -30,7 +30,7 @@ export function drawFound(host, result, job) {
     number(gib(row.device_peak_bytes), COLUMNS[3]), number(gib(row.host_peak_bytes), COLUMNS[4])));
   const head = element("tr", {}, ...COLUMNS.map((name, i) => element("th", { scope: "col", class: i ? "number" : null }, name)));
   const table = element("table", { class: "strategies blocks" },
-    element("caption", { class: "hint" }, "No other configuration is as fast with less GPU memory."),
+    element("caption", { class: "hint" }, "The fastest configuration for each amount of GPU memory."),
     element("thead", {}, head), element("tbody", {}, ...rows));
   host.replaceChildren(
     element("ul", { class: "notes" }, ...result.remarks.map((text) => element("li", {}, text))),

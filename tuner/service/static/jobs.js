@@ -32,7 +32,7 @@ export class WorkView {
     const lost = !at("lost").hidden;
     at("lost").hidden = kind !== "lost";
     if (kind === "lost") {
-      at("lost").textContent = `No connection to the server (${data.message}); trying again. What is shown may be old.`;
+      at("lost").textContent = `No connection to the server (${data.message}). Trying again. This page may be out of date.`;
       return;
     }
     if (kind === "open") {
@@ -115,7 +115,7 @@ export class WorkView {
   async openJob(id) {
     const job = await call(`/jobs/${id}`);
     const title = `${KINDS[job.kind] || job.kind}: ${job.title}`;
-    if (OPEN.includes(job.state)) this.show(id, title, element("p", { class: "hint" }, "The result is shown here as soon as it is there."));
+    if (OPEN.includes(job.state)) this.show(id, title, element("p", { class: "hint" }, "The result will appear here."));
     else if (job.state !== "done") this.show(id, title, element("p", {}, `${job.state}: ${job.note}`));
     else this.show(id, title, ...(await this.result(job)));
   }
@@ -162,7 +162,7 @@ export class WorkView {
   // What a queued job waits for.
   before(job) {
     const earlier = [...this.jobs.values()].filter((other) => OPEN.includes(other.state) && other.created_s < job.created_s).length;
-    return earlier ? `waits for ${earlier} ${earlier === 1 ? "job" : "jobs"} before it` : "the next one to start";
+    return earlier ? `waits for ${earlier} earlier ${earlier === 1 ? "job" : "jobs"}` : "the next one to start";
   }
 
   actions(job, phase) {

@@ -9,7 +9,7 @@ const BAR = 18, BELOW = 7, TOTAL = 72;
 
 // memory: {role: {memory: {kind: bytes}}} at the moment of most use; limits: {memory: bytes}.
 export function drawKinds(host, memory, limits) {
-  const memories = [["device", limits.device ? "GPU memory" : "The device's part of the memory"], ["host", "Host memory per rank"], ["storage", "Storage"]];
+  const memories = [["device", limits.device ? "GPU memory" : "The GPU's part of the memory"], ["host", "Host memory per rank"], ["storage", "Storage"]];
   const used = KINDS.filter((kind) => Object.values(memory).some((held) => Object.values(held).some((kinds) => kinds[kind])));
   const legend = element("div", { class: "legend" }, ...used.map((kind) =>
     element("span", { class: "key" }, element("span", { class: `swatch k-${kind}`, "aria-hidden": "true" }), kind)),

@@ -44,8 +44,8 @@ export function difference(from, to) {
     .sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]))
     .filter(([, change]) => Math.abs(change) > 0.02 * from.duration_s);
   const total = to.duration_s - from.duration_s;
-  const told = changes.map(([group, change]) => `${seconds(Math.abs(change))} ${change < 0 ? "less" : "more"} of ${group}`);
-  return `On its critical path the plan has ${told.join(", ") || "the same"}: ${seconds(Math.abs(total))} ${total < 0 ? "less" : "more"} in all.`;
+  const told = changes.map(([group, change]) => `${seconds(Math.abs(change))} ${change < 0 ? "less" : "more"} for ${group}`);
+  return `The critical path of an iteration is ${seconds(Math.abs(total))} ${total < 0 ? "shorter" : "longer"} with the plan: ${told.join(", ") || "no difference"}.`;
 }
 
 function onPath(view) {
