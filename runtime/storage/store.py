@@ -343,7 +343,7 @@ class ExtentStore:
                 return next((extent for extent in free if extent != held.live), free[0])
             self._wait(
                 waiting,
-                f"a write of subgroup {subgroup} must find a free extent",
+                f"a write of subgroup {subgroup} must find free space",
                 f"versions {sorted(self._announced)} are still being committed",
             )
 
@@ -466,7 +466,9 @@ class ExtentStore:
         with self._committing:
             before = self._not_passed_over()
             if before and step <= before[0].step:
-                raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
+                raise StorageError(
+                    f"the step must be greater than that of the last checkpoint, but got {step} after {before[0].step}"
+                )
             record = self._make_durable(version, step, str(step), data)
             self._name(self._retained([record, *before]), version)
             self._passed_over = set()

@@ -138,7 +138,7 @@ class Offloading:
             )
         if beyond and zero_stage < 3:
             raise ModelError(
-                f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated for ZeRO-3 ({ZERO}.stage)"
+                f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated under ZeRO-3 only ({ZERO}.stage)"
             )
         if self.parameters == "nvme":
             raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")

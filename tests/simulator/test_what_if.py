@@ -98,7 +98,7 @@ def test_host_memory_is_shared_among_the_ranks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strategies": ["magic"]}, "strategies must be of .*ebbtide.* but got 'magic'"),
+        ({"strategies": ["magic"]}, "strategies must be among .*ebbtide.* but got 'magic'"),
         ({"gpu_memory_bytes": [-1]}, "gpu_memory_bytes must be finite and > 0, but got -1"),
         ({"gpu_memory_bytes": [float("nan")]}, "gpu_memory_bytes must be finite"),
         ({"h2d_bytes_per_s": [0]}, "h2d_bytes_per_s must be finite and greater than 0"),

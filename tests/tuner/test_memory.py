@@ -24,8 +24,8 @@ def test_it_comes_from_the_spread_of_the_profiled_peaks():
     sigma = 40_000 / 1.349
     assert found.device_bytes == int(SIZE - LEAST_MARGIN * SIZE - SIGMAS * sigma)
     assert found.host_bytes == int(2 * SIZE * (1 - LEAST_MARGIN))
-    assert "three sigma" in found.explained[0]
-    assert "of 5 profiled steps" in found.explained[0]
+    assert "three standard deviations" in found.explained[0]
+    assert "of 5 profiled peaks" in found.explained[0]
 
 
 def test_a_profile_that_varies_more_leaves_more_free():

@@ -101,7 +101,7 @@ TABLE = {
         "launcher": changes("--launcher", "none", beside=("--train-script", "train.py")),
         "iterations": changes("--iterations", "9", beside=("--train-script", "train.py")),
         "go_on": changes("--continue", beside=("--train-script", "train.py")),
-        "push": Refused(("--push", "http://h", "--train-script", "t.py"), "--push gives a machine"),
+        "push": Refused(("--push", "http://h", "--train-script", "t.py"), "--push uploads a machine"),
         "replace": Refused(("--replace",), "--replace has an effect only with --push"),
         "arguments": changes("--", "--epochs", "1", beside=("--train-script", "train.py")),
         "as_json": changes("--json"),

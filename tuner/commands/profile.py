@@ -67,7 +67,7 @@ def profile(
     needs("without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh")
     if train_script is not None and push is not None:
         raise BadInputError(
-            f"--push gives a machine to a server, but got --train-script {train_script}: leave one of them out"
+            f"--push uploads a machine profile only, but got --train-script {train_script}: leave one of them out"
         )
     if train_script is not None:
         script_profile(

@@ -351,7 +351,7 @@ def _job(router: APIRouter, service: Service) -> None:
             return JobState(**_known(service.store.job(job), "job"))
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
             raise RuleError(
-                f"forget must be asked of a job that has ended, but this one is {state.state}: cancel it first",
+                f"only a job that has ended can be forgotten, but this one is {state.state}: cancel it first",
                 key="forget",
             )
         await service.feed.tell("gone", {"id": job})

@@ -460,7 +460,7 @@ def mark_in_flight(params: Iterable[Any]) -> None:
 
     for param in params:
         if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"a partitioned parameter is needed, but got {param.ds_summary()}")
+            raise RuntimeError(f"the parameter must be partitioned (ZeRO-3), but got {param.ds_summary()}")
         param.ds_status = ZeroParamStatus.INFLIGHT
 
 

@@ -123,7 +123,7 @@ def test_steps_count_up(stores):
     step(store, 3)
     store.announce(4)
     write_all(store, 4)
-    with pytest.raises(StorageError, match="count up, but got 3 after 3"):
+    with pytest.raises(StorageError, match="last checkpoint, but got 3 after 3"):
         store.commit(4, 3)
 
 
@@ -173,7 +173,7 @@ def test_a_commit_that_never_comes_fails_the_write_in_time(stores):
     step(store, 1)
     store.announce(2)
     write_all(store, 2)
-    with pytest.raises(StorageError, match=r"free extent within 0.2 s, but versions \[2\]"):
+    with pytest.raises(StorageError, match=r"free space within 0.2 s, but versions \[2\]"):
         write_all(store, 3)
     store.abandon(2)
     write_all(store, 3)
