@@ -46,7 +46,7 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
     """Every lock is given back, and the engine trains on as if there had been no plan."""
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
-    with pytest.raises(MemoryError, match="CUDA error 2. Free host memory"):
+    with pytest.raises(MemoryError, match=r"CUDA error 2\. Free host memory"):
         ebbtide.runtime.attach(engine, plan_for(engine, ["resident", "device"]), device=CudaDevice())
     assert not fake.runtime.locked
     assert_same(outcome(engine), stock("clipping", stage=stage))

@@ -254,7 +254,7 @@ def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
     engine = coarse()
     fake.runtime.refuses_after = granted
     plan = plan_for(engine, ["resident", "device"], pieces=True, locations=locations)
-    with pytest.raises(MemoryError, match="CUDA error 2. Free host memory"):
+    with pytest.raises(MemoryError, match=r"CUDA error 2\. Free host memory"):
         ebbtide.runtime.attach(engine, plan, device=CudaDevice())
     assert not fake.runtime.locked
     assert_same(outcome(engine), stock())
