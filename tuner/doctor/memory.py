@@ -64,8 +64,8 @@ def _small(size: int) -> list[Finding]:
     if size >= LEAST_SHARED_BYTES:
         return []
     detail = (
-        f"shared memory has {size // MIB} MiB, as containers have by default. Ranks, NCCL and the workers of a DataLoader "
-        "share tensors through it, and end with a bus error where it is full"
+        f"shared memory has {size // MIB} MiB, as containers have by default. Ranks, NCCL and the workers of a "
+        "DataLoader share tensors through it, and end with a bus error if it is full"
     )
     return [slow("shared memory", detail, "start the container with --shm-size=8g or --ipc=host")]
 
