@@ -238,7 +238,7 @@ def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
 
 
 def test_nothing_is_left_of_a_page_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
-    def full(path, text):
+    def full(path, text, **_):
         path.write_bytes(text[:9].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -165,7 +165,7 @@ def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
     ],
 )
 def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_path, monkeypatch):
-    def full(path, content):
+    def full(path, content, **_):
         path.open("wb").write(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 
