@@ -316,9 +316,9 @@ class Workload(Shown, Page):
         whole = self.deepspeed_subgroup_size or self.subgroup_size
         if self.zero_stage < 3 or not whole:
             raise RuleError(
-                "subgroups can be cut into pieces only under ZeRO-3, where workload.subgroup_size is DeepSpeed's "
-                f"sub_group_size, but got zero_stage {self.zero_stage} and subgroup_size {self.subgroup_size}. "
-                "Profile again with `tune profile`",
+                "DeepSpeed's subgroups can be divided only under ZeRO-3 and if workload.subgroup_size (DeepSpeed's "
+                f"sub_group_size) is known, but got zero_stage {self.zero_stage} and subgroup_size "
+                f"{self.subgroup_size}. Profile again with `tune profile`",
                 key="subgroup_size",
             )
         own = self.recut(whole)

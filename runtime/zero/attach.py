@@ -301,9 +301,9 @@ def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
     """
     if _finest(optimizer, rule, stores=plan.stores) > plan.subgroup_size:
         raise PlanError(
-            "plan.deepspeed_subgroup_size must be absent here: DeepSpeed's subgroups cannot be cut into pieces where "
-            "an optimizer without kernels steps on each, where state is stored, or where DeepSpeed's swapper has "
-            "parameters on a drive. Plan again with `tune plan --subgroup-size auto`",
+            "plan.deepspeed_subgroup_size must be absent for this engine: DeepSpeed's subgroups cannot be divided if "
+            "ebbtide has no kernel for the optimizer, if state is on a drive, or if DeepSpeed keeps parameters on "
+            "a drive. Plan again with `tune plan --subgroup-size auto`",
             key="deepspeed_subgroup_size",
         )
 

@@ -26,14 +26,14 @@ def cells(plan):
 def test_memory_is_told_by_kind_beside_its_limit():
     plan = planned(node())
     names, *columns = cells(plan)
-    assert names[-2:] == ["together", "limit"]
+    assert names[-2:] == ["total", "limit"]
     told = plan.prediction
     by_name = dict(zip(names, columns[0], strict=True))
     assert by_name["parameters"] == f"{told.memory['device']['parameters'] / GIB:.2f}"
-    assert by_name["together"] == f"{told.device_peak_bytes / GIB:.2f}"
+    assert by_name["total"] == f"{told.device_peak_bytes / GIB:.2f}"
     assert by_name["limit"] == f"{told.limits['device'] / GIB:.2f}"
     headers = [str(column.header).replace("\n", " ") for column in memory(plan).columns[1:]]
-    assert headers == ["device plan", "device stock", "device no offload", "host plan", "host stock"]
+    assert headers == ["GPU plan", "GPU stock", "GPU no offload", "host plan", "host stock"]
 
 
 def test_a_plan_of_an_older_ebbtide_has_none():

@@ -123,7 +123,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         if plan.prediction.memory:
             console.print(memory(plan))
         low, high = map(told_seconds, (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s))
-        console.print(f"nine runs in ten are expected at {low} to {high}")
+        console.print(f"nine runs in ten are expected between {low} and {high}")
         bound = plan.prediction.lower_bound_s
         if bound:
             console.print(f"no plan can take less than {told_seconds(bound)} per iteration")

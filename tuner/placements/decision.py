@@ -387,6 +387,6 @@ def about_pieces(work: Workload) -> list[str]:
     if not work.deepspeed_subgroup_size:
         return []
     return [
-        f"DeepSpeed keeps sub_group_size {work.deepspeed_subgroup_size} and with it the bits of its training: the "
+        f"DeepSpeed keeps sub_group_size {work.deepspeed_subgroup_size} and therefore its exact results. The "
         f"plan's {len(work.subgroups)} subgroups are parts of DeepSpeed's own"
     ]

@@ -178,7 +178,7 @@ async def _unstored(_: Request, error: sqlite3.Error) -> Response:
     LOG.error("the database failed: %s", error)
     full = getattr(error, "sqlite_errorname", "") == "SQLITE_FULL" or "is full" in str(error)
     if full:
-        rule = "the server's disk is full, and nothing was stored: free space where --db is, then ask again"
+        rule = "the server's disk is full, and nothing was stored: free space on the disk of --db, then try again"
         return problem(507, broken_rule("", rule))
     return problem(503, broken_rule("", "the server's database cannot be used: the server's log says why"))
 

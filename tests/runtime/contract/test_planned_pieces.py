@@ -99,7 +99,7 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, tm
     own = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     plan = planned(tmp_path, pattern)
     engine = start(subgroup_size=LARGE, extra={} if "stored" in pattern else own)
-    with pytest.raises(PlanError, match="an optimizer without kernels steps on each"):
+    with pytest.raises(PlanError, match="ebbtide has no kernel for the optimizer"):
         ebbtide.runtime.attach(engine, plan, device=device_of(DEVICE))
     engine.destroy()
 
