@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
     from ebbtide.simulator.machine import Machine
-    from ebbtide.tuner.placements.search import Search
+    from ebbtide.simulator.plan import Plan
+    from ebbtide.simulator.workload import Workload
 
 GIB = 2**30
 # Kinds of device memory as the simulator tells them -> as people call them.
@@ -122,16 +123,14 @@ def estimate(
 def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, notes: tuple[str, ...]) -> Estimate:
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.answer.rows import stock_beside
-    from ebbtide.tuner.placements.locations import begun
 
     work = job.workload(machine)
-    search = begun(work, machine, limits)
     setting: dict[str, Any] = {}
+    planned = None if strategy == "no_offload" and _fits(strategy, work, machine, limits) else _planned(job, machine)
     if strategy == "stock":
         strategy, setting = stock_beside(work, None)
     elif strategy == "ebbtide":
-        nearest = min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c]))
-        setting = {"plan": (search.best() if search.fits else nearest).plan(work)}
+        setting = {"plan": planned or _roomiest(work, machine, limits)}
     row = simulated(strategy, work, machine, limits, setting)
     return Estimate(
         strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
@@ -142,19 +141,46 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
         gpu_limit_bytes=limits.device_bytes + machine.device_reserved_bytes,
         host_limit_bytes=limits.host_bytes,
         lacks=row.lacks,
-        nearest=() if row.fits else tuple(_nearest(job, machine, search, strategy)),
+        nearest=() if row.fits else tuple(_nearest(job, machine, planned, strategy)),
         notes=notes,
     )
 
 
-def _nearest(job: "Job", machine: "Machine", search: "Search", strategy: str) -> Iterator[str]:
+def _fits(strategy: str, work: "Workload", machine: "Machine", limits: "Limits") -> bool:
+    from ebbtide.simulator.analysis.best_setting import simulated
+
+    return simulated(strategy, work, machine, limits, {}).fits
+
+
+def _planned(job: "Job", machine: "Machine") -> "Plan | None":
+    """Return the plan that ebbtide decides on with little effort. None: no plan fits."""
+    from ebbtide.tuner.answer.even import best_of
+    from ebbtide.tuner.placements.decision import QUICK, Question, decide
+    from ebbtide.tuner.placements.memory import ImpossibleError
+
+    away = job.offload.parameters == "cpu"
+    try:
+        return best_of(decide(Question.of(job.workload(machine), machine, offload_parameters=away, effort=QUICK)))
+    except ImpossibleError:
+        return None
+
+
+def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
+    """Return the plan that lacks the least memory, where none fits."""
+    from ebbtide.tuner.placements.locations import begun
+
+    search = begun(work, machine, limits)
+    return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(work)
+
+
+def _nearest(job: "Job", machine: "Machine", planned: "Plan | None", strategy: str) -> Iterator[str]:
     """Yield a plan for the same training if one fits, otherwise the changes that make one fit."""
-    if search.fits and strategy != "ebbtide":
-        score = search.scores[search.best()]
+    if planned is not None and planned.prediction is not None and strategy != "ebbtide":
+        told = planned.prediction
         yield (
             'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "auto"}, '
-            f"{score.iteration_s:.3g} s per step, {score.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
-            f"{score.host_peak_bytes / GIB:.1f} GiB of host memory"
+            f"{told.iteration_s:.3g} s per step, {told.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
+            f"{told.host_peak_bytes / GIB:.1f} GiB of host memory"
         )
         return
     from ebbtide.tuner.answer.ways_out import ways_out

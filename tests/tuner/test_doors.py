@@ -6,12 +6,16 @@ import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import what_if
-from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.job import Job, workload_from_model
 from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.even import even_plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
 from ebbtide.tuner.service.scenario import MODELS
+
+from ebbtide import estimate
 
 ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 
@@ -66,3 +70,20 @@ def _stock(rows):
 
 def _peaks(row):
     return (row["device_peak_bytes"], row["host_peak_bytes"], bool(row["fits"]), row["reason"])
+
+
+def test_an_estimate_is_the_quick_answer_of_every_other_door():
+    """Same subgroup sizes, early updates and margins."""
+    model, machine, sequence, _ = ASKED
+    have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "ebbtide": {"plan": "auto"},
+    }
+    told = estimate(MODELS[model], batch=1, sequence=sequence, gpu=have, ds_config=config)
+    work = Job.of_deepspeed(MODELS[model], config, sequence=sequence, micro_batch=1, recompute=True).workload(have)
+    quick = even_plan(work, have, Limits.of(work, have))
+    assert told.fits
+    assert told.iteration_s == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
+    assert told.host_bytes == quick.prediction.host_peak_bytes
