@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbtide.estimates import Estimate, estimate
-    from ebbtide.planning import load_plan, plan
+    from ebbtide.planning import load_plan, plan, what_if
     from ebbtide.runtime import attach, disable, enable, initialize
     from ebbtide.simulator import (
         Machine,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         preset,
         preset_names,
         simulate,
-        what_if,
         workload_from_model,
     )
     from ebbtide.tuner import ImpossibleError
@@ -61,7 +60,7 @@ _MODULE_OF = {
     "preset": "simulator",
     "preset_names": "simulator",
     "simulate": "simulator",
-    "what_if": "simulator",
+    "what_if": "planning",
     "workload_from_model": "simulator",
 }
 

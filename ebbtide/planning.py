@@ -1,11 +1,17 @@
 """Plans in Python: searched, with the ways out if nothing fits, and loaded."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ebbtide.simulator.analysis.what_if import Strategy
 
 
 def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
@@ -45,6 +51,35 @@ def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[s
     told = tuner.ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
     told.ways = tuple(ways)
     return told
+
+
+def what_if(
+    workload: Workload,
+    machine: Machine,
+    strategies: "Sequence[Strategy]" = ("zero3_offload", "ebbtide"),
+    gpu_memory_bytes: Sequence[float] | None = None,
+    **options: Any,
+) -> "pd.DataFrame":
+    """Simulate every combination of the given values and return a row per point.
+
+    ebbtide's row is the plan that `plan` decides on with little effort: subgroup sizes, early updates and memory
+    that stays free are the same.
+
+    >>> table = what_if(workload, machine, gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
+    >>> len(table)
+    8
+
+    Args:
+        workload, machine, strategies, gpu_memory_bytes, options: those of `ebbtide.simulator.what_if`, which
+            tells the columns too.
+
+    Raises:
+        ValueError: an unknown strategy, option or field, or nothing to simulate.
+    """
+    from ebbtide.simulator.analysis.what_if import what_if as simulated
+    from ebbtide.tuner.answer.even import quick_or_none
+
+    return simulated(workload, machine, strategies, gpu_memory_bytes, planner=quick_or_none, **options)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator.analysis.best_setting import best_setting
+from ebbtide.simulator.analysis.best_setting import best_setting, simulated
 from ebbtide.simulator.analysis.bound import fluid_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.simulator.workload import Workload
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 POINTS_PER_TASK = 16
 
 Strategy = str | tuple[str, Mapping[str, Any]]
+Planner = Callable[[Workload, Machine, Limits], Plan | None]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip", "clip_rate")
 _LAID_OUT = (
     "it changes what each rank holds and sends",
@@ -57,6 +60,7 @@ def what_if(
     *,
     n_jobs: int | None = None,
     progress: bool | None = None,
+    planner: Planner | None = None,
     **changes: Sequence[float],
 ) -> pd.DataFrame:
     """Simulate every combination of the given values and return a row per point.
@@ -67,8 +71,8 @@ def what_if(
     8
 
     Strategies with a setting (Twin-Flow's ratio, the stride, ebbtide's placements) are taken at
-    their best within the memory, unless options are given; ebbtide's is the best evenly spread
-    plan, to which `ebbtide.tuner.plan` adds what its search finds.
+    their best within the memory, unless options are given; ebbtide's is the plan of ``planner``, or else
+    the best evenly spread one.
 
     Args:
         strategies: names of `STRATEGIES`, or (name, options of `build_strategy`).
@@ -77,6 +81,8 @@ def what_if(
         n_jobs: processes, as joblib means it. Within ``joblib.parallel_config("dask")`` (or ray)
             the points go to that cluster.
         progress: a progress bar; None: from 50 points on.
+        planner: Returns ebbtide's plan for a workload on a machine, or None if nothing fits. `ebbtide.what_if`
+            gives the one that every entry point decides with.
         **changes: values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the
             workload (``ranks_per_node``, ``clip``, ``clip_rate``: of steps that clip, where updates
             may begin before the norm, ``gradient_accumulation_steps``: so many micro-batches of the
@@ -103,7 +109,7 @@ def what_if(
     for point in points:  # bad input is told before a long sweep
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
-    rows, interrupted = _run(workload, machine, points, n_jobs, shown)
+    rows, interrupted = _run(workload, machine, points, n_jobs, shown, planner)
     return _table(rows, len(points), changes, interrupted)
 
 
@@ -215,7 +221,12 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _run(
-    workload: Workload, machine: Machine, points: Sequence[Point], n_jobs: int | None, shown: bool
+    workload: Workload,
+    machine: Machine,
+    points: Sequence[Point],
+    n_jobs: int | None,
+    shown: bool,
+    planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Task by task, so that what is finished is kept whatever backend runs it."""
     from joblib import Parallel, delayed
@@ -226,7 +237,7 @@ def _run(
         try:
             for first in range(0, len(points), size):
                 part = points[first : first + size]
-                rows += pool(delayed(evaluate)(workload, machine, point) for point in part)
+                rows += pool(delayed(evaluate)(workload, machine, point, planner) for point in part)
                 bar(len(part))
         except KeyboardInterrupt:
             return rows, True
@@ -259,11 +270,17 @@ class _Bar:
             self._progress.stop()
 
 
-def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, Any]:
-    """One row."""
+def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
+    """Return one row."""
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
-    best = best_setting(point.strategy, work, changed, limits, point.options)
+    decides = planner is not None and point.strategy == "ebbtide" and not point.options
+    plan = planner(work, changed, limits) if planner is not None and decides else None
+    if plan is None:
+        best = best_setting(point.strategy, work, changed, limits, point.options)
+    else:
+        best = simulated("ebbtide", work, changed, limits, {"plan": plan})
+        best = replace(best, setting={"subgroups": plan.subgroup_count})
     result = best.result
     tokens = work.tokens_per_iteration
     return {
@@ -277,7 +294,7 @@ def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, An
         **result.phases,
         "device_peak_bytes": result.device_peak_bytes,
         "host_peak_bytes": result.host_peak_bytes,
-        "lower_bound_s": _bound_s(work, changed, limits),
+        "lower_bound_s": min(_bound_s(work, changed, limits), _told_bound_s(plan)),
         "tokens_per_s": tokens / result.iteration_s if tokens else float("nan"),
     }
 
@@ -309,6 +326,12 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
     if point.gpu_memory_bytes != machine.device_memory_bytes:
         machine = machine.with_rates(device_memory_bytes=point.gpu_memory_bytes)
     return Limits.of(work, machine)
+
+
+def _told_bound_s(plan: Plan | None) -> float:
+    """Return the bound at the subgroup size of a plan. ``inf``: none is known."""
+    told = None if plan is None else plan.prediction
+    return math.inf if told is None else told.lower_bound_s
 
 
 def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:

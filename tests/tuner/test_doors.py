@@ -87,3 +87,21 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
     assert told.fits
     assert told.iteration_s == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
     assert told.host_bytes == quick.prediction.host_peak_bytes
+
+
+def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
+    """With the memory and the clip rate of each point."""
+    model, machine, sequence, _ = ASKED
+    have = preset(machine)
+    scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}
+    work = workload_from_model(MODELS[model], have, sequence=sequence)
+    sizes, changes = [16 * 2**30, have.device_memory_bytes], {"clip_rate": [0.0, 0.5]}
+    asked = {"strategies": ["ebbtide"], "gpu_memory_bytes": sizes}
+    rows = answers.what_if(WhatIf(**scenario, changes=changes, **asked), silent)["rows"]
+    table = ebbtide.what_if(work, have, **asked, **changes, n_jobs=1).to_dict("records")
+    for row, told in zip(rows, table, strict=True):
+        on = have.with_rates(device_memory_bytes=int(row["gpu_memory_bytes"]))
+        clipping = work.model_copy(update={"clip_rate": row["clip_rate"]})
+        quick = even_plan(clipping, on, Limits.of(clipping, on))
+        assert row["iteration_s"] == told["iteration_s"] == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
+        assert row["lower_bound_s"] <= row["iteration_s"]

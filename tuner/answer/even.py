@@ -11,6 +11,7 @@ from ebbtide.tuner.answer.verdict import distance
 from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.locations import brought
+from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.speculation import about_early_updates
 
@@ -33,6 +34,14 @@ def even_plan(
         workload, machine, limits, subgroup_sizes, offload_parameters, folders=folders or {}, effort=QUICK
     )
     return best_of(decide(question))
+
+
+def quick_or_none(workload: Workload, machine: Machine, limits: Limits) -> Plan | None:
+    """Return `even_plan`, or None if nothing fits."""
+    try:
+        return even_plan(workload, machine, limits)
+    except ImpossibleError:
+        return None
 
 
 def best_of(found: Decision) -> Plan:

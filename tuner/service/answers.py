@@ -25,7 +25,7 @@ from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.answer.even import even_plan, quick_or_none
 from ebbtide.tuner.answer.failures import checkpointed, goodput_of
 from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
@@ -238,7 +238,7 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
 
 
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
-    """Return a row per point, as `ebbtide.simulator.what_if` gives them; told how far it is."""
+    """Return a row per point, as `ebbtide.what_if` gives them; told how far it is."""
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
@@ -246,7 +246,7 @@ def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] |
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         try:
-            row = evaluate(workload, machine, point)
+            row = evaluate(workload, machine, point, quick_or_none)
         except RuleError as error:
             inside = f"changes.{error.key}" if error.key in changes else error.key
             raise RuleError(str(error), inside) from None
