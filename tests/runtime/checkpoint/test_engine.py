@@ -411,7 +411,7 @@ def test_a_damaged_target_is_an_error_that_names_the_newest_good_one(engines, tm
     for tag in (None, "global_step3"):
         with pytest.raises(CheckpointError, match=good):
             engine.load_checkpoint(str(tmp_path), tag=tag)
-    with pytest.raises(CheckpointError, match=r"(?s)not committed.*global_step1 of step 1"):
+    with pytest.raises(CheckpointError, match=r"(?s)never committed.*global_step1 of step 1"):
         engine.load_checkpoint(str(tmp_path), tag="global_step2")
     (tmp_path / "latest").write_text("nothing")
     with pytest.raises(CheckpointError, match=r"(?s)no such folder.*global_step1 of step 1"):
