@@ -23,9 +23,10 @@ from ebbtide.tuner.answer.even import even_plan
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers
-from ebbtide.tuner.service.requests import Answer, PlanJob
+from ebbtide.tuner.service.requests import Answer, PlanJob, WhatIf
 from ebbtide.tuner.service.scenario import MODELS
 
+import ebbtide
 from studies.bench.console import publish, study_parser
 
 # Name of the model, machine, and what differs from one GPU, micro-batch 1 and 2048 tokens.
@@ -44,7 +45,10 @@ JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Llama 3 8B", "h100-node", {"storage_bytes": 10**12, "host_memory_bytes": 96 * 2**30}),
     ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2}),
 )
-FULL, QUICK = ("tune plan", "tuner.plan", "HTTP full", "HTTP job"), ("HTTP quick", "Python quick")
+FULL, QUICK = (
+    ("tune plan", "tuner.plan", "HTTP full", "HTTP job"),
+    ("HTTP quick", "Python quick", "what_if", "HTTP what-if"),
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
         "default_over_possible_pct": max(row.default_over_possible_pct for row in rows),
         "longest_cpu_s": max(row.cpu_s for row in rows),
         "cannot_be_influenced": [
-            "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's."
+            "A what-if stores no state, so that it is not asked of jobs that need storage.",
+            "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's.",
         ],
         "jobs": [asdict(row) for row in rows],
         "device_kind": "simulated",
@@ -105,6 +110,12 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         "HTTP quick": lambda: _row(answers.answer(Answer(**scenario, timelines=False), _silent)),
         "Python quick": lambda: _quick_s(work, have, storage),
     }
+    if storage is None:  # a what-if stores nothing
+        grid = WhatIf(**scenario, strategies=["ebbtide"])
+        asked |= {
+            "what_if": lambda: float(ebbtide.what_if(work, have, ["ebbtide"], n_jobs=1).iteration_s[0]),
+            "HTTP what-if": lambda: _by_grid(grid),
+        }
     if effort is not None:  # entry points that take none are left to the study
         asked = {name: asked[name] for name in ("tuner.plan", "HTTP quick", "Python quick")}
     found = {name: ask() for name, ask in asked.items()}
@@ -157,6 +168,13 @@ def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | N
 def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
     limits, drives, folders = with_storage(work, machine, storage)
     return _seconds(even_plan(work, drives, limits, folders=folders))
+
+
+def _by_grid(asked: WhatIf) -> float:
+    """Return what a what-if over HTTP says of its first point."""
+    answer = answers.what_if(asked, _silent)
+    assert not isinstance(answer, str)
+    return float(answer["rows"][0]["iteration_s"])
 
 
 def _seconds(plan: Plan) -> float:

@@ -1,6 +1,8 @@
 """One question has one answer: every door says the same of memory, to the byte."""
 
 import json
+from contextlib import contextmanager
+from importlib import import_module
 
 import ebbtide.tuner
 import pytest
@@ -105,3 +107,20 @@ def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
         quick = even_plan(clipping, on, Limits.of(clipping, on))
         assert row["iteration_s"] == told["iteration_s"] == pytest.approx(quick.prediction.iteration_s, rel=1e-9)
         assert row["lower_bound_s"] <= row["iteration_s"]
+
+
+@pytest.mark.parametrize(("command", "flags"), [("simulate", []), ("search", ["--trials", "2"])])
+def test_long_commands_tell_how_far_they_are(config, monkeypatch, command, flags):
+    heard = []
+
+    @contextmanager
+    def listening(quiet_s):
+        heard.append(quiet_s)
+        yield lambda share, what: heard.append((share, what))
+
+    monkeypatch.setattr(import_module(f"ebbtide.tuner.commands.{command}"), "told_after", listening)
+    done = CliRunner().invoke(main, [command, "--machine", "rtx4090", "--model", str(config), *flags])
+    assert heard[0] == 2.0, done.output
+    shares = [share for share, what in heard[1:] if what]
+    assert len(shares) > 1
+    assert shares == sorted(shares)

@@ -36,10 +36,10 @@ def even_plan(
     return best_of(decide(question))
 
 
-def quick_or_none(workload: Workload, machine: Machine, limits: Limits) -> Plan | None:
+def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan | None:
     """Return `even_plan`, or None if nothing fits."""
     try:
-        return even_plan(workload, machine, limits)
+        return even_plan(workload, machine, limits, **freedom)
     except ImpossibleError:
         return None
 

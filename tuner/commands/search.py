@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
+from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import MACHINE, BadInputError, check_folder, launched, read_machine, started_by, written
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
@@ -102,7 +103,13 @@ def search(
         offload="optimizer" if ds_config is None else "none",  # a config that says nothing of it
     )
     space = Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
-    answer = explore(question, space, trials=trials)
+    with told_after(2.0) as tell:
+        answer = explore(
+            question,
+            space,
+            trials=trials,
+            progress=lambda done, most: tell(done / most if most else 1.0, f"{done} configurations simulated"),
+        )
     record = report.as_json(answer)
     if output is not None:
         with written("--output", output):

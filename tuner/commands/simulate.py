@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import JSON, guarded, needs
+from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -105,9 +106,12 @@ def simulate(
     def build(of: Workload) -> Schedule:
         return build_strategy(name, of, **options)
 
-    timeline = run(build(work), measured)
+    with told_after(2.0) as progress:
+        progress(0.0, "simulating one iteration")
+        timeline = run(build(work), measured)
+        progress(0.4, "what the rates' spread makes of it")
+        figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
     _draw(timeline, trace, plot)
-    figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
     limits = Limits.of(work, measured)
     missing = limits.shortfall(timeline)
     if as_json:

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import simulated
@@ -242,11 +243,11 @@ def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] |
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
-    rows = []
+    rows, planner = [], partial(quick_or_none, **_freedom(request))
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         try:
-            row = evaluate(workload, machine, point, quick_or_none)
+            row = evaluate(workload, machine, point, planner)
         except RuleError as error:
             inside = f"changes.{error.key}" if error.key in changes else error.key
             raise RuleError(str(error), inside) from None
