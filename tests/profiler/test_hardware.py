@@ -83,7 +83,7 @@ def test_a_sound_gpu_is_not_warned_about(fake):
         ({"reasons": 8 | 4}, "clocks were throttled: HwSlowdown, SwPowerCap"),
         ({"busy": 40}, "busy for 40% of the time before anything is measured"),
         ({"link_kb": 2_000_000}, "4.00 GB/s cross the PCIe link before anything is copied"),
-        ({"replays": [7, 19]}, "repeated 12 packets"),
+        ({"replays": [7, 19]}, "retransmitted 12 packets"),
     ],
 )
 def test_what_is_wrong_with_a_gpu_is_said(fake, state, message):

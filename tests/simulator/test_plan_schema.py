@@ -42,7 +42,7 @@ def test_what_asked_for_nothing_is_read_without_a_word():
 
 
 def test_a_plan_that_no_runtime_ever_ran_is_refused():
-    with pytest.raises(PlanError, match=r"split_master must be false.*plan again"):
+    with pytest.raises(PlanError, match=r"split_master must be false.*Plan again"):
         read(schema_version=1, split_master=True)
 
 

@@ -74,7 +74,7 @@ def test_state_on_storage_is_offered_where_host_memory_ended():
     stored = {w.changes["storage_bytes"]: w for w in ways_out(job, machine, **asked) if "storage_bytes" in w.changes}
     ((size, way),) = stored.items()
     assert flags(way, job) == f"--storage DIR:{size / 1e12:g}TB"
-    assert "state on storage" in way.label
+    assert "state on a drive" in way.label
     assert way.plan.count("stored") > 0
     assert 0 < way.plan.prediction.storage_bytes <= size
     assert not [w for w in ways_out(job.changed(zero_stage=2), machine, **asked) if "storage_bytes" in w.changes]

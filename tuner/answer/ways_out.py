@@ -72,7 +72,7 @@ PRICES = (
 )
 ANOTHER_WAY = (
     "Alternative: LoRA trains few parameters and needs little optimizer state, but gives another model. "
-    "ebbtide does not plan LoRA"
+    "ebbtide does not plan it"
 )
 _WORDS: Mapping[str, Callable[[int], str]] = {
     "zero_stage": lambda v: f"ZeRO-{v}",
