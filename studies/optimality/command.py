@@ -123,7 +123,7 @@ def exact_s(workload: Workload, machine: Machine) -> float:
     """Return the optimum, from nothing but everything on the host."""
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
-    search.score(Candidate(tuple(placements)))
+    search.score(Candidate.of(placements))
     return optimum(search).iteration_s
 
 

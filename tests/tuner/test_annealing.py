@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 from random import Random
 
+import pytest
 from ebbtide.simulator import Quantity
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.tuner.placements.annealing import CLOSE, anneal, options, reorder
-from ebbtide.tuner.placements.moves import CHOICES, QUEUES, STAGED, Moved
+from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, Way, of_codes
+from ebbtide.tuner.placements.annealing import CLOSE, anneal, settings
+from ebbtide.tuner.placements.moves import CHOICES, QUEUES, STAGED, Freedom, Moved
 from ebbtide.tuner.placements.search import Candidate, Search
 
 from tests.tuner.test_search import machine, workload
@@ -21,7 +23,7 @@ def begun(seed=0):
     """Twenty subgroups of which eight could stay, all on the host so far."""
     work, on = workload(), machine(device_memory_bytes=9 * GIB, host_adam_params_per_s=1e9)
     search = Search(work, on, Limits.of(work, on), seed)
-    search.score(Candidate(("host",) * 20))
+    search.score(Candidate.of(("host",) * 20))
     return search
 
 
@@ -50,16 +52,40 @@ def test_the_same_seed_gives_the_same():
 def test_what_is_near_the_bound_is_left_alone():
     search, best = annealed(1500)
     near_s = search.score(best).iteration_s / CLOSE
-    search.__dict__["bound"] = replace(search.bound, iteration_s=near_s)
+    search._fluid[()] = replace(search.fluid(()), iteration_s=near_s)
     known = len(search.scores)
     anneal(search)
     assert len(search.scores) == known
 
 
+def codes(count):
+    return [PLACEMENT_CODES[CHOICES[i % len(CHOICES)]] for i in range(count)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("parameters", [False, True])
+def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(early, sums, parameters):
+    free = Freedom(CHOICES, early, sums, parameters)
+    rng, state, seen = Random(3), Moved.of(codes(9), None, 2, 1, free), set()
+    for _ in range(500):
+        state = state.moved(rng)
+        ways = of_codes(state.codes)
+        assert all(way == way.fitted() for way in ways)
+        seen |= {*state.codes}
+    bits = {EARLY: early, SUMMED: sums, PARAMETERS_ON_HOST: parameters}
+    for bit, allowed in bits.items():
+        assert any(code & bit for code in seen) is allowed
+    if all(bits.values()):
+        assert {way for way in of_codes(seen) if way.early} == {
+            Way(placement, early=True, sum_on_device=summed)
+            for placement, summed in (("host", False), ("host", True), ("device", False))
+        }
+
+
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
     """Of all recipes there are, whatever they are called."""
-    placements = [CHOICES[i % len(CHOICES)] for i in range(9)]
-    rng, state = Random(1), Moved.of(placements, None, 2, 1)
+    rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
     seen = set()
     for _ in range(500):
         state = state.moved(rng)
@@ -73,11 +99,11 @@ def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
 
 
 def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
-    rng, state = Random(2), Moved.of([CHOICES[i % len(CHOICES)] for i in range(9)], None, 2, 1)
+    rng, state = Random(2), Moved.of(codes(9), None, 2, 1)
     for _ in range(50):
         state = state.moved(rng)
-        codes, issue = state.arrays()
-        assert [CHOICES[code] for code in codes] == list(state.placements)
+        placed, issue = state.arrays()
+        assert [CHOICES[code] for code in placed] == list(state.placements)
         assert issue.tolist() == list(issue_order(state.placements, state.order))
 
 
@@ -95,17 +121,17 @@ def test_options_are_tried_where_they_help():
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}
     on = machine(host_adam_by_threads=by_threads, host_adam_params_per_s=2e9)
     search = Search(work, on, Limits.of(work, on))
-    search.score(Candidate(("host",) * 6, overlap_forward=False))
-    options(search)
+    search.score(Candidate.of(("host",) * 6, overlap_forward=False))
+    settings(search)
     assert (search.best().threads, search.best().overlap_forward) == (1, True)
 
 
 def test_other_orders_of_the_updates_are_found():
     search = begun()
-    updated_early = search.ordered(Candidate(("host",) * 20, order=UpdateOrder(host="arrival")))
+    updated_early = search.ordered(Candidate.of(("host",) * 20, order=UpdateOrder(host="arrival")))
     search.scores.clear()
     before_s = search.score(updated_early).iteration_s
-    reorder(search, 50)
+    settings(search)
     assert search.best().placements == updated_early.placements
     assert search.score(search.best()).iteration_s < before_s
 

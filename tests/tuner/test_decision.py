@@ -76,14 +76,14 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     """A full search that found nothing as good would otherwise be told."""
     work, have = job("Llama 3.2 1B", "rtx4090")
     quick = decide(Question.of(work, have, effort=decision.QUICK))
-    searched, calls = decision._levels, []
+    searched, calls = decision._searches, []
 
     def worse(question, progress, known=(), **options):
         calls.append(known)
-        levels = searched(question, progress, (), **options)
-        return levels if len(calls) == 1 else levels[:1]  # the largest subgroups alone
+        found = searched(question, progress, (), **options)
+        return found if len(calls) == 1 else found[:1]  # the largest subgroups alone
 
-    monkeypatch.setattr(decision, "_levels", worse)
+    monkeypatch.setattr(decision, "_searches", worse)
     full = decide(Question.of(work, have, effort=LITTLE))
     assert len(calls) == 2
     assert full.iteration_s == quick.iteration_s

@@ -37,10 +37,10 @@ def test_sums_stay_and_the_plan_is_faster():
     assert any("accumulate gradients on the GPU" in reason for reason in found.reasons)
 
 
-def test_with_less_memory_fewer_stay():
+def test_with_less_memory_not_all_of_them_stay():
     more, less = planned(), planned(device_gib=3.1)
     assert less.prediction.device_peak_bytes <= 3.1 * GIB
-    assert sum(less.summed_on_device) < sum(more.summed_on_device)
+    assert 0 < sum(less.summed_on_device) < len(less.ways)
     assert less.prediction.iteration_s > more.prediction.iteration_s
 
 

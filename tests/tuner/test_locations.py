@@ -68,7 +68,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
         sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
         for _ in range(10):
             locations = spaced(count, int(rng.integers(1, count + 1)))
-            c = Candidate(tuple(rng.choice(list(RECIPES), count)), 2, 1, locations=locations)
+            c = Candidate.of(rng.choice(list(RECIPES), count), 2, 1, locations)
             seconds = seconds_of(sweep, c)
             room = float(sweep.evaluate_plan(c.plan(work))[6])
             assert fluid_bound(work, have, room, locations).iteration_s <= seconds * (1 + 1e-9)

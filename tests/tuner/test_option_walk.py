@@ -326,7 +326,6 @@ def recorder(monkeypatch):
     monkeypatch.setattr("ebbtide.tuner.service.resources.Service", seen("Service"))
     # How long is searched is not what is asked here.
     monkeypatch.setattr("ebbtide.tuner.placements.annealing.MOST_EVALUATIONS", 60)
-    monkeypatch.setattr("ebbtide.tuner.placements.decision.REORDERINGS", 20)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
 

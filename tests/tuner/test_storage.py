@@ -14,7 +14,7 @@ from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.moves import CHOICES, STORED, Moved, choices
+from ebbtide.tuner.placements.moves import CHOICES, STORED, Freedom, Moved, choices
 from ebbtide.tuner.placements.search import Candidate, Search, evenly
 
 from tests.tuner.test_search import machine
@@ -179,9 +179,9 @@ def test_a_search_stores_no_other_subgroups_than_it_may():
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)
     search = Search(work, have, limits, storable={0, 1, 2, 3})
-    search.score(Candidate(("stored",) * 4 + ("resident",) * 2))
+    search.score(Candidate.of(("stored",) * 4 + ("resident",) * 2))
     assert search.fits
-    anneal(search, 300, 0.0)
+    anneal(search, 300)
     known = [c for c, score in search.scores.items() if score.iteration_s < 1e9]
     assert len(known) > 1
     assert not [c for c in known if "stored" in c.placements[4:]]
@@ -189,7 +189,7 @@ def test_a_search_stores_no_other_subgroups_than_it_may():
 
 def test_moves_choose_host_slots_only_where_something_may_be_stored():
     some = ((*CHOICES, "stored"), CHOICES)
-    stores, plain = (Moved.of(["host"] * 6, None, 1, 0, each) for each in some)
+    stores, plain = (Moved.of([0] * 6, None, 1, 0, Freedom(each)) for each in some)  # code 0 is host
     rng = Random(1)
     for _ in range(200):
         stores, plain = stores.moved(rng), plain.moved(rng)

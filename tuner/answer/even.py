@@ -50,9 +50,9 @@ def best_of(found: Decision) -> Plan:
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
-    prediction = predict(workload, machine, made, limits, lambda _: search.fluid.iteration_s)
+    prediction = predict(workload, machine, made, limits, lambda _: search.fluid(search.locations).iteration_s)
     best = distance(prediction) == "at the optimum"
     more = "a full search cannot find a better one" if best else "a full search may find a better one"
     made = made.model_copy(update={"prediction": prediction})
-    why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search))
+    why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search, made))
     return made.model_copy(update={"reasons": why})

@@ -25,6 +25,7 @@ from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.placements.moves import STORED
+from ebbtide.tuner.placements.search import may_update_early
 
 MOST = 3000  # simulations
 SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated
@@ -76,7 +77,9 @@ def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
     work = question.workload(c)
     try:  # if nothing fits otherwise, plans under ZeRO-3 keep parameters in host memory
         locations = None if work.zero_stage == 3 else ()
-        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes, locations)
+        early = may_update_early(work, question.machine)
+        room = question.limits(work).device_bytes
+        bound = fluid_bound(work, question.machine, room, locations, early_updates=early)
     except ValueError:  # the workload alone does not fit: its simulation says how much is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine, Workload, build_strategy
+from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.architecture import architecture
 from ebbtide.simulator.estimates.blocks import Architecture, ModelError
@@ -162,6 +163,11 @@ class Question:
                 return self._outcome(c, work, limits, nearest)
             options = {"plan": plan}
         result = simulate_fast(build_strategy(name, work, **options), self._on)
+        if plan is not None:
+            right, again = result, partial(build_strategy, name, work)
+            result = expected(
+                work, self._on, plan, lambda p: right if p is plan else simulate_fast(again(plan=p), self._on)
+            )
         return self._outcome(c, work, limits, result, result.iteration_s, plan)
 
     def _outcome(

@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
+from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import STAGED
+from ebbtide.tuner.placements.moves import ALLOWED, STAGED
 from ebbtide.tuner.placements.search import Candidate
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
@@ -65,23 +66,17 @@ def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
     for size in fine.subgroups:
         owner.append(min(bisect_right(ends, begin + size // 2), len(ends) - 1))
         begin += size
-    placements = tuple(candidate.placements[c] for c in owner)
+    made = replace(candidate, ways=bytes(ALLOWED[candidate.ways[c] | SUMMED] for c in owner))
     ratio = max(1, round(len(fine.subgroups) / len(coarse.subgroups)))
     inside: dict[int, list[int]] = {}
     for subgroup, c in enumerate(owner):
         inside.setdefault(c, []).append(subgroup)
     issue = [s for c in issue_order(candidate.placements, candidate.order or FORWARD) for s in inside.get(c, ())]
-    staged = sum(p in STAGED for p in placements)
+    staged = sum(p in STAGED for p in made.placements)
     slots = max(1, min(candidate.staging_slots * ratio, staged))
     return replace(
-        candidate,
-        placements=placements,
-        locations=tuple(candidate.locations[c] for c in owner) if candidate.locations else (),
-        order=order_of(issue, placements),
+        made,
+        order=order_of(issue, made.placements),
         staging_slots=slots,
         prefetch=min(candidate.prefetch * ratio, slots),
-        speculate=(candidate.speculate or 0) * ratio,
-        speculate_among=(candidate.speculate_among or 0) * ratio,
-        speculate_visits=(candidate.speculate_visits or 0) * ratio,
-        device_sums=None,
     )

@@ -15,14 +15,14 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.annealing import anneal, options, reorder
+from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
 from ebbtide.tuner.placements.fit import roomiest
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.locations import begun, move_parameters
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Candidate, Search
-from ebbtide.tuner.placements.speculation import fewest, may_update_early, with_early_updates
+from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
@@ -31,9 +31,7 @@ MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
 GLANCE = 500  # evaluations of a quick answer
 GLANCED_OPS = 3_000_000  # evaluations of a quick answer, times an iteration's ops
-REORDERINGS = 200  # of each of the best plans
-REORDERED_OPS = 1_500_000  # reorderings times an iteration's ops
-ALONE, BESIDE_ANOTHER = 0.4, 0.2  # of the evaluations, for each finalist
+AT_FIRST, AT_LAST = 0.2, 0.6  # of the evaluations, for each finalist and for the best of them
 Progress = Callable[[float, str], object]
 
 
@@ -125,38 +123,22 @@ class Question:
         return memory.missing_bytes(roomiest(self.workload, self.machine, memory)) > 0
 
 
-@dataclass
-class Level:
-    """First guesses, and what became of them, at one subgroup size.
-
-    Attributes:
-        plain: The search whose plans wait for the norm.
-        search: That one, or the search whose plans update early, if they are faster.
-        chosen: The best plan of ``search``.
-    """
-
-    plain: Search
-    search: Search
-    chosen: Candidate
-
-    @property
-    def seconds(self) -> float:
-        return self.search.score(self.chosen).iteration_s
-
-
 @dataclass(frozen=True)
 class Decision:
     """The plan that was chosen.
 
     Attributes:
         search: the search that found it, at the subgroup size that was chosen.
-        plain_s: an iteration of the best plan without early updates at that size.
     """
 
     question: Question
     search: Search
     chosen: Candidate
-    plain_s: float
+
+    @property
+    def plain_s(self) -> float:
+        """Return an iteration of the best plan without early updates at that size."""
+        return self.search.plain_s
 
     @property
     def iteration_s(self) -> float:
@@ -180,28 +162,34 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     check_bytes(question.workload, question.machine, question.limits)
     if question.effort <= QUICK:
         return _quickly(question, progress)[0]
+    within = replace(question, effort=QUICK, offload_parameters=False)
     try:
-        quick, levels = _quickly(
-            replace(question, effort=QUICK), lambda share, what: progress(0.2 * share, what), last=False
-        )
+        quick, searches = _quickly(within, lambda share, what: progress(0.2 * share, what), last=False)
     except ImpossibleError:  # whole subgroups of other sizes may fit
-        quick, levels = None, []
-    for level in levels:  # compared with the one that the quick answer has improved
-        if quick is not None and level.search is not quick.search:
-            glance(level)
-    levels = _levels(question, lambda share, what: progress(0.2 + 0.6 * share, what), levels)
-    finalists = _with_locations(question, _finalists(levels))
-    for number, level in enumerate(finalists):
-        progress(0.5 + 0.4 * number / len(finalists), "improving the best plans")
-        level.search.effort = question.effort
-        level.search.try_first()
-        improve(level, question.effort * (ALONE if len(finalists) == 1 else BESIDE_ANOTHER))
+        quick, searches = None, []
+    for search in searches:  # compared with the one that the quick answer has improved
+        if quick is not None and search is not quick.search:
+            glance(search)
+    finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), searches))
+    for number, search in enumerate(finalists):
+        progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
+        search.effort = question.effort
+        search.try_first()
+        try_early(search)
+        improve(search, AT_FIRST * question.effort)
+    best = min(finalists, key=lambda search: search.best_s)
+    improve(best, AT_LAST * question.effort)
+    if question.offload_parameters:  # from the best plan with all of them on the device
+        progress(0.8, "moving parameters")
+        move_parameters(best)
+        try_early(best)
+        improve(best, AT_FIRST * question.effort)
     full = _decided(question, _largest_of_the_best(finalists, quick))
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Level]]:
-    """Return the decision after a quick search, and the levels that it has compared.
+def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Search]]:
+    """Return the decision after a quick search, and the searches that it has compared.
 
     Args:
         last: whether the smallest subgroups are tried if none of the few sizes fits.
@@ -209,55 +197,52 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
     Raises:
         ImpossibleError: nothing fits.
     """
-    levels = _levels(question, progress, last=last)
-    finalists = _with_locations(question, _finalists(levels))
-    glance(finalists[0])
-    return _decided(question, _largest_of_the_best(finalists)), levels
+    searches = _searches(question, progress, last=last)
+    finalists = _finalists(searches)
+    best = finalists[0]
+    glance(best)
+    if question.offload_parameters:
+        move_parameters(best)
+        try_early(best)
+        glance(best)
+    return _decided(question, _largest_of_the_best(finalists)), searches
 
 
-def _with_locations(question: Question, finalists: list[Level]) -> list[Level]:
-    """Return the finalists of these levels and of the same with parameters on the host, if they may live there.
-
-    Plans with all parameters on the device stay in the choice.
-    """
-    if not question.offload_parameters:
-        return finalists
-    free = [_level(_begun(question, level.search.workload, freely=True), ()) for level in finalists]
-    return _finalists([*finalists, *free])
+def _decided(question: Question, best: Search) -> Decision:
+    """Return the decision for the best plan of a search, without what brings next to nothing."""
+    return Decision(question, best, fewest(best, best.best()))
 
 
-def _decided(question: Question, best: Level) -> Decision:
-    """Return the decision for the best plan of a level."""
-    # Every candidate has as many sums as fit; what they do not bring is left to others.
-    return Decision(question, best.search, fewest(best.search, best.chosen, "device_sums"), best.plain.best_s)
-
-
-def _levels(question: Question, progress: Progress, known: Sequence[Level] = (), *, last: bool = True) -> list[Level]:
-    """Return the first plans at each cut that plans fit with.
+def _searches(
+    question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
+) -> list[Search]:
+    """Return the first plans at each cut that plans fit with, few of them: sizes are compared by those.
 
     Args:
-        known: levels that need not be tried again.
+        known: searches that need not be begun again.
         last: whether the smallest subgroups are tried if none of few sizes fits.
 
     Raises:
         ImpossibleError: none fits at any.
     """
-    have = {level.search.workload.subgroups: level for level in known}
-    cuts, levels, tried = question.cuts, list[Level](), list[Peaks]()
+    have = {search.workload.subgroups: search for search in known}
+    cuts, searches, tried = question.cuts, list[Search](), list[Peaks]()
     for number, cut in enumerate(cuts):
         progress(number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
         if cut.subgroups in have:
-            levels.append(have[cut.subgroups])
+            searches.append(have[cut.subgroups])
             continue
-        plain = _begun(question, cut)
-        if plain.fits:
-            levels.append(_level(plain, levels))
+        effort = min(QUICK, question.effort)
+        search = begun(cut, question.machine, question.limits, question.seed, effort=effort)
+        if search.fits:
+            follow(search, searches)
+            searches.append(search)
         else:
-            tried += plain.scores.values()
-    if levels:
-        return levels
+            tried += search.scores.values()
+    if searches:
+        return searches
     if last and question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
-        return _levels(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
+        return _searches(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
     raise ImpossibleError.explain(question.workload, question.limits, tried)
 
 
@@ -288,79 +273,41 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
         raise ImpossibleError.explain(workload, limits, [least])
 
 
-def _begun(question: Question, cut: Workload, *, freely: bool = False) -> Search:
-    """Return the search with its first plans, few of them: sizes are compared by those.
-
-    Args:
-        freely: parameters may live on the host although plans fit without.
-    """
-    effort = min(QUICK, question.effort)
-    return begun(cut, question.machine, question.limits, question.seed, freely=freely, effort=effort)
+def follow(search: Search, coarser: Sequence[Search]) -> None:
+    """Try the best plans of larger subgroups, and early updates."""
+    for other in coarser:
+        if search.moves_parameters or not other.moves_parameters:
+            search.score(finer(other.best(), other.workload, search.workload))
+    try_early(search)
 
 
-def _level(plain: Search, coarser: Sequence[Level]) -> Level:
-    """Return the first guesses at a cut, those of coarser ones among them."""
-    same = [level for level in coarser if bool(level.search.locations) == bool(plain.locations)]
-    for level in same:
-        plain.score(finer(level.plain.best(), level.plain.workload, plain.workload))
-    return with_early(plain, same)
-
-
-def with_early(plain: Search, coarser: Sequence[Level] = ()) -> Level:
-    """Return the first guesses with early updates beside those without."""
-    best = plain.best()
-    if not may_update_early(plain):
-        return Level(plain, plain, best)
-    seeds = [finer(level.chosen, level.search.workload, plain.workload) for level in coarser]
-    search, chosen = with_early_updates(plain, best, lambda _: None, seeds)
-    return Level(plain, search, chosen)
-
-
-def _finalists(levels: Sequence[Level]) -> list[Level]:
-    """Return the most promising levels, the best first."""
-    by_time = sorted(levels, key=lambda level: level.seconds)
-    return [level for level in by_time if level.seconds <= NEAR * by_time[0].seconds][:FINALISTS]
-
-
-def improve(level: Level, effort: float) -> None:
-    """Improve the plans of a level that are the best so far, early updates or not."""
-    search = level.search
+def improve(search: Search, effort: float) -> None:
+    """Anneal with a share of the evaluations of a search in earnest."""
     search.effort = min(1.0, effort)
-    if len(search.choices) == 1:
-        options(search)
-    else:
-        search.try_all()
-        reorder(search, min(REORDERINGS, REORDERED_OPS // search.most_ops))
-        options(search)
-        anneal(search)
-    best = search.best()
-    if search.speculates:
-        for name in ("speculate", "speculate_visits"):
-            best = fewest(search, best, name)
-    elif may_update_early(search):
-        search, best = with_early_updates(search, best, lambda _: None)
-    if search.score(best).iteration_s < level.seconds:
-        level.search, level.chosen = search, best
+    anneal(search)
 
 
-def glance(level: Level) -> None:
-    """Improve the plans of a level for a moment."""
-    search = level.search
-    if len(search.choices) > 1:
-        anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops), search.fluid.iteration_s)
-        level.chosen = min(search.ordered(search.best()), level.chosen, key=lambda c: search.score(c).iteration_s)
+def glance(search: Search) -> None:
+    """Improve the plans of a search for a moment."""
+    anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
 
 
-def _largest_of_the_best(levels: Sequence[Level], quick: Decision | None = None) -> Level:
-    """Return the fastest level, or one of larger subgroups that is as fast.
+def _finalists(searches: Sequence[Search]) -> list[Search]:
+    """Return the most promising searches, the best first."""
+    by_time = sorted(searches, key=lambda search: search.best_s)
+    return [search for search in by_time if search.best_s <= NEAR * by_time[0].best_s][:FINALISTS]
+
+
+def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
+    """Return the fastest search, or one of larger subgroups that is as fast.
 
     Args:
-        quick: a decision than which no other level is slower.
+        quick: a decision than which no other search is slower.
     """
-    best_s = min(level.seconds for level in levels)
+    best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
-    near = [level for level in levels if level.seconds <= most_s]
-    return min(near, key=lambda level: len(level.search.workload.subgroups))
+    near = [search for search in searches if search.best_s <= most_s]
+    return min(near, key=lambda search: len(search.workload.subgroups))
 
 
 def about_subgroups(search: Search) -> list[str]:

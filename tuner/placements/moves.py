@@ -1,4 +1,4 @@
-"""A plan as the search moves it: the one set of moves, which knows recipes and queues only."""
+"""A plan as the search moves it: the one set of moves, over the subgroups' ways and the order of their updates."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,14 +10,21 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Recipe, Slot
+from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, plain_ways
 from numpy.typing import NDArray
 
+Codes = NDArray[np.int8]  # `Way.code` of each subgroup
 PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
 # What a search may choose where all state is in memory.
 CHOICES: tuple[Placement, ...] = tuple(p for p in RECIPES if RECIPES[p].state != "storage")
 QUEUES = tuple(Queue)
 NEAR = 4  # positions apart
+_PLACED = SUMMED - 1  # of a code: the bits of its placement
 _QUEUE_OF = [QUEUES.index(recipe.queue) for recipe in RECIPES.values()]
+# By code, whatever its bits: a search asks for each of its plans.
+_PLAIN = {way.code: way for way in plain_ways()}
+CAN_BE_EARLY = np.array([code in _PLAIN and _PLAIN[code].can_be_early for code in range(2**7)])
+CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code in range(2**7)])
 
 
 def is_staged(recipe: Recipe) -> bool:
@@ -42,7 +49,46 @@ STAGED = frozenset(placement for placement, recipe in RECIPES.items() if is_stag
 AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
-_STAGED_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in STAGED]
+_STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
+
+
+def plain(code: int) -> int:
+    """Return the code without early update and without a sum on the device."""
+    return code & ~(EARLY | SUMMED)
+
+
+def _allowed(code: int) -> int:
+    bits = (EARLY if CAN_BE_EARLY[plain(code)] else 0) | (SUMMED if CAN_SUM[plain(code)] else 0)
+    return plain(code) | (code & bits)
+
+
+# By code: the code without the bits that its placement does not allow.
+ALLOWED = [_allowed(code) for code in range(2**7)]
+_QUEUES = bytes(_QUEUE_OF[code & _PLACED] if code & _PLACED < len(RECIPES) else 0 for code in range(2**8))
+_STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))
+
+
+def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
+    """Return the placements of some codes."""
+    return tuple(PLACEMENTS[code & _PLACED] for code in codes)
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What the moves may change of a plan, beside the order of the updates and the slots.
+
+    Attributes:
+        placements: What a subgroup may become.
+        early, sums, parameters: Updates may begin before the norm, sums of micro-batches may stay on the
+            device, and parameters may move between device and host.
+        threads: Numbers of threads that are tried.
+    """
+
+    placements: tuple[Placement, ...] = CHOICES
+    early: bool = False
+    sums: bool = False
+    parameters: bool = False
+    threads: tuple[int, ...] = ()
 
 
 @dataclass
@@ -50,76 +96,64 @@ class Moved:
     """The sequences hold the subgroups of each queue in the order of their updates.
 
     Attributes:
-        codes: by subgroup, the number of its placement in PLACEMENTS.
-        choices: what a subgroup may become.
-        guesses: `Candidate.early_updates`; None: they stay.
+        codes: `Way.code` of each subgroup.
     """
 
     codes: list[int]
     sequences: list[list[int]]
     slots: int
     prefetch: int
-    choices: tuple[Placement, ...] = CHOICES
+    free: Freedom = Freedom()
     host_slots: int = HOST_SLOTS
-    early_updates: tuple[int, ...] | None = None
+    threads: int = 0
 
     @classmethod
     def of(
         cls,
-        placements: Iterable[Placement],
+        codes: Iterable[int],
         order: UpdateOrder | None,
         slots: int,
         prefetch: int,
-        choices: tuple[Placement, ...] = CHOICES,
+        free: Freedom = Freedom(),
         host_slots: int = HOST_SLOTS,
+        threads: int = 0,
     ) -> Self:
         """``order`` None: that of the layers."""
-        codes = [PLACEMENTS.index(p) for p in placements]
+        codes = [int(code) for code in codes]
         sequences = [
-            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if _QUEUE_OF[code] == number])
+            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if _QUEUES[code] == number])
             for number, queue in enumerate(QUEUES)
         ]
-        return cls(codes, sequences, slots, prefetch, choices, host_slots)
+        return cls(codes, sequences, slots, prefetch, free, host_slots, threads)
 
     def moved(self, rng: Random) -> Self:
-        """Return a neighbour of this candidate."""
-        if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
-            return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
-        if self.early_updates is not None and rng.random() < 0.15:
-            new, which = list(self.early_updates), rng.choice(self._early_positions)
-            new[which] = max(0, new[which] + rng.choice((-1, 1)))
-            return replace(self, early_updates=tuple(new))
-        kind = rng.random()
-        if kind < 0.3:
-            return self._with(lambda new: new._swap(rng))
-        if kind < 0.5:
-            return self._with(lambda new: new._place(rng))
-        if kind < 0.9:
-            return self.reordered(rng)
-        step = rng.choice((-1, 1))
-        if kind < 0.95:
-            return replace(self, slots=self.slots + step)._limited()
-        return replace(self, prefetch=self.prefetch + step)._limited()
+        """Return a neighbour of this plan."""
+        moves = self._moves()
+        (change,) = rng.choices([*moves], [*moves.values()])
+        new = replace(self, codes=list(self.codes), sequences=[list(sequence) for sequence in self.sequences])
+        change(new, rng)
+        return new._limited()
 
-    @property
-    def _early_positions(self) -> list[int]:
-        """Return the positions of ``early_updates`` that count."""
-        return [0, 1, *([2] if self.staged else [])]
+    def _moves(self) -> dict[Callable[[Self, Random], None], float]:
+        """Return the moves that this plan has, with how often each is made."""
+        kind, free = type(self), self.free
+        return {
+            kind._swap: 40,
+            kind._place: 12 if len(free.placements) > 1 else 0,
+            kind._reorder: 35,
+            kind._resize: 8 if self.staged else 0,
+            kind._turn_early: 15 if free.early else 0,
+            kind._shift_early: 15 if free.early else 0,
+            kind._turn_sum: 10 if free.sums else 0,
+            kind._move_parameters: 4 if free.parameters else 0,
+            kind._resize_host: 10 if not STORED.isdisjoint(free.placements) else 0,
+            kind._rethread: 3 if len(free.threads) > 1 else 0,
+        }
 
     @property
     def staged(self) -> int:
         """Return the number of staged subgroups."""
-        return sum(self.codes.count(code) for code in _STAGED_CODES)
-
-    def reordered(self, rng: Random) -> Self:
-        """Return the same placements with other sequences."""
-        return self._with(lambda new: new._reorder(rng))
-
-    def _with(self, change: Callable[[Self], None]) -> Self:
-        copies = [list(sequence) for sequence in self.sequences]
-        new = replace(self, codes=list(self.codes), sequences=copies)
-        change(new)
-        return new._limited()
+        return bytes(self.codes).translate(_STAGED_OR_NOT).count(1)
 
     def _limited(self) -> Self:
         """Limit the slots to the staged subgroups, and the prefetched ones to the slots."""
@@ -128,21 +162,26 @@ class Moved:
         return self
 
     def _sequence(self, subgroup: int) -> list[int]:
-        return self.sequences[_QUEUE_OF[self.codes[subgroup]]]
+        return self.sequences[_QUEUES[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
-        """Two subgroups take each other's placement and place in the order."""
+        """Let two subgroups take each other's way and place in the order. Parameters stay where they are."""
         one, other = rng.randrange(len(self.codes)), rng.randrange(len(self.codes))
         first, second = self._sequence(one), self._sequence(other)
         i, j = first.index(one), second.index(other)
         first[i], second[j] = other, one
-        self.codes[one], self.codes[other] = self.codes[other], self.codes[one]
+        away = (self.codes[one] ^ self.codes[other]) & PARAMETERS_ON_HOST
+        self.codes[one], self.codes[other] = ALLOWED[self.codes[other] ^ away], ALLOWED[self.codes[one] ^ away]
 
     def _place(self, rng: Random) -> None:
-        """One subgroup gets another placement; in another queue, mostly where its layer is."""
+        """Give a subgroup another placement. In another queue, its place is mostly where its layer is."""
         subgroup = rng.randrange(len(self.codes))
-        before = self._sequence(subgroup)
-        self.codes[subgroup] = PLACEMENTS.index(self.choices[rng.randrange(len(self.choices))])
+        before, code = self._sequence(subgroup), self.codes[subgroup]
+        others = [p for p in self.free.placements if PLACEMENT_CODES[p] != code & _PLACED]
+        code += PLACEMENT_CODES[rng.choice(others)] - (code & _PLACED)
+        if self.free.early and rng.random() < 0.5:
+            code ^= EARLY
+        self.codes[subgroup] = ALLOWED[code | SUMMED if self.free.sums else code]
         after = self._sequence(subgroup)
         if after is not before:
             before.remove(subgroup)
@@ -150,8 +189,30 @@ class Moved:
             place = next(behind, len(after)) if rng.random() < 0.7 else rng.randint(0, len(after))
             after.insert(place, subgroup)
 
+    def _turn(self, bit: int, rng: Random) -> None:
+        subgroup = rng.randrange(len(self.codes))
+        self.codes[subgroup] = ALLOWED[self.codes[subgroup] ^ bit]
+
+    def _turn_early(self, rng: Random) -> None:
+        """Let a subgroup's update begin early, or wait for the norm."""
+        self._turn(EARLY, rng)
+
+    def _turn_sum(self, rng: Random) -> None:
+        self._turn(SUMMED, rng)
+
+    def _move_parameters(self, rng: Random) -> None:
+        self._turn(PARAMETERS_ON_HOST, rng)
+
+    def _shift_early(self, rng: Random) -> None:
+        """Let one subgroup's update wait for the norm, and another's begin early in its place."""
+        early = [s for s, code in enumerate(self.codes) if code & EARLY]
+        others = [s for s, code in enumerate(self.codes) if not code & EARLY and CAN_BE_EARLY[plain(code)]]
+        if early and others:
+            for subgroup in (rng.choice(early), rng.choice(others)):
+                self.codes[subgroup] ^= EARLY
+
     def _reorder(self, rng: Random) -> None:
-        """A part of a sequence goes elsewhere, turned round or not."""
+        """Move a part of a sequence elsewhere, turned round or not."""
         sequence = rng.choice(self.sequences)
         if len(sequence) < 2:
             return
@@ -163,17 +224,29 @@ class Moved:
         place = near if rng.random() < 0.5 else rng.randint(0, len(sequence))
         sequence[place:place] = part[::-1] if rng.random() < 0.3 else part
 
+    def _resize(self, rng: Random) -> None:
+        if rng.random() < 0.5:
+            self.slots += rng.choice((-1, 1))
+        else:
+            self.prefetch += rng.choice((-1, 1))
+
+    def _resize_host(self, rng: Random) -> None:
+        self.host_slots = max(1, self.host_slots + rng.choice((-1, 1)))
+
+    def _rethread(self, rng: Random) -> None:
+        self.threads = rng.choice(self.free.threads)
+
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return tuple(PLACEMENTS[code] for code in self.codes)
+        return placements_of(self.codes)
 
     @property
     def order(self) -> UpdateOrder:
         by_queue = dict(zip(QUEUES, self.sequences, strict=True))
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
-    def arrays(self) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
         """Codes and the order of issue, as `PlanSweep.evaluate` takes them."""
         heads = [iter(sequence) for sequence in self.sequences]
-        issue = np.array([next(heads[_QUEUE_OF[code]]) for code in self.codes], dtype=np.int64)
+        issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(_QUEUES)], dtype=np.int64)
         return np.array(self.codes, dtype=np.int8), issue

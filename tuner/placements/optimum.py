@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 from ebbtide.simulator.analysis.bound import NumberedBounds
 from ebbtide.simulator.plan import Placement
+from ebbtide.simulator.update.way import SUMMED
 from ebbtide.tuner.placements.moves import CHOICES, STAGED
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Candidate, Search, turned
 
 MOST_SUBGROUPS = 10
 
@@ -96,15 +97,9 @@ def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
 def _variants(search: Search, base: Candidate, order: tuple[Placement, ...], slots: int) -> Iterator[Candidate]:
     for threads in (0, *sorted(search.machine.host_adam_by_threads)):
         for prefetch in range(slots, -1, -1):
-            candidate = replace(
-                base,
-                placements=order,
-                order=None,
-                staging_slots=max(1, slots),
-                prefetch=prefetch,
-                threads=threads,
-                overlap_forward=True,
-                device_sums=None,
+            made = Candidate.of(
+                order, max(1, slots), prefetch, threads=threads, overlap_forward=True, host_slots=base.host_slots
             )
-            most = search.ordered(candidate).device_sums or 0
-            yield from (replace(candidate, device_sums=n) for n in range(most, -1, -1))
+            candidate = search.ordered(made)
+            sums = [subgroup for subgroup, code in enumerate(candidate.ways) if code & SUMMED]
+            yield from (turned(candidate, sums[n:], SUMMED) for n in range(len(sums), -1, -1))

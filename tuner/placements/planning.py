@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.versions import versions
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
@@ -23,7 +23,7 @@ from ebbtide.tuner.placements.decision import QUICK as QUICK
 from ebbtide.tuner.placements.decision import Progress, Question, about_pieces, about_subgroups, decide, silently
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.moves import STORED
-from ebbtide.tuner.placements.search import Candidate, Search, seconds_of
+from ebbtide.tuner.placements.search import Candidate, Search, seconds_of, turned
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.quantities import told_seconds
@@ -184,10 +184,7 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     Raises:
         PlanError: another number of subgroups.
     """
-    locations = made.parameter_locations if "host" in made.parameter_locations else ()
-    search = Search(
-        workload, machine, Limits.of(workload, machine), seed=0, locations=locations, speculates=any(made.updated_early)
-    )
+    search = Search(workload, machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.proven_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
@@ -203,17 +200,18 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
     rows = compare(stock or search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
-    why += [*brought(search), *search.limits.explained[:2], *more]
+    why += [*brought(search, made), *search.limits.explained[:2], *more]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
     """Return a sentence with figures; nothing where none stays."""
-    if not chosen.device_sums:
+    sums = [subgroup for subgroup, code in enumerate(chosen.ways) if code & SUMMED]
+    if not sums:
         return []
-    crossing_s = search.seconds_anyhow(replace(chosen, device_sums=0))
+    crossing_s = search.seconds_anyhow(turned(chosen, sums, SUMMED))
     saved_s = crossing_s - search.score(chosen).iteration_s
     return [
-        f"{chosen.device_sums} of {len(chosen.placements)} subgroups accumulate gradients "
+        f"{len(sums)} of {len(chosen.ways)} subgroups accumulate gradients "
         f"on the GPU until the last micro-batch, which saves {told_seconds(saved_s)}"
     ]

@@ -3,7 +3,7 @@
 Needs neither pandas nor matplotlib.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.order import FORWARD
 from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.cuts import finer, merged
-from ebbtide.tuner.placements.decision import Level, improve, with_early
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements import locations
+from ebbtide.tuner.placements.cuts import merged
+from ebbtide.tuner.placements.decision import follow, improve
 from ebbtide.tuner.placements.moves import STAGED, STORED
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.speculation import fewest, try_early
 
 EFFORT = 0.2  # of a search's evaluations, while training waits
 MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
@@ -66,47 +67,36 @@ def quick_plan(
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     now = current.parameter_locations if "host" in current.parameter_locations else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
-    new = partial(Search, workload, machine, limits, seed, _fixed(current), storable=stored, effort=effort)
-    search = new(locations=now)
-    running = _running(current)
+    new = partial(Search, machine=machine, limits=limits, seed=seed, fixed=_fixed(current), effort=effort)
+    search = new(workload, locations=now, storable=stored)
+    running = Candidate.of_plan(current)
     current_s = search.seconds_anyhow(running)
-    levels = list[Level]()
-    if not (machine.unified_memory or now or stored or move_parameters):
-        levels = _coarser(workload, machine, limits, seed, _fixed(current))
-    search.score(replace(running, early=()))
+    search.score(running)
     search.try_first()
-    for level in levels:
-        search.score(finer(level.plain.best(), level.plain.workload, workload))
-    found = [with_early(search, levels)] if search.fits else []
+    coarser = list[Search]()
+    if not (machine.unified_memory or now or stored or move_parameters):
+        for many in MERGED:
+            other = new(merged(workload, many))
+            other.try_first()
+            if other.fits:
+                follow(other, coarser)
+                coarser.append(other)
+    follow(search, coarser)
     if move_parameters:
-        whole, tried = new() if now else search, (now,) if now else ()
-        other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
-        found += [with_early(other)] if other is not search and other.fits else []
-    if not found:
+        search.try_first(())
+        locations.move_parameters(search, now)
+        try_early(search)
+    if search.fits and not machine.unified_memory:
+        improve(search, effort)
+    if not search.best_s < current_s:
         return QuickPlan(current, current_s, current_s)
-    level = min(found, key=lambda level: level.seconds)
-    if not machine.unified_memory:
-        improve(level, effort)
-    if not level.seconds < current_s:
-        return QuickPlan(current, current_s, current_s)
-    return QuickPlan(_as_plan(current, level.chosen, level), level.seconds, current_s)
+    return QuickPlan(_as_plan(current, fewest(search, search.best()), search), search.best_s, current_s)
 
 
-def _coarser(workload: Workload, machine: Machine, limits: Limits, seed: int, fixed: dict[str, Any]) -> list[Level]:
-    """Return the first guesses for neighbouring subgroups that are planned as one."""
-    levels = list[Level]()
-    for many in MERGED:
-        search = Search(merged(workload, many), machine, limits, seed, fixed)
-        search.try_first()
-        if search.fits:
-            levels.append(with_early(search, levels))
-    return levels
-
-
-def _as_plan(current: Plan, best: Candidate, level: Level) -> Plan:
-    staged, search = not STAGED.isdisjoint(best.placements), level.search
+def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
+    staged = not STAGED.isdisjoint(best.placements)
     made = current.with_ways(
-        of_codes(best.codes),
+        of_codes(best.ways),
         order=best.order or FORWARD,
         staging_slots=best.staging_slots if staged else 0,
         prefetch=best.prefetch if staged else 0,
@@ -117,19 +107,6 @@ def _as_plan(current: Plan, best: Candidate, level: Level) -> Plan:
     )
     # The runtime pauses early updates by the times that are predicted.
     return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, search.limits)})
-
-
-def _running(current: Plan) -> Candidate:
-    """Return the plan that runs as the search sees it."""
-    return Candidate(
-        current.placements,
-        max(1, current.staging_slots),
-        current.prefetch,
-        order=current.order,
-        host_slots=current.host_slots,
-        device_sums=sum(current.summed_on_device),
-        early=current.updated_early if any(current.updated_early) else (),
-    )
 
 
 def _fixed(current: Plan) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """State on storage: how much may be there, what its files are called, and what it costs."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
@@ -71,7 +70,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     """Return a sentence about the same plan with enough host memory."""
     hosted = tuple(HOST if p in STORED else p for p in c.placements)
     work = search.workload
-    faster_s = search.seconds_anyhow(replace(c, placements=hosted, device_sums=None))
+    faster_s = search.seconds_anyhow(search.ordered(c.with_placements(hosted)))
     taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))
     more = (needed["host"] - taken["host"]) * work.ranks_per_node / GIB
     saved = f"{told_seconds(faster_s)} instead of {told_seconds(seconds)}"
