@@ -77,4 +77,7 @@ def _limited_by(floor: Bound, chosen_s: float) -> str:
     resources = " and ".join(filter(None, [", ".join(some), last]))
     gap = chosen_s / floor.iteration_s - 1
     near = f"is within {gap:.1%}" if gap >= SHOWN_GAP else "takes no longer"
-    return f"limited by {resources}: no plan can take less than {told_seconds(floor.iteration_s)}, and this one {near}"
+    least = told_seconds(floor.iteration_s)
+    return (
+        f"limited by {resources}: no plan with subgroups of this size can take less than {least}, and this one {near}"
+    )

@@ -126,7 +126,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"nine runs in ten are expected between {low} and {high}")
         bound = plan.prediction.lower_bound_s
         if bound:
-            console.print(f"no plan can take less than {told_seconds(bound)} per iteration")
+            console.print(f"no plan with subgroups of this size can take less than {told_seconds(bound)} per iteration")
     for reason in plan.reasons:
         console.print(f"- {reason}")
 

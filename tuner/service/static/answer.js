@@ -313,7 +313,7 @@ export class AnswerView {
   }
 }
 
-const OPTIMUM = "At the optimum: no plan can be faster on this machine.";
+const OPTIMUM = "At the optimum: no plan with subgroups of this size can be faster on this machine.";
 
 function isOptimum(answer) {
   return answer.bound_s && planned(answer).iteration_s < answer.bound_s * 1.005;
