@@ -32,6 +32,8 @@ def test_only_languages_that_are_run_or_shown():
     kinds = {kind for page in PAGES for kind, _ in blocks(page)}
     assert kinds <= SHOWN | {"bash", "python", "json"}
     assert len(RUN) >= 10
+    texts = [text for page in RUN for kind, text in blocks(page) if kind == "bash"]
+    assert sum(text.count("tune run -- python ") for text in texts) >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -52,7 +54,7 @@ def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
         for kind, text in blocks(page):
             named = re.match(r"# (\w+\.py)\n", text)
             if kind == "bash":
-                shell.run(text)
+                check_that_plans_are_in_force(text, shell.run(text))
             elif kind == "python" and named:
                 (tmp_path / named[1]).write_text(text)
             elif kind == "python":
@@ -62,6 +64,15 @@ def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
             shell.run("python session.py")
     finally:
         shell.end()
+
+
+def check_that_plans_are_in_force(block, said):
+    """Check that every bare Python command in a new shell trains, and says once what plan it has."""
+    commands = len(re.findall(r"^tune run -- python ", block, re.MULTILINE))
+    lines = [line for line in said.splitlines() if re.search(r"\b\d+ subgroups on ", line)]
+    assert len(lines) == commands or not commands, said
+    assert all("[INFO] ebbtide: " in line for line in lines), lines
+    assert not commands or "loss" in said
 
 
 class Shell:
@@ -88,6 +99,7 @@ class Shell:
             check=False,
         )
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
 
     def serve(self, line):
         log = (self.folder / "serve.log").open("w")

@@ -1,42 +1,17 @@
-"""What a newcomer starts in a new shell: no launcher, no rank in the environment, nothing configured."""
+"""What a newcomer starts in a new shell: no launcher, no rank in the environment, nothing configured.
 
-import json
+`test_documents.py` has that training under a plan works so, with the commands that the pages show.
+"""
+
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ebbtide.tuner.commands.run import starts_alone
 
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
-PLANS = {"plain_loop.py": ("ds_plain.json", 1, 10**9), "hf_trainer.py": ("ds_trainer.json", 2, 10**8)}
-
-
-def planned(example, folder):
-    """The example's config with a plan of its own, so that no machine is measured."""
-    name, subgroups, size = PLANS[example]
-    config = json.loads((EXAMPLES / name).read_text())
-    config["ebbtide"] = {"plan": {"subgroup_size": size, "placement": [{"placement": "host", "count": subgroups}]}}
-    (folder / "ds.json").write_text(json.dumps(config))
-
 
 def run(words, folder, environment):
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", PLANS)
-def test_a_bare_python_command_trains_and_says_that_the_plan_is_in_force(example, deepspeed_ops, new_shell, tmp_path):
-    planned(example, tmp_path)
-    done = run(["tune", "run", "--", "python", str(EXAMPLES / example), "ds.json", "2"], tmp_path, new_shell)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    subgroups = PLANS[example][1]
-    lines = [line for line in said.splitlines() if f"{subgroups} subgroups on" in line]
-    assert len(lines) == 1, said
-    assert "[INFO] ebbtide: " in lines[0]
-    assert "loss" in said
 
 
 @pytest.mark.parametrize(
