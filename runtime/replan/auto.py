@@ -93,7 +93,7 @@ class _Automatic:
         result = attempted(lambda: by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes)))
         if result is not None and result.iteration_s < result.current_s:
             logger.info(
-                "plan='auto' chose a plan with %.3f s per iteration expected instead of %.3f s",
+                "plan='auto' chose a plan: %.3f s per iteration expected instead of %.3f s",
                 result.iteration_s,
                 result.current_s,
             )

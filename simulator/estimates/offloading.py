@@ -133,8 +133,7 @@ class Offloading:
         beyond = self.beyond_state
         if self.zenflow:
             raise ModelError(
-                f"{ZERO}.zenflow must be absent to be simulated, but is present: its training with "
-                "stale updates is not simulated"
+                f"{ZERO}.zenflow must be absent, but is present: training with stale updates (ZenFlow) is not simulated"
             )
         if beyond and zero_stage < 3:
             raise ModelError(

@@ -125,7 +125,9 @@ class Worker:
             tag, size = HEAD.unpack(await stdout.readexactly(HEAD.size))
             if size > most_bytes:
                 self.kill()
-                raise InvalidError(f"a result must have at most {most_bytes} bytes, but has {size}: ask for less")
+                raise InvalidError(
+                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for fewer steps, subgroups or points"
+                )
             return tag, await stdout.readexactly(size)
         except asyncio.IncompleteReadError:
             await self._process.wait()
