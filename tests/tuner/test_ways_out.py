@@ -119,7 +119,7 @@ def test_the_command_offers_them_in_the_place_of_advice():
     assert done.exit_code == 2
     assert "GPU memory is " in done.output
     assert "These fit, the cheapest first:" in done.output
-    assert done.output.count("LoRA") == 1
+    assert done.output.count("LoRA trains") == 1
     assert "--sequence 2048: " in done.output
     assert "smaller micro-batch or" not in done.output
 
