@@ -126,7 +126,7 @@ class Worker:
             if size > most_bytes:
                 self.kill()
                 raise InvalidError(
-                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for fewer steps, subgroups or points"
+                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for fewer points"
                 )
             return tag, await stdout.readexactly(size)
         except asyncio.IncompleteReadError:
