@@ -1,12 +1,12 @@
-"""Plan, predict and run DeepSpeed training with offloaded optimizer state: same bits, less time.
+"""Plan, predict and run DeepSpeed training with offloaded optimizer state: faster, with identical results.
 
 | name | use |
 |---|---|
-| `estimate` | memory and time of training a model on a GPU, and the nearest way that fits |
+| `estimate` | estimate memory and time of training a model on a GPU, and find settings that fit |
 | `plan` | search the best plan for a workload on a machine |
 | `what_if` | simulate other bandwidths, memories and strategies |
 | `simulate` | predict the timeline of a schedule |
-| `Machine.load`, `Machine.preset` | a measured machine, or one from data sheets |
+| `Machine.load`, `Machine.preset` | a measured machine, or a machine from data sheets |
 | `workload_from_model` | a workload from a model's config or module |
 | `load_plan`, `initialize`, `attach` | train under a plan, in Python |
 | `enable`, `disable` | the key ``"ebbtide"`` in DeepSpeed's JSON, for an unchanged script |

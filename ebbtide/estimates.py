@@ -1,4 +1,4 @@
-"""Memory and time of training a model, before it is trained."""
+"""Estimates of the memory and the time that training a model takes, before it is trained."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,19 +23,20 @@ MOST_WAYS = 3
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """An estimate of one training step. Memory in bytes per GPU, time in seconds.
+    """An estimate of one training step, with memory in bytes per GPU and time in seconds.
 
     Attributes:
-        strategy: what was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
-        fits: both memories suffice.
-        iteration_s: time of one optimizer step.
-        gpu: memory of the GPU at its peak, by kind: parameters, gradients, optimizer state, activations,
-            buffers, reserved (the CUDA context).
-        host: the same for host memory.
-        gpu_limit_bytes, host_limit_bytes: memory that may be used, the safety margin taken off.
-        lacks: what is missing. Empty: it fits.
-        nearest: the nearest ways that fit, best first. Empty: it fits, or none was found.
-        notes: what the estimate counts on.
+        strategy: Strategy that was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
+        fits: True if GPU memory and host memory suffice.
+        iteration_s: Time of one optimizer step.
+        gpu: GPU memory at its peak, by kind: parameters, gradients, optimizer state, activations, buffers,
+            reserved (the CUDA context).
+        host: Host memory at its peak, by kind.
+        gpu_limit_bytes, host_limit_bytes: Memory that may be used, after subtraction of the safety margin.
+        lacks: Lack of memory in words. Empty if the training fits.
+        nearest: Nearest changes with which the training fits, best first. Empty if it fits, or if none was
+            found.
+        notes: Assumptions of the estimate.
     """
 
     strategy: str
@@ -51,12 +52,12 @@ class Estimate(Shown):
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of the GPU at its peak, all kinds together."""
+        """Return the peak of an estimate's GPU memory, all kinds together."""
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory at its peak, all kinds together."""
+        """Return the peak of an estimate's host memory, all kinds together."""
         return sum(self.host.values())
 
     def in_short(self) -> str:
@@ -68,7 +69,7 @@ class Estimate(Shown):
         return told + (f"; fits: {self.nearest[0]}" if self.nearest else "")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row for each kind of memory, in GiB."""
+        """Return a table row for each kind of memory in an estimate, in GiB."""
         kinds = dict.fromkeys([*self.gpu, *self.host])
         rows = [(kind, self.gpu.get(kind, 0), self.host.get(kind, 0)) for kind in kinds]
         rows += [
@@ -90,23 +91,24 @@ def estimate(
     gpu: "str | Machine" = "rtx4090",
     ds_config: Mapping[str, Any] | str | Path | None = None,
 ) -> Estimate:
-    """Estimate memory and time of training a model on one GPU, and say what fits if it does not.
+    """Estimate memory and time of training a model on one GPU, and suggest changes if it does not fit.
 
     >>> estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090").fits
     False
 
     Args:
-        model: a ``torch.nn.Module`` (live, or built under ``torch.device("meta")``), a Hugging Face model or
-            config, a ``config.json``, or the name of a known model. Shapes are read, values are not.
-        optimizer: a torch optimizer, its class or its name. None: AdamW, or that of ``ds_config``.
-        batch: samples per GPU and forward pass.
-        sequence: tokens per sample.
-        gpu: a `Machine`, a machine's file, or the name of a preset in any spelling.
-        ds_config: DeepSpeed's config. None: everything stays on the GPU, in bf16. With ``"ebbtide"`` in it a
-            plan is estimated. Without, DeepSpeed as it is.
+        model: A ``torch.nn.Module`` (live, or built under ``torch.device("meta")``), a Hugging Face model or
+            config, a ``config.json``, or the name of a known model. Only shapes are read, no values.
+        optimizer: A torch optimizer, its class or its name. None: the optimizer in ``ds_config``, otherwise
+            AdamW.
+        batch: Samples per GPU and forward pass.
+        sequence: Tokens per sample.
+        gpu: A `Machine`, a machine's file, or the name of a preset in any spelling.
+        ds_config: DeepSpeed's config. If it contains ``"ebbtide"``, a plan is estimated, otherwise plain
+            DeepSpeed. None: everything stays on the GPU, in bf16.
 
     Raises:
-        ModelError, ValueError: something that cannot be read. The message says what is possible.
+        ModelError, ValueError: an argument cannot be read. The message says what is possible.
     """
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
@@ -174,7 +176,7 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", planned: "Plan | None", strategy: str) -> Iterator[str]:
-    """Yield a plan for the same training if one fits, otherwise the changes that make one fit."""
+    """Yield a plan for the same training if one fits, otherwise changes of the training with which a plan fits."""
     if planned is not None and planned.prediction is not None and strategy != "ebbtide":
         told = planned.prediction
         yield (
@@ -207,7 +209,7 @@ def _machine(gpu: "str | Machine") -> "Machine":
 
 
 def _rule(optimizer: Any) -> str:
-    """Return the simulator's name of an optimizer: "adam" for ``torch.optim.AdamW`` and DeepSpeedCPUAdam."""
+    """Return the simulator's name of an optimizer, such as "adam" for ``torch.optim.AdamW`` or DeepSpeedCPUAdam."""
     from ebbtide.simulator.rules import RuleError
     from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
@@ -223,7 +225,7 @@ def _rule(optimizer: Any) -> str:
 
 
 def _strategy(ds_config: Any) -> str:
-    """Return what the config asks for: a plan, stock offload, or neither."""
+    """Return the strategy that a DeepSpeed config asks for: "ebbtide", "stock" or "no_offload"."""
     config = _read(ds_config)
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if "ebbtide" in config:
@@ -244,7 +246,7 @@ def _read(ds_config: Any) -> Mapping[str, Any]:
 
 
 def _recomputed(model: Any) -> bool:
-    """Return whether a live model recomputes activations. A config does not tell: it is taken as if it did."""
+    """Return whether a live model recomputes activations in backward. For a config, return True."""
     if not hasattr(model, "modules"):
         return True
     switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]

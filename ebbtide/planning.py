@@ -1,4 +1,4 @@
-"""Plans in Python: searched, with the ways out if nothing fits, and loaded."""
+"""The Python functions that search and load plans."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 
 
 def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
-    """Search the best plan for a workload on a machine. Deterministic; some seconds to a minute.
+    """Search the best plan for a workload on a machine.
+
+    The result is deterministic. The search takes a few seconds to a minute.
 
     >>> machine = Machine.preset("RTX 4090")
     >>> workload = workload_from_model("Llama 3 8B", machine, sequence=1024)
     >>> plan(workload, machine).save("plan.json")
 
     Args:
-        workload: from `workload_from_model`, `Workload.load` or `ebbtide.profiler.profile_engine`.
-        machine: from `Machine.load` or `Machine.preset`.
-        options: those of `ebbtide.tuner.plan`: ``device_memory_bytes``, ``host_memory_bytes``, ``memory_margin``,
-            ``mtbf_s``, ``storage``, ``subgroup_sizes``, ``robust``, ``progress`` ...
+        workload: Result of `workload_from_model`, `Workload.load` or `ebbtide.profiler.profile_engine`.
+        machine: Result of `Machine.load` or `Machine.preset`.
+        options: Options of `ebbtide.tuner.plan`: ``device_memory_bytes``, ``host_memory_bytes``,
+            ``memory_margin``, ``mtbf_s``, ``storage``, ``subgroup_sizes``, ``robust``, ``progress`` ...
 
     Raises:
-        ImpossibleError: nothing fits. The message names the changes that do, and ``error.ways`` holds
-            them with their plans, if the workload was made from a model.
+        ImpossibleError: No plan fits. The message names changes with which a plan fits. If the workload was
+            made from a model, ``error.ways`` holds these changes with their plans.
     """
     from ebbtide import tuner
 
@@ -88,6 +90,6 @@ def load_plan(path: str | Path) -> Plan:
     >>> load_plan("plan.json").prediction.iteration_s
 
     Raises:
-        PlanError: the file is not a plan that this ebbtide can use. The message names the field.
+        PlanError: the file is not a plan that this version of ebbtide can use. The message names the field.
     """
     return Plan.load(path)

@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate.
+"""Example: a hand-written training loop with Accelerate and DeepSpeed.
 
 tune run -- python examples/accelerate_loop.py examples/ds_trainer.json
 """

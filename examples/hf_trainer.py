@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer.
+"""Example: training with Hugging Face's Trainer and DeepSpeed.
 
 tune run -- python examples/hf_trainer.py examples/ds_trainer.json
 """

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its DeepSpeedStrategy, which needs a GPU.
+"""Example: training with Lightning's Trainer and its DeepSpeedStrategy, which needs a GPU.
 
 tune run -- python examples/lightning_fit.py examples/ds_lightning.json
 """

@@ -1,4 +1,4 @@
-"""A training loop of one's own around a DeepSpeed engine.
+"""Example: a hand-written training loop around a DeepSpeed engine.
 
 tune run -- python examples/plain_loop.py examples/ds_plain.json
 """

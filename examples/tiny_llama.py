@@ -1,4 +1,4 @@
-"""A small Llama with random weights, and random tokens to train it on."""
+"""Helpers of the examples: a small Llama with random weights, and random tokens to train it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOCABULARY, SEQUENCE = 256, 64
 
 
 def tiny_llama() -> torch.nn.Module:
-    """Under ZeRO-3, if the trainer has set it up, its parameters are partitioned as it is made."""
+    """Build the small Llama. If the trainer has set up ZeRO-3, parameters are partitioned as they are made."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -24,6 +24,6 @@ def tiny_llama() -> torch.nn.Module:
 
 
 def samples(count: int = 256) -> list[dict[str, torch.Tensor]]:
-    """Each with ``input_ids`` and ``labels``."""
+    """Return training samples of random tokens, each with ``input_ids`` and ``labels``."""
     tokens = torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in tokens]

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, on samples that are tokenized already.
+"""Example: fine-tuning with TRL's SFTTrainer on samples that are already tokenized.
 
 tune run -- python examples/trl_sft.py examples/ds_trainer.json
 """

@@ -1,6 +1,6 @@
-"""Measures a machine and a workload.
+"""Measurement of a machine and of a training workload.
 
-Names are resolved on first use: who starts a script to profile needs no torch.
+Names are imported on first use, since starting a script to profile needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Device memory that each unit's forward keeps for its backward."""
+"""The memory that each part of a model keeps from its forward pass for its backward pass."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -8,10 +8,11 @@ import torch
 
 
 class Activations(Protocol):
-    """Told by the watcher's hooks where a forward pass is; training thread only.
+    """A counter of activation memory, called by hooks during a forward pass on the training thread.
 
     Attributes:
-        costly: counting slows the forward pass down that is timed meanwhile.
+        bytes_by_unit: Activation bytes by part of the model.
+        costly: True if counting slows down the forward pass that is timed at the same time.
     """
 
     bytes_by_unit: dict[str, int]
@@ -24,10 +25,10 @@ class Activations(Protocol):
 
 
 class SavedTensors:
-    """Counts what autograd saves, each storage once: exact where no allocator keeps books.
+    """A counter of the tensors that autograd saves, each storage once. It is exact without allocator statistics.
 
-    Parameters do not count: ZeRO-3 releases them. What is saved between two units (embeddings that
-    are added, the loss) belongs to the unit before it.
+    Parameters are not counted, since ZeRO-3 releases them. Tensors saved between two parts of the model (such
+    as added embeddings, or the loss) count for the earlier part.
     """
 
     costly = True
@@ -65,18 +66,20 @@ class SavedTensors:
         return saved
 
     def _holds_parameter(self, start: int, end: int) -> bool:
-        """Asked for each saved tensor of a pass that is being timed, so a parameter is asked for
-        its address alone: for its storage's, the asking took a third of a small model's forward.
+        """Return whether a model parameter starts in an address range.
+
+        A parameter is asked only for its own address. Asking for its storage's took a third of a small model's
+        forward, since this runs for each saved tensor of a pass that is being timed.
         """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
 class AllocatorDeltas:
-    """The growth of the device allocator over each unit, without gathered parameters.
+    """A counter of the GPU allocator's growth over each part of a model, without gathered parameters.
 
     Args:
-        in_use: bytes that the allocator has handed out.
-        gathered: bytes of whole parameters that are gathered at the moment.
+        in_use: Function that returns the allocated bytes.
+        gathered: Function that returns the bytes of parameters that are gathered now.
     """
 
     costly = False
@@ -108,7 +111,7 @@ class AllocatorDeltas:
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of ZeRO-3 parameters that are gathered now, not counting their partitions."""
+    """Return the bytes of a model's ZeRO-3 parameters that are gathered now, without their partitions."""
     total = 0
     for p in model.parameters():
         shard = getattr(p, "ds_tensor", None)
@@ -118,7 +121,7 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
 
 def activations_of(model: torch.nn.Module) -> Activations:
-    """Allocator statistics on CUDA, saved tensors elsewhere."""
+    """Return a counter of a model's activation memory: by the allocator on CUDA, by saved tensors elsewhere."""
     if torch.cuda.is_available():
         return AllocatorDeltas(torch.cuda.memory_allocated, lambda: gathered_bytes(model))
     return SavedTensors(model)

@@ -1,4 +1,4 @@
-"""Profiles of a live engine: driven by ebbtide, or by the user's own training loop."""
+"""Profilers of a live DeepSpeed engine, driven by ebbtide or by the user's own training loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,22 @@ from ebbtide.simulator.workload import Workload
 def profile_engine(
     engine: Any, train_step: Callable[[Any], object], iterations: int = 3, name: str | None = None
 ) -> Workload:
-    """Run ``train_step(engine)`` a few times and describe what it does.
+    """Run ``train_step(engine)`` a few times, and return the measured workload.
 
-    Per-layer forward times come from module hooks; backward is split over the layers in the same
-    proportions. What stock DeepSpeed's gradient path takes within backward is measured apart
-    (``stock_backward_extra_s``), so that ``backward_s`` is what remains under a plan. On CUDA every
-    hook synchronises: the phases' sum is then a little longer than an undisturbed step.
+    Forward times of layers come from module hooks. Backward time is split over the layers in the same
+    proportions. The time of stock DeepSpeed's gradient path in backward is measured separately
+    (``stock_backward_extra_s``), so that ``backward_s`` is the time that remains under a plan. On CUDA every
+    hook synchronizes, so the sum of the phases is slightly longer than an undisturbed step.
 
     Args:
-        train_step: forward, backward and step of one whole optimizer step.
-        iterations: measured steps, after `WARMUP_STEPS` of warm-up.
+        engine: DeepSpeed engine.
+        train_step: Function that runs forward, backward and step of one whole optimizer step.
+        iterations: Number of measured steps, after `WARMUP_STEPS` of warm-up.
+        name: Name of the workload. If None, the model's class name.
 
     Raises:
-        ValueError: iterations < 1, a configuration that cannot be profiled, or a ``train_step``
-            that takes no optimizer step.
+        ValueError: iterations < 1, the configuration cannot be profiled, or ``train_step`` takes no optimizer
+            step.
     """
     profile = PassiveProfile(engine, iterations)
     try:
@@ -46,13 +48,13 @@ def profile_engine(
 
 
 class SampledProfile:
-    """A profile made of single steps of a live engine. The steps between them run unobserved.
+    """A profile from single steps of a live DeepSpeed engine. The steps between them run unobserved.
 
-    Use it to compare a prediction with measurements on a machine with drifting speed: profiled
-    steps and timed steps alternate.
+    It is for comparing a prediction with measurements on a machine with drifting speed: profiled steps and
+    timed steps alternate.
 
     Raises:
-        ValueError: the engine's configuration cannot be profiled.
+        ValueError: The engine's configuration cannot be profiled.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -61,7 +63,7 @@ class SampledProfile:
         self._traces: list[Trace] = []
 
     def step(self, *batch: Any) -> Any:
-        """Run one profiled step of a model that returns its loss, and return the loss."""
+        """Run one profiled training step of a model that returns its loss, and return the loss."""
         watcher = Watcher(self._engine, first=not self._traces)
         try:
             watcher.begin()
@@ -74,30 +76,32 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload from all profiled steps. Do not profile an engine's first few steps.
+        """Return the workload from all profiled steps. The first few steps of an engine should not be profiled.
 
         Raises:
-            ValueError: no step was profiled.
+            ValueError: No step was profiled.
         """
         check_iterations(len(self._traces))
         return workload_of(self._engine, self._traces, type(self._engine.module).__name__)
 
 
 class PassiveProfile:
-    """A profile of an engine that the user trains. ``engine.step`` is wrapped until `stop`.
+    """A profile of a DeepSpeed engine that the user trains. ``engine.step`` is wrapped until `stop`.
 
-    The first `WARMUP_STEPS` optimizer steps are only counted. Micro-steps of gradient
-    accumulation belong to the step that they end in. Steps that fp16's loss scaler skipped are
-    left out, because they update nothing.
+    The first `WARMUP_STEPS` optimizer steps are only counted. Micro-steps of gradient accumulation belong to
+    the step that they end in. Steps that fp16's loss scaler skipped are left out, because they update nothing.
 
     Attributes:
-        steps, needed: optimizer steps so far, and the number required.
-        workload: the result, available after enough steps.
-        problem: the reason why no result will come. The engine is then unwrapped again.
+        steps: Number of optimizer steps so far.
+        needed: Number of optimizer steps required.
+        workload: Result, available after enough steps.
+        problem: Reason that there will be no result. The engine is then unwrapped again.
 
     Args:
-        after_step: called after each optimizer step, outside the timed part. Its exceptions reach
-            the training loop.
+        engine: DeepSpeed engine.
+        iterations: Number of measured steps.
+        after_step: Called after each optimizer step, outside the timed part. Its exceptions reach the training
+            loop.
 
     Raises:
         ValueError: iterations < 1, or the engine's configuration cannot be profiled.
@@ -122,7 +126,7 @@ class PassiveProfile:
         engine.step = self._stepped
 
     def stop(self) -> None:
-        """Leave the engine as it was found."""
+        """Remove all wrappers from the profiled engine."""
         if self._stopped:
             return
         self._stopped = True
@@ -150,7 +154,6 @@ class PassiveProfile:
         return result
 
     def _advance(self) -> None:
-        """Count a complete optimizer step and add its time to its trace."""
         seen = (self._engine.global_steps, self._engine.skipped_steps)
         skipped, self._seen = seen[1] != self._seen[1], seen
         if self._watcher is None:

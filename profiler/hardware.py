@@ -1,4 +1,4 @@
-"""Facts about the machine: cores, memory, NUMA nodes, limits, and the GPU's link."""
+"""Hardware facts of this machine: cores, memory, NUMA nodes, limits, and the GPU's link."""
 
 import resource
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
 @dataclass(frozen=True)
 class Hardware:
-    """Facts that need no timing; ``warnings`` say what should be looked at."""
+    """Hardware facts that need no timing, with ``warnings`` about likely problems."""
 
     cpu_name: str
     cores: int
@@ -26,7 +26,7 @@ class Hardware:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the `Machine` fields from which its fingerprint is computed."""
+        """Return the fields of a `Machine` that its fingerprint is computed from."""
         return {
             "device_kind": "cuda" if self.gpu_name else "emulated",
             "device_name": self.gpu_name or self.cpu_name,
@@ -39,7 +39,7 @@ class Hardware:
 
 
 def look(cuda: bool) -> Hardware:
-    """Ask the operating system and, on CUDA, the driver."""
+    """Return the hardware facts of this machine from the operating system and, on CUDA, the driver."""
     import torch
 
     mine = usable()
@@ -65,13 +65,12 @@ def look(cuda: bool) -> Hardware:
 
 
 def _memlock() -> str:
-    """Return the limit, a fact and no warning: NVIDIA's driver does not charge what it locks to it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
 def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
-    """Cores of each NUMA node, the GPU's node, and a warning if we may run far from it."""
+    """Return the cores of each NUMA node and the GPU's node, and warn if this process may run on another."""
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}
     near = _line(root / "sys/bus/pci/devices" / gpu_bus_id / "numa_node") if gpu_bus_id else ""

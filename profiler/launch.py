@@ -1,4 +1,4 @@
-"""Profiles a training script under its launcher, in processes of its own."""
+"""The profiling of a training script under its launcher, in separate processes."""
 
 import signal
 import subprocess
@@ -22,7 +22,11 @@ END_S = 10.0  # for an interrupted launcher to end its ranks
 
 
 class LaunchError(RuntimeError):
-    """A launch that returned no workload. ``output`` is the end of the output of launcher and script."""
+    """An error for a profiled script that returned no workload.
+
+    Attributes:
+        output: Last output of the launcher and the script.
+    """
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -31,15 +35,16 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script to profile.
+    """A training script to profile, and how to run it.
 
     Attributes:
-        script, arguments: what the user would start.
-        launcher: ``none`` runs ``python script``.
-        ranks: processes on this node.
-        iterations: optimizer steps to measure.
-        go_on: let the script run to its end afterwards.
-        shown: its output goes where ours goes; else it is kept for the case of a failure.
+        script: Path of the script.
+        arguments: Arguments of the script.
+        launcher: Launcher of the ranks. ``none`` runs ``python script``.
+        ranks: Number of processes on this node.
+        iterations: Number of optimizer steps to measure.
+        go_on: True if the script runs to its end afterwards.
+        shown: True if the script's output is shown. Otherwise it is shown only after a failure.
     """
 
     script: str
@@ -89,13 +94,13 @@ class ScriptRun:
 
 
 def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
-    """Run the script unchanged until its workload is measured, write it to ``out``.
+    """Run a training script unchanged until its workload is measured, and write the workload to ``out``.
 
     Args:
-        progress: called with (optimizer steps taken, steps needed), of the slowest rank.
+        progress: Called with the optimizer steps taken by the slowest rank, and the steps needed.
 
     Raises:
-        LaunchError: the script ended too early, crashed, or cannot be profiled.
+        LaunchError: The script ended too early, crashed, or cannot be profiled.
     """
     out = out.resolve()
     if not out.parent.is_dir():
@@ -113,7 +118,6 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], Non
 
 
 def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None) -> int:
-    """Return the launcher's exit code; its processes are gone when this returns."""
     port = free_port()
     command = run.command(fresh, fresh.parent, port)
     with ExitStack() as stack:
@@ -129,7 +133,6 @@ def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], 
 
 
 def _end_of(log: Path) -> str:
-    """Return the last lines of the log before the first rank's failure. Launchers print much after it."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     failed = next((n for n, line in enumerate(lines) if FAILED in line), len(lines))
     return "\n".join(lines[max(0, failed - SHOWN_LINES) : failed])
@@ -143,7 +146,6 @@ def _tell(report: Path, progress: Callable[[int, int], None] | None) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Launchers end their ranks when they are interrupted; what does not listen is killed."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

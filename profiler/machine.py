@@ -1,4 +1,4 @@
-"""Measures a machine, all in all in at most a minute, and remembers the result."""
+"""The measurement of this machine in at most a minute, with a cache of the result."""
 
 import platform
 import shlex
@@ -56,24 +56,26 @@ def measure_machine(
     ranks: int = 1,
     drives: Sequence[str | Path] = (),
 ) -> Machine:
-    """Measure what the simulator needs to know of this machine.
+    """Measure the rates of this machine that the simulator needs.
 
     Args:
-        storage_dir: the folder that checkpoints will go to; its disk is measured.
-        seconds: time to spend, split over the measurements; each takes at least 5 repeats. The
-            first time, kernels are compiled besides.
-        device: ``auto`` takes CUDA if there is one. Without, the device is emulated: its
-            quantities say so and describe no GPU.
-        progress: called with (stages done, stages, the next one's name).
-        fresh: measure although the cache has this machine. Only runs without ``storage_dir`` and
-            ``drives`` are cached, since the disk belongs to the folder.
-        ranks: also measure with so many processes at once (`ebbtide.profiler.rates.ranks`), spawned:
-            a script that asks for them must guard its own start with ``__name__``.
-        drives: folders that state may be stored in; each is measured (`Machine.drives`).
+        storage_dir: Folder for checkpoints. Its disk is measured.
+        seconds: Time to spend, split over the measurements. Each measurement has at least 5 repeats. The first
+            run also compiles kernels.
+        device: ``auto`` uses CUDA if available. Without CUDA the device is emulated: its quantities say so and
+            describe no GPU.
+        elements: Number of elements of the measured subgroup.
+        progress: Called with the number of finished stages, the number of stages, and the next stage's name.
+        name: Name of the machine. If None, the host's name.
+        fresh: Measure even if the cache has this machine. Only runs without ``storage_dir`` and ``drives`` are
+            cached, since the disk belongs to the folder.
+        ranks: Number of processes that also measure concurrently (`ebbtide.profiler.rates.ranks`). They are
+            spawned, so a calling script must guard its own start with ``__name__``.
+        drives: Folders for stored state. Each is measured (`Machine.drives`).
 
     Raises:
-        ValueError: ``cuda`` was asked for where there is none, seconds not in (0, 60], or more
-            ranks than there are cores or GPUs.
+        ValueError: ``cuda`` is requested without a GPU, seconds is not in (0, 60], or there are more ranks than
+            cores or GPUs.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")
@@ -120,7 +122,6 @@ class _Wanted:
 
     @property
     def share_s(self) -> float:
-        """Return the seconds for each measuring stage. Concurrent ranks and each drive count as stages."""
         return self.seconds / (len(STAGES) - 1 - (self.ranks == 1) + len(self.drives))
 
 
@@ -141,7 +142,6 @@ def _cache_path(facts: Hardware, cuda: bool) -> Path:
 
 
 def _cached(path: Path) -> Machine | None:
-    """None: what is there cannot be read, so it is measured again."""
     try:
         return Machine.load(path)
     except (OSError, ValueError):
@@ -149,7 +149,6 @@ def _cached(path: Path) -> Machine | None:
 
 
 def _watched(wanted: _Wanted) -> Machine:
-    """Return the machine, with what was seen of neighbours, clocks and the link meanwhile."""
     if not wanted.cuda:
         with HostWatch() as host_watch:
             machine = _measure(wanted)
@@ -169,7 +168,6 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
 
 
 def _unstable(machine: Machine) -> list[str]:
-    """Return the names of rates with a wide spread that no warning has mentioned yet."""
     quantities = {
         "host Adam out of place": machine.host_adam_out_of_place,
         "stock host Adam": machine.stock_host_adam_params_per_s,
@@ -215,7 +213,6 @@ def _measure(wanted: _Wanted) -> Machine:
 
 
 def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
-    """Copies, the update on the device, matrix products and device memory."""
     elements, share_s = wanted.elements, wanted.share_s
     tell()
     copied = copies.measure_copies(wanted.cuda, elements * 4, share_s)
@@ -237,7 +234,6 @@ def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
-    """Return the update on the host, ebbtide's and stock's, and host memory."""
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
     tell()
     by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.6)
@@ -262,7 +258,6 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
-    """Measure the disk and the slowdown between concurrent activities."""
     tell()
     with _folder(wanted.folder) as folder:
         disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
@@ -286,7 +281,6 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 
 def _build_kernels(cuda: bool) -> None:
-    """Build the kernels, once per machine. It takes a minute that must not be timed."""
     host.load()
     adam.stock_ops()
     if cuda:
@@ -319,7 +313,6 @@ def _storage_rates(disk: storage.StorageRates) -> dict[str, Quantity]:
 
 
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:
-    """Return the larger of what triad and the update itself move: a capacity nothing exceeded."""
     moved = host_adam.scaled(HOST_ADAM_BYTES, "what the fused host Adam moves")
     return triad if moved.median <= triad.median else moved
 
@@ -335,12 +328,10 @@ def _stages(progress: Progress) -> Callable[[], None]:
 
 
 def _threads(cores: int) -> list[int]:
-    """1, half of the cores, all of them."""
     return sorted({1, max(1, cores // 2), cores})
 
 
 def _sizes(elements: int) -> list[int]:
-    """Subgroups much smaller than the one that the rate is taken from."""
     return sorted({max(1, elements // 256), max(1, elements // 32)})
 
 

@@ -1,4 +1,4 @@
-"""Other users of the host during a measurement, and limits on its cores."""
+"""A check for other users of the host during a measurement, and for limits on its cores."""
 
 import os
 import time
@@ -23,10 +23,11 @@ class _Counters:
 
 @dataclass
 class HostWatch:
-    """Counters of the operating system before and after: enter before the first measurement.
+    """A comparison of the operating system's counters before and after a measurement, as a context manager.
 
     Args:
-        root: where ``proc`` and ``sys`` are; the machine's own unless a test has others.
+        root: Folder that contains ``proc`` and ``sys``. Tests use another one than ``/``.
+        warnings: Sentences about disturbances, filled at the exit.
     """
 
     root: Path = Path("/")
@@ -78,7 +79,6 @@ class HostWatch:
         )
 
     def _cores(self) -> int:
-        """Return the number of cores in proc/stat, including cores that this process may not use."""
         lines = self._text("proc/stat").splitlines()
         return max(1, sum(line.startswith("cpu") and line[3:4].isdigit() for line in lines))
 

@@ -12,14 +12,14 @@ _SLOW = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSl
 
 @dataclass
 class GpuWatch:
-    """Watches one GPU while it is measured: enter before the first measurement.
+    """A watch over one GPU during a measurement, as a context manager.
 
-    The link is read under load, since an idle one falls back to a low generation. A thread of its
-    own samples; `facts` and `warnings` are complete after the exit. Whatever NVML refuses to tell
-    becomes a warning, never an error.
+    The link is read under load, since an idle link falls back to a low generation. A separate thread takes
+    samples. ``facts`` and ``warnings`` are complete after the exit. If NVML refuses information, that becomes a
+    warning and never an error.
 
     Args:
-        index: torch's number of the device, which NVML may count differently.
+        index: torch's number of the device, which may differ from NVML's.
     """
 
     index: int
@@ -66,7 +66,6 @@ class GpuWatch:
         self.warnings.append(f"NVML does not report the PCIe link's width and the GPU's clocks: {error}")
 
     def _look_for_neighbours(self) -> None:
-        """Warn if the GPU is busy before the measurement begins: another process uses it then."""
         n, handle = self._nvml, self._handle
         busy = n.nvmlDeviceGetUtilizationRates(handle).gpu
         if busy > BUSY_PERCENT:
@@ -115,7 +114,10 @@ class GpuWatch:
 
 
 def handle_of(nvml: Any, index: int) -> Any:
-    """Return the NVML handle by UUID. CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+    """Return the NVML handle of a torch device, found by UUID.
+
+    CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's.
+    """
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

@@ -12,7 +12,14 @@ FAILED = "ebbtide.profiler.script: error:"  # begins the line that a failing ran
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The progress of one rank: optimizer steps so far, steps needed, and an error if there was one."""
+    """The progress of one rank of a profiled script.
+
+    Attributes:
+        steps: Optimizer steps so far.
+        needed: Optimizer steps required.
+        error: Error message. Empty if there was no error.
+        at_s: Time at which the progress was written.
+    """
 
     steps: int = 0
     needed: int = 0
@@ -21,7 +28,7 @@ class RankProgress:
 
 
 class ProgressFile:
-    """A rank's own file in ``folder``, always replaced as a whole. With ``folder`` None, nothing is written."""
+    """A rank's progress file in a shared folder, always replaced as a whole. Without a folder, nothing is written."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._path = folder / f"rank-{rank}.json" if folder is not None else None
@@ -34,11 +41,14 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """Return the latest progress of every rank."""
+    """Return the latest progress of every rank of a profiled script."""
     return [RankProgress(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def first_error(ranks: list[RankProgress]) -> str:
-    """Return the earliest error of the ranks, or an empty string. Later errors mostly follow from it."""
+    """Return the earliest error of a profiled script's ranks, or an empty string.
+
+    Later errors mostly follow from the first one.
+    """
     failed = [rank for rank in ranks if rank.error]
     return min(failed, key=lambda rank: rank.at_s).error if failed else ""

@@ -1,11 +1,12 @@
-"""Takes a workload from an unchanged training script.
+"""Measurement of the workload of an unchanged training script.
 
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
-Also under a launcher, as the script itself would be: ``torchrun --nproc-per-node 2 -m
-ebbtide.profiler.script ...`` or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
-``deepspeed.initialize`` is wrapped, so that the first steps of the engine it returns are profiled;
-then rank 0 writes the workload and the script is stopped.
+It also runs under the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script ...`` or
+``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
+
+``deepspeed.initialize`` is wrapped, so that the first steps of its engine are profiled. Then rank 0 writes
+the workload and the script is stopped.
 """
 
 import argparse
@@ -22,15 +23,18 @@ from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
-    """The script did not yield a workload, or failed after it had; the message says why."""
+    """An error for a training script that gave no workload, or failed afterwards. The message says why."""
 
 
 class _StopError(BaseException):
-    """Ends the script from inside its own loop; not an Exception, so that none swallows it."""
+    """An exception that ends a profiled script from inside its own loop.
+
+    It is a BaseException, so that handlers for Exception do not catch it.
+    """
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of ``python -m ebbtide.profiler.script``; exit code 2 with the reason on stderr."""
+    """Run ``python -m ebbtide.profiler.script``. On failure, print the reason to stderr and exit with code 2."""
     parser = _parser()
     args = parser.parse_args(argv)
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
@@ -75,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class ProfiledScript:
-    """Runs a script while the first engine that it trains is profiled."""
+    """A training script that runs while its first DeepSpeed engine is profiled."""
 
     def __init__(self, out: Path, iterations: int, rank: int, progress: ProgressFile, *, go_on: bool) -> None:
         self._out, self._iterations, self._rank = out, iterations, rank
@@ -85,10 +89,10 @@ class ProfiledScript:
         self._written = False
 
     def run(self, script: Path, arguments: list[str]) -> None:
-        """Return once the workload is written (with ``go_on``: and the script has ended).
+        """Run the script until its workload is written, or with ``go_on`` until the script has ended.
 
         Raises:
-            ScriptError: the script ended too early, failed, or cannot be profiled.
+            ScriptError: The script ended too early, failed, or cannot be profiled.
         """
         import deepspeed
 
@@ -109,12 +113,11 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Report the progress to the process that started the ranks."""
+        """Report a profiled script's progress to the process that started the ranks."""
         steps = max((profile.steps for profile in self._profiles), default=0)
         self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
 
     def _watch(self, engine: Any) -> None:
-        """Engines without an optimizer (inference, a reference model) are left alone."""
         if self._written or getattr(engine, "optimizer", None) is None:
             return
         try:
@@ -165,7 +168,6 @@ class ProfiledScript:
 
 
 def _run_as_main(script: Path, arguments: list[str]) -> str:
-    """Run the script as ``python script arguments`` would. Return its failure, or an empty string."""
     ours = sys.argv, sys.path[0]
     sys.argv = [str(script), *arguments]
     # ``python -m`` put the current folder there, where ``python script`` has the script's.
@@ -187,7 +189,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """A rank that ends inside its process group may end with an error after all is done."""
+    """Destroy the process group, since a rank that exits within one may fail after all work is done."""
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

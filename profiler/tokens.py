@@ -1,4 +1,4 @@
-"""Tokens of a forward pass, told from the shapes of its inputs."""
+"""The number of tokens in a forward pass, found from the shapes of the model's inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,10 +9,11 @@ _IDS = (torch.int64, torch.int32)
 
 
 def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Elements of the token ids, (batch, sequence); None where it cannot be told.
+    """Return the number of token ids in a model's inputs, or None if it is unknown.
 
-    ``input_ids`` by name, else the first tensor, if it is a matrix of integers, the model has
-    an embedding to look them up in, and no other such matrix (targets, mask) has another shape.
+    The token ids are ``input_ids`` by name, or else the first tensor. That tensor must be an integer matrix
+    (batch, sequence), the model must have an embedding, and all integer matrices (such as targets and masks)
+    must have the same shape.
     """
     if not any(isinstance(module, torch.nn.Embedding) for module in model.modules()):
         return None
@@ -28,7 +29,6 @@ def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named tensors among the arguments, including the entries of a batch that is a mapping."""
     for number, value in enumerate(args):
         if isinstance(value, Mapping):
             yield from _named((), value)

@@ -1,4 +1,4 @@
-"""Hooks that note times and memory of a live engine's steps."""
+"""Hooks that record times and memory of a live DeepSpeed engine's steps."""
 
 import threading
 import time
@@ -19,14 +19,14 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """Notes of the hooks during one step. Times are in seconds, synchronised on CUDA.
+    """The record of one profiled training step. Times are in seconds, synchronized on CUDA.
 
     Attributes:
-        units: forward seconds by unit, all micro-batches together.
-        issued_s: host seconds to issue the units' forward, without waiting for the device. ``modules``
-            counts the forwards of modules with parameters in that time.
-        activations: bytes by unit, of the micro-batch with the most.
-        tokens: of this rank, all micro-batches together. None if the count of one is unknown.
+        units: Forward seconds by part of the model, summed over all micro-batches.
+        issued_s: CPU seconds to issue the parts' forward, without waiting for the GPU.
+        modules: Number of forward calls of modules with parameters during ``issued_s``.
+        activations: Activation bytes by part of the model, in the micro-batch with the most.
+        tokens: Tokens of this rank in all micro-batches. None if the number is unknown for one of them.
     """
 
     began_s: float = 0.0
@@ -48,17 +48,18 @@ class Trace:
 
 
 class Watcher:
-    """Hooks on the engine's units and wrappers around its phases, removed by `remove`.
+    """Hooks on a DeepSpeed engine's modules and wrappers around its phases, removed by `remove`.
 
-    A thread samples memory between the hooks; it only reads counters and appends to the current
-    trace. Everything else happens on the training thread. The engine's ``step`` is not
-    wrapped: whoever drives or wraps it calls it through `timed`.
+    A thread samples memory between the hooks. It only reads counters and appends to the current record.
+    Everything else runs on the training thread. The engine's ``step`` is not wrapped: callers run it through
+    `timed`.
 
     Args:
-        first: of this engine's watchers. Where it costs what computes, in the first trace alone are
-            activations counted and memory sampled between the hooks: the count took an eighth of a
-            small model's forward, and a thread that wakes up waits for a core and for Python's lock
-            while the training thread waits for it.
+        engine: DeepSpeed engine.
+        first: True for the engine's first watcher. If counting activations and sampling memory slow down the
+            training, both are done only in the first record. The count took an eighth of a small model's
+            forward, and a thread that wakes up competes with the training thread for a core and for Python's
+            lock.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:
@@ -89,12 +90,12 @@ class Watcher:
             self._sampler.start()
 
     def begin(self) -> None:
-        """A new trace starts now."""
+        """Start the record of a new training step."""
         self.trace = Trace(began_s=_now_s())
         self.note_memory()
 
     def end(self) -> Trace:
-        """The current trace is complete."""
+        """End the record of the current training step, and return it."""
         self.note_memory()
         self.trace.ended_s = _now_s()
         if self._activations.costly:
@@ -103,7 +104,7 @@ class Watcher:
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``work`` and file its time and its peak under ``phase``."""
+        """Call a function, and record its time and its memory peak under a phase of the step."""
         self.trace.phase = phase
         self.note_memory()
         reset_peak()
@@ -114,7 +115,7 @@ class Watcher:
         return result
 
     def remove(self) -> None:
-        """Take every hook and wrapper off and end the sampler."""
+        """Remove all hooks and wrappers from the engine, and end the sampling thread."""
         self._done.set()
         if self._sampler.ident is not None:  # it was started
             self._sampler.join()
@@ -222,7 +223,7 @@ class Watcher:
             self.note_memory()
 
     def note_memory(self, *, peak: bool = False) -> None:
-        """A point of the curve; with ``peak`` the allocator's highest since the phase began."""
+        """Record the memory in use now, or with ``peak`` the highest GPU memory since the phase began."""
         trace = self.trace
         if not trace.began_s:
             return
@@ -243,9 +244,9 @@ def _now_s() -> float:
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the modules with a timed forward: the members of lists of blocks, and the other modules.
+    """Return the modules of a model with separately timed forward: members of lists of blocks, and other modules.
 
-    Names are paths. A parameter belongs to the unit with a name that begins the parameter's own.
+    Names are paths. A parameter belongs to the module with a path that begins the parameter's name.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():

@@ -1,4 +1,4 @@
-"""Makes a workload of what was noted during some steps of a DeepSpeed ZeRO-3 engine."""
+"""The conversion of recorded steps of a DeepSpeed ZeRO-3 engine into a workload."""
 
 import statistics
 import time
@@ -26,13 +26,13 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 def check_iterations(iterations: int) -> None:
-    """Raise ValueError unless at least one step is to be measured."""
+    """Raise ValueError unless at least one step is to be profiled."""
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, but got {iterations}")
 
 
 def check_engine(engine: Any) -> None:
-    """Raise ValueError if the engine's configuration cannot be profiled; name the key."""
+    """Raise ValueError if a DeepSpeed engine's configuration cannot be profiled. The message names the key."""
     kind = type(engine.optimizer).__name__
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
@@ -56,10 +56,10 @@ def check_engine(engine: Any) -> None:
 
 
 def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
-    """Return the engine's workload from the traces of some steps.
+    """Build the workload of a DeepSpeed engine from the records of some steps.
 
     Raises:
-        ValueError: a step had no forward or no backward.
+        ValueError: A step had no forward or no backward.
     """
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.other_steps import recomputes
@@ -110,18 +110,16 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
 
 
 def module_issue_s(traces: Iterable[Trace]) -> float:
-    """Return the host seconds to issue one module with parameters to a device."""
+    """Return the CPU seconds to issue the forward of one module with parameters to a GPU."""
     return _median(trace.issued_s / max(1, trace.modules) for trace in traces)
 
 
 def _fewer_threads() -> int | None:
-    """Return the number of threads of stock's updates, or None if it is the number of cores."""
     threads = torch.get_num_threads()
     return threads if threads < len(near_cores(None)) else None
 
 
 def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Elements of this rank's partitions, by parameter group, in the order of the subgroups."""
     groups: dict[int, list[int]] = defaultdict(list)
     for index, subgroup in enumerate(optimizer.fp16_groups):
         sizes = [int(param.partition_numel()) for param in subgroup]
@@ -130,7 +128,6 @@ def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
-    """Seconds of each phase with their spread, and what must not be called stable."""
     samples = {name: [trace.phases[name] for trace in traces] for name in ("forward", "backward", "step")}
     samples["iteration"] = [trace.ended_s - trace.began_s for trace in traces]
     times: dict[str, Quantity] = {}
@@ -143,7 +140,6 @@ def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
 
 
 def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
-    """Highest use of each memory over the steps: their spread is what a plan leaves free."""
     peaks = {
         "device": [float(trace.device_peak_bytes) for trace in traces],
         "host": [float(max(p.host_bytes for p in trace.memory)) for trace in traces],
@@ -153,7 +149,6 @@ def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
 
 
 def _tokens(engine: Any, traces: list[Trace]) -> int | None:
-    """Return the tokens of all data-parallel ranks, assuming that each has as many as this one."""
     result = [trace.tokens for trace in traces]
     if any(not tokens for tokens in result):
         return None
@@ -161,7 +156,6 @@ def _tokens(engine: Any, traces: list[Trace]) -> int | None:
 
 
 def _base_bytes(traces: list[Trace], fullest: Trace, layers: Iterable[Layer]) -> int:
-    """Return the least that was ever in use, or what activations do not explain of the peak if more."""
     least = min(point.device_bytes for trace in traces for point in trace.memory)
     activations = sum(layer.activation_bytes for layer in layers)
     return max(least, fullest.device_peak_bytes - activations)
@@ -172,19 +166,16 @@ def _median(values: Any) -> float:
 
 
 def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
-    """Return the seconds of ebbtide's gradient path on a machine without a GPU.
-
-    It is a copy or a sum in each of ``micro`` micro-batches, and a norm.
-    """
     times = [_gradients_to_host_s(optimizer) for _ in range(LEAST_STEPS)]
     copy_s, norm_s = (_median(part) for part in zip(*times, strict=True))
     return micro * copy_s + norm_s
 
 
 def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
-    """Return the seconds to copy all gradients out of the cache, and the seconds for their norm.
+    """Measure the CPU seconds to copy all gradients, and the CPU seconds for their norm.
 
-    For gradients larger than the caches, a part is measured and scaled.
+    About 0.5 GiB of gradients is measured, which with the copies exceeds most caches. Times are scaled to the
+    rest.
     """
     sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype
@@ -207,7 +198,6 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
 def _layers(
     engine: Any, traces: list[Trace], forward_s: float, backward_s: float, gathers: Gathered | None
 ) -> tuple[Layer, ...]:
-    """Runs of parameters, in DeepSpeed's order, that belong to one unit."""
     names = {param: name for name, param in engine.module.named_parameters()}
     unit_names = [name for name, _ in units(engine.module)]
     ordered = [p for group in engine.optimizer.fp16_groups for p in group]
@@ -238,7 +228,6 @@ def _layers(
 
 
 def _activations(unit_names: list[str], owners: set[str], traces: list[Trace]) -> Mapping[str, int]:
-    """Bytes by owner of parameters; a unit without parameters counts with the one before it."""
     held: dict[str, int] = defaultdict(int)
     last = next((name for name in unit_names if name in owners), "model")
     for name in ["", *unit_names]:

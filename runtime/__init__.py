@@ -1,9 +1,9 @@
-"""Applies a plan inside DeepSpeed.
+"""The runtime, which applies a plan inside DeepSpeed.
 
-``initialize`` mirrors ``deepspeed.initialize``; ``attach`` takes over a live engine. After
-``enable``, ``deepspeed.initialize`` itself does what the key ``"ebbtide"`` in its config says.
+``initialize`` has the interface of ``deepspeed.initialize``. ``attach`` takes over a live engine. After
+``enable``, ``deepspeed.initialize`` itself obeys the key ``"ebbtide"`` in its config.
 
-Names are resolved on first use, so that importing a leaf such as ``ebbtide.runtime.kernels`` stays light.
+Names are resolved on first use, so that importing a submodule such as ``ebbtide.runtime.kernels`` is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The log of ebbtide: shown on rank 0 unless the script has configured logging itself."""
+"""The log output of ebbtide, shown on rank 0 unless the script has configured logging itself."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line
 
 
 class _Named(logging.Formatter):
-    """A formatter that begins each message with the name of ebbtide, as most begin already."""
+    """A log formatter that begins each message with the name of ebbtide, as most begin already."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         if not record.message.startswith(("ebbtide", "plan=")):
@@ -16,10 +16,10 @@ class _Named(logging.Formatter):
 
 
 def show() -> None:
-    """Print the log of ebbtide from INFO on, on rank 0, if nobody has configured logging.
+    """Print ebbtide's log messages from level INFO on rank 0, unless the script has configured logging.
 
-    A level or a handler of the logger ``"ebbtide"`` that the script has set stays. If the script has
-    set up handlers for all loggers, the lines go there.
+    A level or a handler that the script has set for the logger ``"ebbtide"`` is kept. If the script has set
+    up handlers for all loggers, the messages go there.
     """
     logger = logging.getLogger("ebbtide")
     if logger.level != logging.NOTSET or _rank() != 0:

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: shows the packages of a checkout to mkdocstrings as one package ``ebbtide``."""
+"""A hook of mkdocs that shows the packages of a checkout to mkdocstrings as one package ``ebbtide``."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
 @event_priority(100)  # before mkdocstrings looks which packages there are
 def on_config(config: Any) -> Any:
-    """Link the folders below ``build/docs/ebbtide``, where a wheel has them. Return ``config`` unchanged."""
+    """Link a checkout's folders below ``build/docs/ebbtide``, as in a wheel. Return ``config`` unchanged."""
     package = ROOT / "build" / "docs" / "ebbtide"
     package.mkdir(parents=True, exist_ok=True)
     for path in [*(ROOT / "ebbtide").iterdir(), *(ROOT / name for name in FOLDERS)]:

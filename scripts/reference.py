@@ -1,4 +1,4 @@
-"""Writes docs/cli.md and docs/plan-file.md from the code: python scripts/reference.py."""
+"""A script that writes docs/cli.md and docs/plan-file.md from the code: python scripts/reference.py."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, p
 
 
 def pages() -> dict[str, str]:
-    """File name under docs/ -> its text."""
+    """Return the generated pages: text by file name under docs/."""
     return {"cli.md": cli_page(), "plan-file.md": plan_page()}
 
 
 def cli_page() -> str:
-    """Return the page of every visible command, with its flags."""
+    """Return the text of docs/cli.md: every visible command of ``tune`` with its flags."""
     context = click.Context(main, info_name="tune")
     lines = [
         NOTE,
@@ -62,7 +62,6 @@ def _paragraphs(text: str) -> str:
 
 
 def _code(epilog: str) -> str:
-    """``Example: tune a; tune b`` as a block of commands."""
     commands = epilog.removeprefix("Example: ").split("; ")
     return "\n".join(f"    {command}" for command in commands)
 
@@ -83,7 +82,7 @@ def _flag(parameter: click.Parameter) -> str:
 
 
 def plan_page() -> str:
-    """Return the page of every field of the plan file."""
+    """Return the text of docs/plan-file.md: every field of a plan's file."""
     lines = [
         NOTE,
         "# The plan file\n",
@@ -123,7 +122,6 @@ def _summary(model: type[BaseModel]) -> str:
 
 
 def _attributes(model: type[BaseModel]) -> dict[str, str]:
-    """Field -> what the class's docstring says about it."""
     text = (model.__doc__ or "").partition("Attributes:")[2]
     found = re.findall(r"^ {8}(\w+(?:, \w+)*): (.*?)(?=^ {8}\w|\Z)", text, re.DOTALL | re.MULTILINE)
     return {name: about for names, about in found for name in names.split(", ")}

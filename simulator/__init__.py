@@ -1,6 +1,6 @@
-"""The nouns of ebbtide and the simulator that replays one training iteration.
+"""The public names of ebbtide's simulator, which predicts the timeline of a training iteration.
 
-Loads numpy, pydantic, scipy and numba; what-ifs load pandas and joblib when they ask for them.
+Loads numpy, pydantic, scipy and numba. Only what-ifs load pandas and joblib, when they use them.
 """
 
 from ebbtide.simulator.analysis.what_if import what_if

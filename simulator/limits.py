@@ -1,4 +1,4 @@
-"""The limits of one rank in each memory, and the check that something fits."""
+"""The memory limits of one rank, and the check that memory peaks fit into them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ _SHOWN: Mapping[str, str] = {"device": "GPU", "host": "host"}
 
 
 def size(size_bytes: float) -> str:
-    """Return the size for people, in the unit that does not round it to nothing."""
+    """Return a number of bytes as text for people, in GiB, MiB or bytes."""
     if size_bytes >= 0.1 * GIB:
         return f"{size_bytes / GIB:.1f} GiB"
     return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= 0.1 * MIB else f"{size_bytes:.0f} bytes"
 
 
 class Peaks(Protocol):
-    """The peaks that a simulation or a score must give."""
+    """The interface of a simulation result or a search score that reports its memory peaks."""
 
     @property
     def device_peak_bytes(self) -> int: ...
@@ -44,13 +44,14 @@ class Peaks(Protocol):
 
 
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-    """Return the bytes by which peaks exceed each memory. Only this function decides what fits.
+    """Return the bytes that memory peaks need beyond each limit. Only this function decides what fits.
 
     Args:
-        limits: as `Limits.by_memory` has them. Without "device", host memory must hold both peaks.
+        limits: Limits by memory, as in `Limits.by_memory`. Without "device", host memory must hold both
+            peaks.
 
     Returns:
-        Bytes by the memory's name for people. Empty: the peaks fit.
+        Missing bytes by the memory's name for people. Empty if the peaks fit.
     """
     if not limits:
         return {}
@@ -61,13 +62,13 @@ def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, st
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per rank, the margin already taken off.
+    """The memory limits of one rank in bytes, after subtraction of the safety margin.
 
     Attributes:
-        explained: how large the margins are, and why.
-        unified: device memory is host memory, so that both peaks together must fit into the host's.
-        storage_bytes: what state may take there. None: nobody said; no plan is searched that
-            stores any, and stock is not held to it.
+        explained: Sentences about the sizes of the margins and their reasons.
+        unified: True if device memory is host memory, so that both peaks together must fit into the host's.
+        storage_bytes: Limit for optimizer state on drives. None if nothing was given: no plan with stored
+            state is searched, and DeepSpeed's use of storage is not limited.
     """
 
     device_bytes: int
@@ -86,15 +87,15 @@ class Limits:
         margin: float | None = None,
         storage_bytes: int | None = None,
     ) -> "Limits":
-        """Return the machine's memory, or what is given.
+        """Return the memory limits of one rank: the given sizes, otherwise the machine's memory, without margins.
 
         Args:
-            margin: share of each memory that stays free; None: from the spread of the profiled
-                steps' peaks (`Workload.memory_peaks`).
-            storage_bytes: for state on storage, of all ranks of a node.
+            margin: Fraction of each memory that stays free. None: derived from the spread of the profiled steps'
+                peaks (`Workload.memory_peaks`).
+            storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:
-            ValueError: a limit is not positive, or a margin not a share.
+            ValueError: a limit is not positive, or the margin is not in [0, 1).
         """
         if storage_bytes is not None and storage_bytes <= 0:
             raise RuleError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}", key="storage_bytes")
@@ -127,18 +128,24 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of both memories, which may be one, and of storage."""
+        """Return the sum of a rank's limits for device memory, host memory and storage.
+
+        If device and host memory are the same memory, it counts once.
+        """
         memory = self.host_bytes + (0 if self.unified else self.device_bytes)
         return memory + (self.storage_bytes or 0)
 
     @property
     def in_memory(self) -> "Limits":
-        """Return the same for plans that store nothing."""
+        """Return the memory limits without storage, for plans that keep no state on drives."""
         return replace(self, storage_bytes=None)
 
     @property
     def by_memory(self) -> dict[Memory, int]:
-        """Return each memory's limit if it has one. If device and host are one memory, it is the host's."""
+        """Return the limits of device memory, host memory and storage. A memory without a limit is absent.
+
+        If device and host memory are the same memory, the limit is the host's.
+        """
         asked: dict[Memory, int | None] = {
             "device": None if self.unified else self.device_bytes,
             "host": self.host_bytes,
@@ -147,38 +154,38 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Return the bytes by which peaks exceed each memory. Empty: they fit."""
+        """Return the bytes that memory peaks need beyond each memory's limit. Empty if the peaks fit."""
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
-        """Return whether peaks stay within the limits."""
+        """Return whether memory peaks stay within the limits of every memory."""
         return not self.missing(device_bytes, host_bytes, storage_bytes)
 
     def missing_bytes(self, peaks: Peaks) -> int:
-        """Return the missing bytes of all memories together."""
+        """Return the bytes that memory peaks need beyond the limits, summed over all memories."""
         return sum(self._lacking(peaks).values())
 
     def _lacking(self, peaks: Peaks) -> dict[str, int]:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the host memory left at the peak, for the reserves of checkpoints."""
+        """Return the host memory left over at the peak. Checkpoints may use it for copies of subgroups."""
         beside = peaks.device_peak_bytes if self.unified else 0
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """Return the shortage as a sentence, or an empty string if the peaks fit."""
+        """Return the lack of memory as text for people, or an empty string if the peaks fit."""
         return lacks(self._lacking(peaks))
 
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
-    """Return what is missing, for people. Empty: nothing is."""
+    """Return missing bytes as text, such as "needs 2.0 GiB more host memory". Empty if none is missing."""
     needs = " and ".join(f"{size(n)} more {name}" for name, n in missing_bytes.items())
     return f"needs {needs}" if needs else ""
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
-    """Return the requested limits, with None for all that the machine has.
+    """Return the requested memory limits. None means all memory of the machine.
 
     Raises:
         ValueError: a limit is not positive, or more than the machine has.
@@ -200,7 +207,6 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory
 
 
 def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:
-    """Return the bytes of a memory that stay free, and the reason."""
     if margin is not None:
         return margin * size_bytes, f"{margin:.1%} as requested"
     peak = workload.memory_peaks.get(name)

@@ -1,4 +1,4 @@
-"""A node's figures: rates, capacities and their sharing."""
+"""The machine: rates and capacities of one node, and how its ranks share them."""
 
 import hashlib
 import json
@@ -54,14 +54,14 @@ DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The properties of a field of the machine, whatever its value.
+    """The properties of a rate field of `Machine`, whatever its value.
 
     Attributes:
-        most: far above anything built so far. A higher value means a mistaken unit.
-        instead: if the field was not measured, another field and its factor.
-        changeable: by `Machine.with_rates`.
-        label: the name in tables of a machine. Empty: not shown.
-        scatters: a robust plan allows for its spread.
+        most: Limit far above anything built so far. A higher value means a mistaken unit.
+        instead: Another field, and a factor, from which the rate is derived if it was not measured.
+        changeable: True if `Machine.with_rates` may change the field.
+        label: Name of the rate in tables of a machine. Empty: not shown.
+        scatters: True if a robust plan allows for the spread of this rate.
     """
 
     most: float
@@ -75,50 +75,52 @@ BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide
 
 
 class Machine(Shown, Page):
-    """One node as the simulator sees it. Rates are those of one rank alone on the node.
+    """A node of a cluster as the simulator knows it. Rates are those of one rank that runs alone on the node.
 
-    Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the
-    whole node; with N ranks per node each rank gets an N-th of them, or what ``rank_shares`` says.
+    Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the whole node.
+    With N ranks per node each rank gets an N-th of them, or the part given by ``rank_shares``.
 
     Attributes:
-        device_kind: ``cuda``, or ``emulated`` where no GPU was there: then every rate of the
-            device and of the copies describes the emulation, not a GPU.
-        unified_memory: device memory is host memory (a machine without a GPU, not emulating
-            one): gradients and parameters need no copy at all.
-        duplex_factor: (bytes/s of both directions at once) / (h2d + d2h alone); 1 is full duplex.
-        storage_duplex_factor: likewise of storage: (bytes/s read and written at once) / (read +
-            write alone). None: not measured, taken as 1.
-        drives: by directory, what was measured there for state that is stored; the rates of storage
-            above are those of where checkpoints go.
-        device_shares_host_cores: forward and backward run on the host's cores (no GPU).
-        dram_bytes_per_s: what a triad loop reaches on the node, reads plus writes.
-        rank_shares: by number of ranks that worked at once, what each had of the rate alone, by
-            capacity; ranks whose copies do not touch each other have an ``h2d`` share of 1. Of
-            other numbers of ranks `rank_share` tells.
-        other_rates: what no schedule needs but people ask for, unit in the name.
-        facts: the link's generation and width, NUMA nodes, limits: text for people.
-        copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
-        host_adam_params_per_s: of the fused kernel; stock_host_adam_params_per_s: of stock's three
-            passes together (unscale, DeepSpeedCPUAdam, downcast), on all cores;
-            host_adam_out_of_place: of the fused kernel where it writes elsewhere than it reads,
-            over its speed in place; None: not measured, taken as 0.8;
-            stock_host_adam_thread_params_per_s: of these on one thread. None includes a copy. All
-            update rates are Adam's: another optimizer's updates last as long as the bytes that they
-            move (`OptimizerState.adams`).
-        device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
-            from their shape (`ebbtide.simulator.estimates.compute`).
-        attention_flops_per_s: what flash attention sustains, forward and backward, the future half
-            of a causal sequence not counted. None: half of `device_flops_per_s`.
-        device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,
-            NCCL's buffers, cuBLAS' workspace.
-        layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
-            little the device has to do; None: taken for that of another one.
-        writer_s_per_byte: of one core, to hash a checkpoint and hand it to the kernel; None:
-            `ebbtide.simulator.schedules.checkpointed` takes that of another machine.
-        save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.
-        loop_s: time per iteration outside forward, backward and step (data, logging).
-        unexplained_spread: standard deviation, in log units, of what the rates leave unexplained
-            of the runs that they were calibrated on, beyond their own noise. None: none was.
+        device_kind: ``cuda``, or ``emulated`` if there was no GPU. In that case every rate of the device and
+            of the copies describes the emulation, not a GPU.
+        unified_memory: True if device memory is host memory (a machine without a GPU that does not emulate
+            one). Gradients and parameters then need no copy.
+        duplex_factor: (bytes/s of both directions together) / (h2d + d2h alone). 1 is full duplex.
+        storage_duplex_factor: (bytes/s read and written together) / (read + write alone) of storage. None if
+            not measured. 1 is assumed then.
+        drives: Rates measured for stored state, by directory. The storage rates above are for the directory
+            of checkpoints.
+        device_shares_host_cores: True if forward and backward run on the host's cores (no GPU).
+        dram_bytes_per_s: Host memory traffic of a triad loop on the node, reads plus writes.
+        rank_shares: By number of concurrent ranks and by capacity, the fraction of the rate alone that each
+            rank had. If the ranks' copies do not slow each other down, their ``h2d`` share is 1. `rank_share`
+            gives other numbers of ranks.
+        other_rates: Rates that no schedule uses but people ask for, with the unit in the name.
+        facts: Texts for people: the link's generation and width, NUMA nodes, limits.
+        copy_latency_s, launch_latency_s: Fixed time of one copy, and of one device kernel.
+        host_adam_params_per_s: Adam updates per second of ebbtide's fused host kernel on all cores. No update
+            rate includes a copy. All update rates are Adam's. Another optimizer's updates take time in
+            proportion to the bytes that they move (`OptimizerState.adams`).
+        stock_host_adam_params_per_s: Adam updates per second of DeepSpeed's three host passes together
+            (unscale, DeepSpeedCPUAdam, downcast), on all cores.
+        host_adam_out_of_place: Speed of the fused kernel if it writes its results to other buffers, over its
+            speed in place. None if not measured. 0.8 is assumed then.
+        stock_host_adam_thread_params_per_s: Rate of DeepSpeed's host passes on one thread.
+        device_flops_per_s: Sustained rate of large matrix products. The rate of smaller ones follows from
+            their shape (`ebbtide.simulator.estimates.compute`).
+        attention_flops_per_s: Sustained rate of flash attention, forward and backward, without the masked
+            half of a causal sequence. None: half of `device_flops_per_s`.
+        device_reserved_bytes: Device memory outside PyTorch's allocator: the CUDA context, NCCL's buffers,
+            cuBLAS' workspace.
+        layer_issue_s: Host time to issue one layer's forward under ZeRO-3, however little the device
+            computes. None: another machine's value is used.
+        writer_s_per_byte: Time of one core to hash a checkpoint's byte and hand it to the operating system.
+            None: `ebbtide.simulator.schedules.checkpointed` uses another machine's value.
+        save_s_per_tensor: Time per tensor before `save_checkpoint` returns, in addition to the wait for
+            updates.
+        loop_s: Time per iteration outside forward, backward and step (data, logging).
+        unexplained_spread: Standard deviation, in log units, of calibration runs' times that the rates do not
+            explain, beyond the runs' own noise. None if the machine was not calibrated.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -219,12 +221,12 @@ class Machine(Shown, Page):
         return self
 
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """Return the share of a capacity that each of so many concurrent ranks has: measured, or plausible.
+        """Return the fraction of a machine's rate that each of several concurrent ranks gets.
 
-        One rank has all of it. Between known numbers of ranks, their total changes linearly. Beyond the
-        largest known number, the node's DRAM and storage give the same total, and each further rank's link
-        adds as much as the last ones' did. No share grows with the ranks. If nothing is known, DRAM and
-        storage are divided, and every rank has its own link.
+        A single rank gets 1. Between measured numbers of ranks the total rate is interpolated linearly. Beyond
+        the largest measured number, the total of DRAM and storage stays constant, and each further rank's link
+        adds as much as the last ones did. The fraction never grows with the number of ranks. If nothing was
+        measured, DRAM and storage are divided equally, and every rank has its own link.
         """
         known = self._known_shares(capacity)
         if ranks <= 1 or ranks in known:
@@ -239,10 +241,10 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the known shares by number of ranks. One rank has all.
+        """Return the measured fractions of a capacity per rank, by number of ranks.
 
-        Shares that grow with the ranks are noise, and so are those by which the ranks together would have
-        more than the node: the lower value counts.
+        A fraction that grows with the number of ranks, or gives the ranks more than the node has, is measurement
+        noise. The lower value is used instead.
         """
         known, least = {1: 1.0}, 1.0
         for ranks in sorted(self.rank_shares):
@@ -255,13 +257,13 @@ class Machine(Shown, Page):
 
     @staticmethod
     def preset(name: str) -> "Machine":
-        """Return a machine from data sheets and published figures, in any spelling of its name ("RTX 4090").
+        """Return a machine from data sheets and published figures, by name in any spelling ("RTX 4090").
 
         >>> round(Machine.preset("H200").device_memory_bytes / 2**30, 1)
         139.8
 
         Raises:
-            ValueError: there is no such preset. The error suggests the nearest.
+            ValueError: no preset has this name. The error suggests the nearest names.
         """
         return BUILDERS[spelled(name, BUILDERS, "machine preset", key="machine")]()
 
@@ -272,7 +274,7 @@ class Machine(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row for each rate that people ask for, in billions per second."""
+        """Return a table row for each main rate of a machine, in billions per second."""
         known = ((name, rate, getattr(self, name)) for name, rate in RATES.items() if rate.label)
         return [
             {
@@ -291,14 +293,14 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Full speed of an op, in its unit per second.
+        """Return a machine's full rate for an op, in the op's unit per second.
 
-        A rate that was not measured falls back on its nearest relative: pageable copies on a
-        quarter of the pinned rate (the driver moves them through a pinned buffer of its own), host
-        copies on a third of the triad rate (read + write + allocate).
+        If the rate was not measured, it is derived from a related one. Pageable copies take a quarter of the
+        pinned rate, because the driver moves them through its own pinned buffer. Host copies take a third of the
+        triad rate (read + write + allocate).
 
         Raises:
-            ValueError: the machine has no such rate and none to derive it from.
+            ValueError: the machine has neither this rate nor one from which it can be derived.
         """
         if name == "wall_s":
             return 1.0
@@ -318,14 +320,14 @@ class Machine(Shown, Page):
         )
 
     def has(self, name: RateName) -> bool:
-        """Return whether `rate` has a value of this name."""
+        """Return whether a machine has the named rate, or can derive it from another rate."""
         known = RATES.get(name)
         if known is None or getattr(self, name) is not None:
             return True
         return known.instead is not None and getattr(self, known.instead[0]) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
-        """`rate` of an op on so many cores: that of host updates depends on their threads.
+        """Return a machine's rate for an op on a number of cores. Host updates depend on their threads.
 
         Raises:
             ValueError: see `rate`.
@@ -339,15 +341,15 @@ class Machine(Shown, Page):
 
     @property
     def out_of_place(self) -> float:
-        """Speed of the fused host update out of place, over its speed in place."""
+        """Return the speed of the fused host update with separate output buffers, over its speed in place."""
         measured = self.host_adam_out_of_place
         return OUT_OF_PLACE if measured is None else measured.median
 
     def stock_host_adam_rate(self, threads: float) -> float:
-        """Parameters/s of stock's host update with so many threads.
+        """Return the parameters per second that DeepSpeed's host update processes with a number of threads.
 
-        Each thread draws what one core can of DRAM, until all together have what all cores have.
-        Where one thread's rate is not known, it loses as much as the fused kernel does.
+        The rate grows linearly with the threads until it reaches the rate of all cores. If one thread's rate is
+        not known, fewer threads slow it down as much as they slow down the fused kernel.
         """
         full = self.stock_host_adam_params_per_s.median
         if (one := self.stock_host_adam_thread_params_per_s) is not None:
@@ -355,10 +357,10 @@ class Machine(Shown, Page):
         return full * self.host_adam_rate(threads) / self.host_adam_params_per_s.median
 
     def host_adam_rate(self, threads: float) -> float:
-        """Parameters/s of the fused host update with so many threads.
+        """Return the parameters per second that the fused host update processes with a number of threads.
 
-        Between the thread counts that were measured the rate is interpolated; without any, the
-        full rate is assumed, as the update is bound by DRAM from a few threads on.
+        The rate is interpolated between measured thread counts. Without any, the full rate is assumed, because
+        DRAM limits the update from a few threads on.
         """
         full = self.host_adam_params_per_s.median
         counts = sorted(self.host_adam_by_threads)
@@ -373,14 +375,13 @@ class Machine(Shown, Page):
         return known[-1][1]
 
     def with_rates(self, **rates: float) -> "Machine":
-        """Return this machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
+        """Return a machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
 
-        Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and
-        ``cpu_cores``.
+        Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and ``cpu_cores``.
 
         Raises:
-            ValueError: no such field, or a value that is negative, zero, NaN or more than 10,000
-                times away from the machine's own.
+            ValueError: a field does not exist, or a value is negative, zero, NaN or more than 10,000 times away
+                from the machine's own.
         """
         changes: dict[str, Any] = {}
         for name, value in rates.items():
@@ -388,7 +389,7 @@ class Machine(Shown, Page):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def storage_of(self, directory: str) -> StorageRates:
-        """Return the rates measured in the directory, or the machine's own storage rates."""
+        """Return the storage rates measured in a directory, or the machine's general storage rates."""
         if directory in self.drives:
             return self.drives[directory]
         write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
@@ -399,7 +400,7 @@ class Machine(Shown, Page):
         )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
-        """Return this machine with the storage of these directories. State is divided among them."""
+        """Return a machine with the joint storage rates of several directories that share each subgroup's state."""
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(
             update={
@@ -431,12 +432,12 @@ class Machine(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the hardware, not the measurement: equal for two profiles of one machine."""
+        """Return a hash of a machine's hardware. Two profiles of the same machine have the same hash."""
         return self.fingerprint_of(self)
 
     @staticmethod
     def fingerprint_of(hardware: "Machine | Mapping[str, Any]") -> str:
-        """`fingerprint` of a machine, or of the fields that it is made of."""
+        """Return the hardware hash of a machine, or of a mapping with the hardware fields of a machine."""
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")
         values: Mapping[str, Any] = (
@@ -455,7 +456,6 @@ CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "dup
 
 
 def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:
-    """Return how much each rank added to the total between the two largest known numbers of ranks."""
     if len(counts) < 2:
         return 1.0
     fewer, more = counts[-2:]

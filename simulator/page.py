@@ -1,4 +1,4 @@
-"""A frozen model that is stored as one page of JSON."""
+"""The base of models that are stored as one JSON file."""
 
 import os
 from pathlib import Path
@@ -8,17 +8,17 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Page(BaseModel):
-    """Unknown fields are refused, and so are infinities."""
+    """A frozen pydantic model that is stored as one JSON file. Unknown fields and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def save(self, path: str | Path) -> None:
-        """Write it, whole or not at all."""
+        """Write a pydantic model to a JSON file, such that the file is never half-written."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a pydantic model from a JSON file that `save` wrote.
 
         Raises:
             pydantic.ValidationError: a field is missing, unknown or out of its range.
@@ -27,10 +27,10 @@ class Page(BaseModel):
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write to a sibling file first, then rename, so that the file is never half-written.
+    """Write a file such that no reader ever sees it half-written: write another file, then rename it.
 
-    A link to a file stays one. A target that is no file, such as a pipe or a terminal (``/dev/stdout``),
-    is written to directly.
+    A symbolic link stays a link. A target that is no regular file, such as a pipe or a terminal
+    (``/dev/stdout``), is written to directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():

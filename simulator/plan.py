@@ -1,4 +1,4 @@
-"""The plan: where and when every subgroup is updated, and how often to checkpoint."""
+"""The plan file: where and when each subgroup's state is updated, and how often checkpoints are written."""
 
 import hashlib
 import json
@@ -40,23 +40,24 @@ BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and writt
 
 
 class PlanError(RuleError):
-    """A plan that cannot be read or does not fit; the message says what to change."""
+    """An error for a plan that cannot be read or does not fit. Its message says what to change."""
 
 
 class WayRun(Page):
-    """A run of neighbouring subgroups, in forward order, that are updated in the same way.
+    """A row of a plan file: a run of neighboring subgroups, in forward order, that are updated in the same way.
 
     Attributes:
-        count: The number of subgroups.
-        placement: Where the state lives, and which processor updates it.
-        parameters: The memory that holds the 16-bit parameters between their uses. From the host they
-            come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
-        early: True if the update starts before the gradient norm is known, on the guess that the step
-            neither clips nor overflows. A wrong guess is dropped and redone. New state and new
-            parameters take host memory beside the old ones. For ``host`` and ``device``, with
-            parameters on the device; ZeRO-3 only.
-        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays
-            on the device until the last one is added. It takes device memory for a gradient. For
+        count: Number of subgroups in the run.
+        placement: Memory that holds the subgroups' optimizer state, and processor that updates it.
+        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters on the
+            host are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
+            only).
+        early: True if the update starts before the gradient norm is known, assuming that the step neither
+            clips nor overflows. If the step does, the update is dropped and redone. An early update needs
+            extra host memory for new state and new parameters. Only for ``host`` and ``device`` with
+            parameters on the device, and only under ZeRO-3.
+        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on
+            the GPU until the last micro-batch is added. It takes GPU memory for one gradient. Only for
             ``host`` and ``stored``.
     """
 
@@ -68,7 +69,7 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the way of each of these subgroups."""
+        """Return the `Way` (placement, parameter location and flags) of each subgroup in this row of a plan file."""
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -85,7 +86,7 @@ class WayRun(Page):
 
 
 class _Ways:
-    """A type with one way for each subgroup in Python and run-length encoded rows in a file."""
+    """A pydantic type for a plan's ways: one `Way` per subgroup in Python, run-length encoded rows in a file."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -105,7 +106,7 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file: defaults are left out."""
+    """Return the run-length encoded rows of a plan file for the ways of all subgroups, without default values."""
     rows = []
     for way, group in groupby(ways):
         bits = {name: value for name, value in way._asdict().items() if value != Way._field_defaults.get(name)}
@@ -114,29 +115,30 @@ def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
 
 
 class CheckpointPlan(Page):
-    """The interval and the mode of checkpoints.
+    """The checkpoint settings of a plan: how often checkpoints are written, and how.
 
     Attributes:
-        interval_steps: optimizer steps between two checkpoints. 0: only when the user saves.
-        mode: the time at which a save returns. ``lazy``: immediately; files stream from the live
-            buffers with copy on update. ``in_place``: when the files have their final names, so that a
-            killed process loses nothing; they become durable afterwards. ``sync``: when they are durable.
-            ``auto``: ``in_place`` if a trainer saves that looks for the files itself (Trainer,
-            Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means ``in_place``
-            too, unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
-        busy: the reaction to a new checkpoint while one is being written.
-        copy_budget_bytes: host memory reserved for subgroups copied before their update.
-        write_bytes_per_s: cap on storage traffic. None: no cap.
-        keep: committed checkpoints left in ``dir``, newest first. 0: all. Also the number of
-            checkpoints with stored state on the drives. 0 then means: as many as the Trainer's
-            ``save_total_limit``, otherwise the newest one, or two for ``load_best_model_at_end``. The log
-            says so at the start, and older checkpoints cannot be loaded.
-        deadline_s: the time without progress of storage, or of waiting for other ranks, after
-            a checkpoint is given up with an error. For stored state's drives 300 at most.
-        restore_random: ``load_checkpoint`` also restores the random states that every checkpoint
-            holds (of Python, numpy, torch and each CUDA device). Stock restores none.
-        verify_reads: compare every read of stored state with the hash taken during its writing.
-            False: only the first one after a resume. For drives that are not trusted.
+        interval_steps: Optimizer steps between two checkpoints. 0: only when the user saves.
+        mode: When a save returns. ``lazy``: immediately. Files are written from the live buffers, and a
+            subgroup is copied if its update comes first. ``in_place``: when the files have their final names,
+            so that a killed process loses nothing. They become durable afterwards. ``sync``: when the files
+            are durable. ``auto``: ``in_place`` if a trainer saves that looks for the files itself (Trainer,
+            Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means ``in_place`` too,
+            unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
+        busy: What happens to a new checkpoint while another one is being written.
+        copy_budget_bytes: Host memory reserved for copies of subgroups that are updated before they are
+            written.
+        write_bytes_per_s: Limit for storage traffic. None: no limit.
+        keep: Number of committed checkpoints kept in ``dir``, newest first. 0: all. Also the number of
+            checkpoints with stored state on the drives. There 0 means the Trainer's ``save_total_limit``,
+            otherwise the newest checkpoint, or two for ``load_best_model_at_end``. The log says so at the
+            start, and older checkpoints cannot be loaded.
+        deadline_s: Time without progress of storage, or of waiting for other ranks, before a checkpoint is
+            given up with an error. At most 300 for drives with stored state.
+        restore_random: True if ``load_checkpoint`` also restores the random states that every checkpoint
+            holds (of Python, numpy, torch and each CUDA device). DeepSpeed restores none.
+        verify_reads: True if every read of stored state is compared with the hash taken when it was written.
+            False: only the first read after a resume. For drives that are not trusted.
     """
 
     interval_steps: int = Field(0, ge=0)
@@ -153,17 +155,12 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Return the number of threads with a block in hand; ``writers`` of them write."""
+        """Return the number of threads that prepare or write checkpoint blocks: ``writers``, and one that is ready."""
         return self.writers + READY_BLOCKS
 
     @model_validator(mode="before")
     @classmethod
     def _without_drain(cls, fields: Any) -> Any:
-        """Drop the fields of a second checkpoint folder, which earlier versions wrote.
-
-        Raises:
-            RuleError: the file names such a folder.
-        """
         if not isinstance(fields, dict):
             return fields
         if fields.get("drain_dir") is not None:
@@ -179,17 +176,17 @@ _PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
 
 
 class Prediction(Page):
-    """The simulator's prediction for a plan. Times in seconds of one iteration, one rank.
+    """The simulator's prediction of one rank's training iteration under a plan, with times in seconds.
 
     Attributes:
-        memory: each memory at its peak, in bytes by kind; the kinds add up to the peak.
-            Empty: unknown, as for other systems.
-        limits: bytes that may be taken of each memory. A memory without a limit is absent. If
-            device and host memory are one, the limit is the host's.
-        clip_rate: fraction of steps that ``iteration_s`` assumes to clip or overflow. None if the plan
-            updates nothing before the norm is known.
-        unclipped_s, waiting_s, clipped_s: an iteration with right early updates, one without early
-            updates, and one with redone early updates. 0: as ``clip_rate``.
+        memory: Bytes by memory and kind at that memory's peak. The kinds add up to the peak. Empty if
+            unknown, as for other systems.
+        limits: Bytes of each memory that may be used. A memory without a limit is absent. If device and host
+            memory are the same memory, the limit is the host's.
+        clip_rate: Fraction of steps that ``iteration_s`` assumes to clip or overflow. None if no update of
+            the plan is early.
+        unclipped_s, waiting_s, clipped_s: Times of an iteration with right early updates, of one without
+            early updates, and of one with redone early updates. 0 if ``clip_rate`` is None.
     """
 
     strategy: str = "ebbtide"
@@ -216,19 +213,22 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes by which the peaks exceed each limit. Empty if no limits are known."""
+        """Return the bytes missing in each memory according to a prediction. Empty if no limits are known."""
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Times of steps that clip and that do not. None if no update begins early."""
+        """Return the predicted times of steps that clip and of steps that do not. None if no update is early."""
         if self.clip_rate is None or not self.waiting_s:
             return None
         return StepTimes(self.unclipped_s, self.waiting_s, self.clipped_s)
 
     @property
     def fits(self) -> bool:
-        """Return whether the peaks stay within the limits. Without limits the note of an older file decides."""
+        """Return whether a plan's predicted memory peaks stay within the memory limits.
+
+        Files of older versions have no limits. Their peaks fit if ``note`` is empty.
+        """
         return not self.missing if self.limits else not self.note
 
 
@@ -327,10 +327,10 @@ class Plan(Shown, Page):
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other fields.
+        """Return a copy of the plan with other values for some fields.
 
         Raises:
-            PlanError: the new prediction does not fit into its limits, or there is no such field.
+            PlanError: the new prediction exceeds its limits, or a field does not exist.
         """
         if unknown := set(update or ()) - set(type(self).model_fields):
             raise PlanError(f"plan must only get fields that plans have, but got {', '.join(sorted(unknown))}")
@@ -339,7 +339,6 @@ class Plan(Shown, Page):
         return copied
 
     def _check_fits(self) -> None:
-        """Refuse a prediction with peaks above its own limits."""
         if self.prediction is not None and (missing_bytes := self.prediction.missing):
             raise PlanError(
                 f"this plan does not fit: by its own prediction it {lacks(missing_bytes)}. Plan again with `tune plan`",
@@ -360,7 +359,6 @@ class Plan(Shown, Page):
 
     @model_serializer(mode="wrap")
     def _leave_out_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what only plans that store state have."""
         fields: dict[str, Any] = handler(self)
         if self.trained_as is None:
             fields.pop("trained_as", None)
@@ -381,7 +379,7 @@ class Plan(Shown, Page):
         return f"{self.subgroup_count} subgroups ({placed}){seconds}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row for the plan and for each alternative: times in seconds, memory in GiB."""
+        """Return a table row for a plan's prediction and for each alternative: times in seconds, memory in GiB."""
         rows = [] if self.prediction is None else [self.prediction, *self.alternatives]
         return [
             {
@@ -406,32 +404,33 @@ class Plan(Shown, Page):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return the placement of each subgroup, in forward order."""
+        """Return the placement of each subgroup of a plan, in forward order."""
         return tuple(way.placement for way in self.ways)
 
     @property
     def parameter_locations(self) -> tuple[ParameterLocation, ...]:
-        """Return the location of each subgroup's parameters between their uses, in forward order."""
+        """Return the memory that holds each subgroup's parameters between their uses, in forward order."""
         return tuple(way.parameters for way in self.ways)
 
     @property
     def updated_early(self) -> tuple[bool, ...]:
-        """True for each subgroup that is updated before the norm is known."""
+        """Return, for each subgroup of a plan, whether its update starts before the gradient norm is known."""
         return tuple(way.early for way in self.ways)
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:
-        """True for each subgroup whose sum of micro-batches stays on the device."""
+        """Return, for each subgroup of a plan, whether its gradients are accumulated on the GPU."""
         return tuple(way.sum_on_device for way in self.ways)
 
     @property
     def issue_order(self) -> tuple[int, ...]:
-        """Return all subgroups in the order of their updates. Each queue's order is its part of it."""
+        """Return a plan's subgroups in the order of their updates. The order of each queue is a part of it."""
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
-        """Return the plan with other placements: the same subgroups are updated in the same order, and
-        the rest of their ways stays as far as the placements allow.
+        """Return the plan with other placements for its subgroups.
+
+        The order of the updates and the parameter locations stay. So do the flags that the new placements allow.
 
         Raises:
             ValidationError: a change breaks a rule of the plan.
@@ -442,7 +441,7 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return the plan with other ways: the same subgroups are updated in the same order.
+        """Return the plan with other ways of updating its subgroups. The order of the updates stays.
 
         Raises:
             ValidationError: a change breaks a rule of the plan.
@@ -452,11 +451,11 @@ class Plan(Shown, Page):
         return Plan.model_validate({**self.model_dump(), "ways": tuple(ways), "order": order, **changes})
 
     def with_bits(self, *, early: bool | None = None, sum_on_device: bool | None = None) -> "Plan":
-        """Return the plan with these bits of `Way` for every subgroup whose placement allows them.
+        """Return the plan with changed flags of `Way` for every subgroup with a placement that allows them.
 
         Args:
-            early: update early. None: as it is.
-            sum_on_device: accumulate gradients on the GPU. None: as it is.
+            early: Whether to update early, before the gradient norm is known. None: unchanged.
+            sum_on_device: Whether to accumulate gradients on the GPU. None: unchanged.
         """
         ways = (
             way._replace(
@@ -469,12 +468,12 @@ class Plan(Shown, Page):
 
     @property
     def stores(self) -> bool:
-        """Some state lives on storage."""
+        """Return whether a plan keeps the optimizer state of any subgroup on a drive."""
         return any(RECIPES[placement].state == "storage" for placement in set(self.placements))
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return the folders of stored state and their weights, in their order; empty: none is named."""
+        """Return a plan's folders for stored state, with each folder's part of the state. Empty if it names none."""
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
@@ -482,31 +481,31 @@ class Plan(Shown, Page):
         return len(self.ways)
 
     def count(self, placement: Placement) -> int:
-        """Return the number of subgroups with this placement."""
+        """Return the number of a plan's subgroups that have the given placement."""
         return self.placements.count(placement)
 
     @staticmethod
     def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
-        """Return placements as schema 2 wrote them, which is still read."""
+        """Return placements of subgroups run-length encoded, as plan files of schema 2 contain them."""
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return parameter locations as schema 2 wrote them, which is still read."""
+        """Return parameter locations of subgroups run-length encoded, as plan files of schema 2 contain them."""
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property
     def digest(self) -> str:
-        """Hash of what the plan does (not of its prediction): recorded in checkpoints."""
+        """Return a hash of a plan's settings, without its prediction. Checkpoints record it."""
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a plan from a JSON file.
 
         Raises:
-            PlanError: not a file, not JSON, an unknown field, a newer schema, a broken rule.
+            PlanError: not a file, not JSON, an unknown field, a newer schema, or a broken rule.
         """
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
@@ -519,10 +518,10 @@ class Plan(Shown, Page):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Plan":
-        """Return a plan from its JSON fields.
+        """Return a plan from the fields of its JSON file.
 
         Raises:
-            PlanError: an unknown field, a newer schema, a broken rule.
+            PlanError: an unknown field, a newer schema, or a broken rule.
         """
         try:
             return cls.model_validate(fields)

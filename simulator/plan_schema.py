@@ -1,7 +1,8 @@
-"""Reading of plan files that an older ebbtide wrote, for ever.
+"""Conversion of plan files that older versions of ebbtide wrote.
 
-Schemas 1 and 2 say by run lengths where state and parameters live, and by counts which subgroups are
-updated early or keep their sums of micro-batches on the device. Schema 3 says all of it by subgroup.
+Schemas 1 and 2 list placements and parameter locations by run lengths, and give only the numbers of
+subgroups that are updated early or accumulate gradients on the device. Schema 3 has one entry per run of
+subgroups for all of these.
 """
 
 import warnings
@@ -30,13 +31,15 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The fields of schema 2 that are ways now.
+    """The fields of a schema 2 plan file that schema 3 replaces by ways.
 
     Attributes:
-        speculate: The number of early updates on the host: the last ones, or if ``speculate_among`` is
-            more, evenly spread among that many of the last ones that can be early.
-        speculate_visits: The number of early visits: the last ones.
-        device_sums: The number of sums on the device: the first ones that can stay there.
+        speculate: Number of early updates on the host. They are the last host subgroups. If
+            ``speculate_among`` is larger, they are evenly spread among that number of last subgroups that can
+            be early.
+        speculate_visits: Number of early staged updates. They are the last subgroups with placement
+            ``device``.
+        device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones that can.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)
@@ -47,11 +50,6 @@ class _Counts(Page):
     device_sums: int = Field(0, ge=0)
 
     def ways(self) -> tuple[Way, ...]:
-        """Return the ways of all subgroups.
-
-        Raises:
-            RuleError: There are more or fewer parameter locations than placements.
-        """
         placements = [run.placement for run in self.placement for _ in range(run.count)]
         locations: list[ParameterLocation] = [run.home for run in self.parameter_home for _ in range(run.count)]
         if locations and len(locations) != len(placements):
@@ -69,10 +67,12 @@ class _Counts(Page):
 
 
 def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a plan's fields in the present schema. Without a schema version its names tell which it is.
+    """Return the fields of a plan file converted to the newest schema.
+
+    If the file has no schema version, the names of its fields tell its schema.
 
     Raises:
-        RuleError: The plan was written by a newer ebbtide, asks for what no runtime ever did, or breaks a
+        RuleError: The plan was written by a newer ebbtide, uses a feature that never existed, or breaks a
             rule of its schema.
     """
     version = fields.get("schema_version")
@@ -106,7 +106,7 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
-    """Return ``count`` of these, evenly among the last ``among``, the very last one first."""
+    """Return ``count`` items spread evenly among the last ``among`` of ``able``, including the very last item."""
     count = min(len(able), count)
     among = min(len(able), max(count, among))
     return {able[len(able) - 1 - i * among // count] for i in range(count)}
@@ -123,7 +123,6 @@ def _tell(gone: Sequence[str]) -> None:
 
 
 def _fit_slots(fields: dict[str, Any], ways: Sequence[Way]) -> None:
-    """Give visits a slot, and prefetch no more of them than there are slots."""
     slots = fields.get("staging_slots", 2)
     if slots == 0 and any(way.placement == "device" for way in ways):
         slots = fields["staging_slots"] = 1

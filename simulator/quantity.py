@@ -1,4 +1,4 @@
-"""A number that knows how it was obtained."""
+"""A measured or assumed number with its spread and its source."""
 
 import math
 import statistics
@@ -17,14 +17,14 @@ Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "f
 
 
 class Quantity(BaseModel):
-    """A positive quantity as a median with its interquartile range and its provenance.
+    """A positive number as a median with its interquartile range and its source.
 
     Attributes:
-        median: the value to compute with, in the unit that the field's name gives.
-        q1, q3: quartiles of the repeats; equal to ``median`` where there was one value.
-        n: how many repeats are behind it.
-        source: where it comes from; an ``emulated`` value is never shown as a GPU figure.
-        detail: the command, data sheet or paper behind it.
+        median: Value to compute with, in the unit that the field's name tells.
+        q1, q3: Quartiles of the repeated measurements. Equal to ``median`` if there was only one.
+        n: Number of measurements.
+        source: How the value was obtained. An ``emulated`` value is never shown as a GPU's.
+        detail: Command, data sheet or paper from which the value comes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,15 +55,15 @@ class Quantity(BaseModel):
 
     @classmethod
     def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> "Quantity":
-        """Return a quantity of one value without a spread."""
+        """Return a quantity with a single value and no spread."""
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
     def from_samples(cls, samples: Sequence[float], source: Source = "measured", detail: str = "") -> "Quantity":
-        """Median and quartiles of repeated measurements.
+        """Return a quantity with the median and the quartiles of repeated measurements.
 
         Raises:
-            ValueError: no sample, or one that is not finite and positive.
+            ValueError: there is no sample, or a sample is not finite and positive.
         """
         if not samples:
             raise ValueError("at least one sample is needed, but got none")
@@ -73,26 +73,26 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """Return the quantity in another unit: median and quartiles times ``factor``."""
+        """Return a quantity with median and quartiles multiplied by ``factor``."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of the normal distribution that has these quartiles."""
+        """Return the standard deviation of the normal distribution that has a quantity's quartiles."""
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm, from the quartiles."""
+        """Return the standard deviation of a quantity's logarithm, computed from its quartiles."""
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
     def relative_iqr(self) -> float:
-        """Interquartile range over the median: 0 is perfectly stable."""
+        """Return a quantity's interquartile range divided by its median. 0 means perfectly stable."""
         return (self.q3 - self.q1) / self.median
 
     @property
     def stable(self) -> bool:
-        """Return whether repeats agreed. A value that was taken once is not known to be stable."""
+        """Return whether the repeated measurements of a quantity agreed. A single measurement is never stable."""
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

@@ -1,4 +1,4 @@
-"""Broken rules: what a caller gave, named as the caller names it, and what must hold of it."""
+"""Errors for values that break a rule. They name the field as the caller does, and say what must hold."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,10 +11,10 @@ SHOWN = 120  # characters of a value
 
 
 class RuleError(ValueError):
-    """A value that breaks a rule.
+    """An error for a value that breaks a rule.
 
     Attributes:
-        key: the field at fault, with dots for nested ones. Empty: no single field.
+        key: Name of the wrong field, with dots for nested fields. Empty if it is no single field.
     """
 
     def __init__(self, rule: str, key: str = "") -> None:
@@ -23,13 +23,13 @@ class RuleError(ValueError):
 
 
 class Failed(Protocol):
-    """A `pydantic.ValidationError`, or what holds its errors."""
+    """The interface of a validation error, such as `pydantic.ValidationError`, that lists its single errors."""
 
     def errors(self) -> Any: ...
 
 
 class Broken(NamedTuple):
-    """A rule that is broken, the field, and the value as text (None: too large to tell)."""
+    """A broken rule: the field's name, the rule, and the wrong value as text (None if too large to show)."""
 
     key: str
     rule: str
@@ -37,7 +37,7 @@ class Broken(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Return the broken rule as a sentence. Rules of this project are one already."""
+        """Return a broken rule as a sentence that names the field and its value."""
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
@@ -45,7 +45,7 @@ class Broken(NamedTuple):
 
 @contextmanager
 def under(name: str) -> Iterator[None]:
-    """Fields that are at fault within are those of ``name``."""
+    """Put a prefix in front of the field names of all `RuleError` raised within the context."""
     try:
         yield
     except RuleError as error:
@@ -54,18 +54,18 @@ def under(name: str) -> Iterator[None]:
 
 
 def cut(text: str, most: int = 1000) -> str:
-    """Return the message without its middle if a long value made it too long to read."""
+    """Return an error message, shortened in its middle if it is too long to read."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
 def shortened(value: object) -> str:
-    """Return a value for a message, cut, with nothing in it that a terminal or a page would act on."""
+    """Return a value as short ASCII text that is safe to show in a terminal or on a page."""
     text = ascii(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return the known names nearest to a name, as the end of an error. Empty if none is near.
+    """Return the end of an error message that suggests the known names nearest to a name. Empty if none is near.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"
@@ -76,14 +76,14 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
-    """Return every broken rule, in this project's words.
+    """Return every broken rule of a validation error, in this project's words.
 
-    If a field has alternatives, the nearest to the given value is reported.
+    If a field allows several types, the rule of the type nearest to the given value is returned.
 
     Args:
-        error: pydantic's, or a web framework's that holds them.
-        given: the checked value. With it keys are told from the names of alternatives.
-        model: the model that the value was checked by. With it unknown fields get a suggestion.
+        error: Error of pydantic, or of a web framework that holds pydantic's errors.
+        given: Checked value. If given, the names of alternative types are left out of the fields' names.
+        model: Model that checked the value. If given, unknown fields get a suggestion.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
@@ -98,7 +98,6 @@ def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
 
 
 def _fields_at(location: Sequence[Any], model: Any) -> set[str]:
-    """Return the names of the fields of the models at a location within ``model``."""
     models = _models_in(model)
     for part in location[1:] if location[:1] == ("body",) else location:
         inside = [one.model_fields[part].annotation for one in models if part in one.model_fields]
@@ -109,14 +108,13 @@ def _fields_at(location: Sequence[Any], model: Any) -> set[str]:
 
 
 def _models_in(kind: Any) -> list[Any]:
-    """Return the models that a type names: itself, or those of its arguments."""
     if hasattr(kind, "model_fields"):
         return [kind]
     return [found for argument in get_args(kind) for found in _models_in(argument)]
 
 
 def explain(error: Failed, given: Any = None, model: Any = None) -> str:
-    """Return all broken rules in one line: where, what must hold, and what was received."""
+    """Return all broken rules of a validation error in one line: the field, what must hold, and the value."""
     rows = broken(error, given, model)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
@@ -134,7 +132,6 @@ def _broken(item: Mapping[str, Any], given: Any) -> Broken:
 
 
 def _where(item: Mapping[str, Any], given: Any) -> list[str]:
-    """Return the field's location without the names of alternatives' kinds."""
     location = list(item["loc"])
     if location and location[0] in _PLACES:
         given = given if location.pop(0) == "body" else None

@@ -1,4 +1,4 @@
-"""The schedule: a DAG of ops on lanes, run by the simulator and by the runtime alike."""
+"""The schedule: a graph of ops on lanes that the simulator replays and the runtime executes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,10 @@ from ebbtide.simulator.machine import RateName
 
 
 class OpKind(StrEnum):
-    """The kind of an op. ``BACKWARD`` yields gradients; ``NORM`` is the barrier before updates."""
+    """The kind of an op in a schedule.
+
+    ``BACKWARD`` produces gradients. ``NORM`` is the gradient-norm synchronization before the updates.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,14 +46,18 @@ class OpKind(StrEnum):
 
 
 class Lane(StrEnum):
-    """An in-order queue: a stream or a worker. Ops of one lane run one after the other.
+    """A lane: a stream or a worker thread that runs its ops one after the other.
 
-    Parameters come home on a lane of their own, so that a visiting subgroup's state never queues
-    behind a parameter whose host update is still running; those that live in host memory come in
-    for a pass on another one, so that the first layer's never queue behind the last one's update.
-    Gradients have one each way, so that backward queues behind nothing that an update or a
-    checkpoint holds up. The lanes of a direction share its link. The training thread, which issues
-    what the device computes, is a lane where it has waited for what a pass needs.
+    Lanes of the same copy direction share its link. They are separate so that an op never waits in line for
+    an unrelated one:
+
+    - New parameters are copied to the device on their own lane. A staged subgroup's state then does not wait
+      for a parameter whose host update is still running.
+    - Parameters in host memory are fetched for a pass on another lane. The first layer's then do not wait for
+      the last layer's update.
+    - Gradients have one lane in each direction. Backward then does not wait for an update or a checkpoint.
+
+    The training thread, which launches the device's kernels, is a lane if it waited for what a pass needs.
     """
 
     COMPUTE = "device compute"
@@ -82,36 +89,35 @@ Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, byte
 
 
 def taken_for(kind: OpKind) -> Kind:
-    """Return the kind of memory that such an op takes when it starts."""
+    """Return the kind of memory (gradients or activations) that a kind of op allocates at its start."""
     return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
 
 
 def freed_of(kind: OpKind) -> Kind:
-    """Return the kind of memory that such an op frees when it ends."""
+    """Return the kind of memory (gradients or activations) that a kind of op frees at its end."""
     return "gradients" if kind == OpKind.UPDATE_DEVICE else "activations"
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
-    """Return a label for timelines: ``update host s3``. -1: of no subgroup, or no layer."""
+    """Return an op's label for timelines, such as ``update host s3``. -1 means no subgroup or no layer."""
     part = f" s{subgroup}" if subgroup >= 0 else ""
     part += f" l{layer}" if layer >= 0 else ""
     return f"{kind.value}{part}"
 
 
 class Op(NamedTuple):
-    """One piece of work. A tuple, because a what-if makes thousands of them.
+    """An op of a schedule: one piece of work on a lane. A tuple, because a what-if creates thousands of them.
 
     Attributes:
-        id: position in the schedule; ``after`` names only smaller ids, so that the DAG has no
-            cycle by construction.
-        work: in the unit of ``rate`` (bytes, params, flops, or seconds for ``wall_s``).
-        after: ops that must have ended before this one starts, in addition to its lane predecessor.
-        dram_bytes: host memory traffic over the whole op (reads plus writes).
-        cores: host cores that the op keeps busy at full speed.
-        device_share: share of the device's compute (or HBM) that it takes at full speed, 0 to 1.
-        device_alloc_bytes, host_alloc_bytes: memory taken when it starts; ``*_free_bytes``:
-            freed when it ends.
-        subgroup, layer: the op's object; -1: not applicable.
+        id: Position in the schedule. ``after`` names only smaller ids, so that the graph has no cycle.
+        work: Amount of work in the unit of ``rate`` (bytes, params, flops, or seconds for ``wall_s``).
+        after: Ids of the ops that must end before this op starts, in addition to the previous op of its lane.
+        dram_bytes: Host memory traffic over the whole op (reads plus writes).
+        cores: Number of host cores that the op keeps busy at full speed.
+        device_share: Fraction of the device's compute (or HBM) that the op takes at full speed, 0 to 1.
+        device_alloc_bytes, host_alloc_bytes: Memory allocated at the op's start.
+        device_free_bytes, host_free_bytes: Memory freed at the op's end.
+        subgroup, layer: Subgroup and layer that the op belongs to. -1 if none.
     """
 
     id: int
@@ -139,15 +145,15 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops of ``iterations`` training iterations, in issue order.
+    """The ops of one or more training iterations, in order of issue.
 
-    The order of the ops is the order in which each lane runs them.
+    Each lane runs its ops in this order.
 
     Attributes:
-        held: in use all through an iteration.
+        held: Bytes in use throughout an iteration, by memory and kind.
 
     Raises:
-        ValueError: ids are not positions, or an op waits for a later one.
+        ValueError: an op's id is not its position, or an op waits for a later op.
     """
 
     ops: tuple[Op, ...]
@@ -177,13 +183,13 @@ class Schedule:
         return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
-        """Ops of one kind, in order; of one iteration if given."""
+        """Return the ops of one kind in a schedule, in order. If an iteration is given, return only the ops in it."""
         return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 
 
 @dataclass(slots=True)
 class ScheduleBuilder:
-    """Collects ops; `add` returns the id of the new one."""
+    """A builder of schedules. It collects ops, and `add` returns the id of each new op."""
 
     ops: list[Op] = field(default_factory=list)
     iteration: int = 0
@@ -197,7 +203,7 @@ class ScheduleBuilder:
         after: Sequence[int] = (),
         **fields: float,
     ) -> int:
-        """Append an op that waits for ``after``; see `Op` for the other fields."""
+        """Append an op that waits for the ops ``after`` to a schedule. See `Op` for the other fields."""
         position = len(self.ops)
         waits = tuple(after) if len(after) < 2 else tuple(sorted(set(after)))
         self.ops.append(

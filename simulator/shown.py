@@ -1,4 +1,4 @@
-"""The nouns as a notebook and a terminal show them: a sentence, a table, a picture."""
+"""Display of plans, machines, workloads and timelines as a line, a table or a chart."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Shown:
-    """A noun with a short ``repr``, a table in notebooks, ``to_frame()`` and ``plot()``."""
+    """A base class for objects with a short ``repr``, a table in notebooks, ``to_frame()`` and ``plot()``."""
 
     def in_short(self) -> str:
-        """Return the noun in one line."""
+        """Return a one-line summary of an object for its ``repr``."""
         raise NotImplementedError
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of the table. The first column names the row."""
+        """Return the rows of the table that notebooks show for an object. The first column names the row."""
         raise NotImplementedError
 
     def drawn(self) -> tuple[str, ...]:
-        """Return the columns that `plot` stacks into one bar per row, all of one unit."""
+        """Return the columns of an object's table that `plot` stacks into one bar per row. All have the same unit."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -39,18 +39,18 @@ class Shown:
         return f"<p><b>{type(self).__name__}</b>: {escape(self.in_short())}</p>{table(self.records())}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the table as a pandas DataFrame (``pip install './ebbtide[tune]'``)."""
+        """Return an object's table as a pandas DataFrame (``pip install './ebbtide[tune]'``)."""
         import pandas as pd
 
         return pd.DataFrame(self.records())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a bar per row with matplotlib, and return the axes."""
+        """Draw a bar for each row of an object's table with matplotlib, and return the axes."""
         return bars(self.records(), self.drawn(), self.in_short(), ax)
 
 
 def table(records: Records) -> str:
-    """Return an HTML table of the first `MOST_ROWS` rows."""
+    """Return the first `MOST_ROWS` rows of a table as HTML."""
     if not records:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in records[0])
@@ -64,7 +64,7 @@ def table(records: Records) -> str:
 
 
 def bars(records: Records, columns: Sequence[str], title: str, ax: Axes | None = None) -> Axes:
-    """Draw one stacked bar per row, the first row on top."""
+    """Draw one stacked bar for each row of a table, the first row on top, and return the axes."""
     import matplotlib.pyplot as plt
 
     if ax is None:

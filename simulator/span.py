@@ -1,4 +1,4 @@
-"""The time of one op on its lane. Timelines consist of spans."""
+"""The span: the start and the end of one op on its lane. A timeline consists of spans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ebbtide.simulator.schedule import Lane, OpKind, op_label
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op's time on its lane, in seconds from the timeline's origin."""
+    """The start and the end of one op on its lane, in seconds from the timeline's origin."""
 
     kind: OpKind
     lane: Lane
@@ -24,7 +24,7 @@ class Span:
 
 
 def makespan_s(spans: Sequence[Span]) -> float:
-    """Seconds from the first start to the last end; 0 without spans."""
+    """Return the seconds from the first start to the last end of all spans, or 0 without spans."""
     if not spans:
         return 0.0
     return max(s.end_s for s in spans) - min(s.start_s for s in spans)

@@ -1,4 +1,4 @@
-"""Names as people write them: in any case and spelling."""
+"""Lookup of names of models and machines in any spelling."""
 
 import re
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ from ebbtide.simulator.rules import RuleError
 
 
 def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
-    """Return the known name that is meant: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
+    """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
 
     Args:
-        what: the kind of name, for the error: "machine preset".
-        key: the field at fault, for the error.
+        what: Kind of name for the error message, such as "machine preset".
+        key: Field that is reported in the error.
 
     Raises:
-        RuleError: no name is meant, or several are. The error suggests the nearest.
+        RuleError: The name matches no known name, or several. The error suggests the nearest.
     """
     names = {_plain(name): name for name in known}
     wanted = _plain(given)
@@ -33,6 +33,6 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the name in small letters and digits, without the maker and the organisation."""
+    """Return a name in small letters and digits, without organization and maker ("nvidia", "geforce")."""
     last = name.rsplit("/", 1)[-1]
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())

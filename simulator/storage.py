@@ -1,4 +1,4 @@
-"""The directories that state may be stored in: how fast each is, and several as one."""
+"""Storage rates of the directories that may hold optimizer state, alone and combined."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -10,11 +10,12 @@ ANY_BYTES = 10**18  # where nobody says how much there is
 
 
 class StorageRates(Page):
-    """The rates of one directory, with the data on the medium, past the page cache.
+    """The storage rates of one directory, measured on the drive itself and not in the page cache.
 
     Attributes:
-        write_bytes_per_s, read_bytes_per_s: alone, with as many blocks in flight as the store has.
-        duplex_factor: see `Machine.storage_duplex_factor`.
+        write_bytes_per_s, read_bytes_per_s: Rate of one direction alone, with as many blocks in flight as the
+            store of optimizer state uses.
+        duplex_factor: See `Machine.storage_duplex_factor`.
     """
 
     write_bytes_per_s: Quantity
@@ -23,13 +24,16 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Return the seconds per byte that is read and written once, both concurrently: the basis of `shares`."""
+        """Return the seconds that a drive needs per byte read and written once, both concurrently."""
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the rates of subgroups divided by `shares`: each op ends with the last of its parts."""
+        """Return the joint rates of several drives that each hold a part of every subgroup's state.
+
+        The parts are those of `shares`. An op ends when its last part has ended.
+        """
         part = shares(drives)
         each = [(drives[name], part[name]) for name in drives]
         read = min((d.read_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
@@ -49,7 +53,7 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """Return the share of each subgroup in each directory, so that all end at the same time."""
+    """Return the fraction of each subgroup's state to keep on each drive, such that all drives finish together."""
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())
     return {name: speed / total for name, speed in speeds.items()}

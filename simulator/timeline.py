@@ -1,4 +1,4 @@
-"""The timeline: when every op ran, predicted or measured. One type for both."""
+"""The timeline: the start and the end of every op of an iteration, predicted or measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UPDATES = {
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Memory in use right after an op started or ended."""
+    """The device and host memory in use right after an op of a timeline started or ended."""
 
     t_s: float
     device_bytes: int
@@ -48,13 +48,13 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline(Shown):
-    """The ops of an iteration with their times.
+    """A timeline: the ops of one or more training iterations with their times.
 
     Attributes:
-        spans: every op's start and end.
+        spans: Start and end of every op.
         source: ``predicted`` by the simulator or ``measured`` by the runtime.
-        memory: device and host memory over time. Empty if unknown.
-        storage_bytes: bytes of state on storage.
+        memory: Device and host memory over time. Empty if unknown.
+        storage_bytes: Bytes of optimizer state on drives.
     """
 
     spans: tuple[Span, ...]
@@ -67,7 +67,7 @@ class Timeline(Shown):
         return f"{self.strategy}, {self.source}, {self.iteration_s:.3g} s per iteration, {len(self.spans)} ops"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row for each op, in the order of their starts."""
+        """Return a table row for each op of a timeline, ordered by start."""
         return [
             {
                 "op": span.label,
@@ -86,14 +86,14 @@ class Timeline(Shown):
 
     @property
     def makespan_s(self) -> float:
-        """Return the seconds from the first start to the last end."""
+        """Return the seconds from a timeline's first start to its last end."""
         return makespan_s(self.spans)
 
     @property
     def iteration_s(self) -> float:
-        """Steady-state time of one iteration: the distance between the ends of two backwards.
+        """Return the steady-state seconds of one iteration: the distance between the ends of two backward passes.
 
-        With one iteration only, its makespan.
+        With a single iteration, return the seconds from the first start to the last end.
         """
         ends = self._backward_ends()
         if len(ends) < 2:
@@ -109,13 +109,12 @@ class Timeline(Shown):
         return [ends[i] for i in sorted(ends)]
 
     def phases(self, iteration: int | None = None) -> dict[str, float]:
-        """Seconds the training loop spends in forward, backward and step, and the update's length.
+        """Return the seconds of an iteration's phases: forward, backward, step, update and the rest of the loop.
 
-        ``loop_s`` is the time outside the three, as far as an op stands for it: what the training
-        script does between iterations, and waits for other pipeline stages. A measured timeline has
-        no such op, and counts that time as forward. ``forward_s`` includes waiting for parameters
-        whose update is still running. The iteration taken is the last one that has a complete step,
-        unless given.
+        ``loop_s`` is the time outside forward, backward and step for which the timeline has an op: the training
+        script's work between iterations, and waits for other pipeline stages. A measured timeline has no such op,
+        and counts that time as forward. ``forward_s`` includes waiting for parameters whose update still runs. By
+        default the phases are those of the last iteration with a complete step.
         """
         if iteration is None:
             iteration = self._last_complete()
@@ -142,13 +141,12 @@ class Timeline(Shown):
         return max((s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0)
 
     def _start_of(self, iteration: int) -> float:
-        """Return the end of the previous step, or the start of the iteration's first op."""
         previous = [s.end_s for s in self.spans if s.kind == OpKind.STEP_END and s.iteration == iteration - 1]
         starts = (s.start_s for s in self.spans if s.iteration == iteration)
         return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
-        """Return the spans that the training loop itself waits for, one after the other."""
+        """Return the ops of an iteration that the training loop itself waits for, one after the other."""
         return [
             s
             for s in self.spans
@@ -166,22 +164,22 @@ class Timeline(Shown):
         return max((m.host_bytes for m in self.memory), default=0)
 
     def busy_s(self, lane: Lane) -> float:
-        """Seconds during which the lane had an op running."""
+        """Return the seconds during which a timeline's lane had an op running."""
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write a trace that ui.perfetto.dev opens; each timeline becomes one process."""
+        """Write a trace file of one or more timelines for ui.perfetto.dev. Each timeline becomes one process."""
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
-        """Return the trace as a JSON document."""
+        """Return a trace of one or more timelines for ui.perfetto.dev as a JSON document."""
         events: list[dict[str, Any]] = []
         for pid, timeline in enumerate((self, *others), start=1):
             events.extend(_perfetto_events(timeline, pid))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the lanes over time with matplotlib; return the axes."""
+        """Draw the lanes of a timeline over time with matplotlib, and return the axes."""
         from ebbtide.simulator.analysis.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)

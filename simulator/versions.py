@@ -1,4 +1,4 @@
-"""Installed versions, for records."""
+"""Versions of installed packages, to be stored with measurements and plans."""
 
 from functools import cache
 from importlib import metadata
@@ -6,7 +6,7 @@ from importlib import metadata
 
 @cache
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the installed packages among these."""
+    """Return the installed versions of the given packages. Packages that are not installed are left out."""
     result: dict[str, str] = {}
     for package in packages:
         try:

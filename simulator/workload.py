@@ -1,4 +1,4 @@
-"""The work of one rank in one iteration."""
+"""The workload: the layers, subgroups and settings of one rank's training iteration."""
 
 import hashlib
 import json
@@ -24,20 +24,20 @@ WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Layer(Page):
-    """One unit of forward and backward: usually a transformer block.
+    """A layer of a workload: a unit of forward and backward, usually a transformer block.
 
     Attributes:
-        params: elements of this rank's partition whose gradients this layer's backward yields.
-        forward_s, backward_s: compute time of one pass, of one micro-batch, on this rank.
-        activation_bytes: device memory held from this layer's forward until its backward.
-        network_gather_bytes: what this rank receives from other nodes to gather the layer's
-            parameters for one pass of one micro-batch, with what keeps the network from it
-            meanwhile; 0 where they all live in its node.
-        network_reduce_bytes: what it exchanges with other nodes (data, tensor and pipeline
+        params: Elements of this rank's partition whose gradients this layer's backward produces.
+        forward_s, backward_s: Compute time of one pass of one micro-batch on this rank.
+        activation_bytes: Device memory held from this layer's forward until its backward.
+        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters
+            for one pass of one micro-batch, including what else occupies the network meanwhile. 0 if all of
+            the parameters are in its node.
+        network_reduce_bytes: Bytes that this rank exchanges with other nodes (data, tensor and pipeline
             parallel together) in the layer's backward of one micro-batch.
-        persistent_params: of ``params``, those that once gathered stay to the end of the step.
-        regathered_params: elements that one micro-batch's backward gathers again, some of them
-            perhaps twice; None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
+        persistent_params: Number of ``params`` that, once gathered, stay until the end of the step.
+        regathered_params: Elements that one micro-batch's backward gathers again. Some may count twice. None:
+            all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
     """
 
     name: str = ""
@@ -61,7 +61,7 @@ class Layer(Page):
 
 
 class MemoryPoint(Page):
-    """Memory in use at one moment of a profiled iteration; ``layer`` is the one that ran."""
+    """A sample of the memory in use at one moment of a profiled iteration, with the layer that ran then."""
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -71,14 +71,15 @@ class MemoryPoint(Page):
 
 
 class TrainedAs(Page):
-    """The settings of a training step on which its memory depends: a plan holds for these alone.
+    """The settings of a training step that determine its memory. A plan holds only for these settings.
 
     Attributes:
-        precision: of parameters and activations.
-        micro_batch: samples of one rank and forward pass.
-        accumulation: micro-batches per optimizer step.
-        sequence: tokens per sample. None: not known.
-        recompute: activations are computed again in backward (``gradient_checkpointing=True``). None: not known.
+        precision: Data type of parameters and activations.
+        micro_batch: Samples per rank and forward pass.
+        accumulation: Micro-batches per optimizer step.
+        sequence: Tokens per sample. None if unknown.
+        recompute: True if activations are computed again in backward (``gradient_checkpointing=True``). None
+            if unknown.
     """
 
     precision: WireDtype
@@ -89,7 +90,7 @@ class TrainedAs(Page):
 
     @property
     def in_words(self) -> str:
-        """Return the settings as a line for people."""
+        """Return the settings of a training step (precision, batch, sequence) as one line of text."""
         parts = [self.precision, f"micro-batch {self.micro_batch}", f"accumulation {self.accumulation}"]
         if self.sequence is not None:
             parts.append(f"{self.sequence} tokens per sample")
@@ -212,7 +213,6 @@ class Workload(Shown, Page):
     @model_validator(mode="before")
     @classmethod
     def _read_schema_1(cls, fields: Any) -> Any:
-        """Convert layers of schema 1, which had the times of all micro-batches together."""
         if not isinstance(fields, dict) or fields.get("schema_version") != 1:
             return fields
         passes = "forward_s", "backward_s"
@@ -274,19 +274,19 @@ class Workload(Shown, Page):
 
     @property
     def activation_bytes(self) -> int:
-        """Return the activations of all layers: device memory at the end of a micro-batch's forward."""
+        """Return the activation bytes of all layers: device memory at the end of a micro-batch's forward."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
     def params(self) -> int:
-        """Trainable elements of this rank's partition."""
+        """Return the number of trainable elements in this rank's partition of the model."""
         return sum(self.subgroups)
 
     def recut(self, subgroup_size: int) -> "Workload":
-        """Return the same with the subgroups that DeepSpeed cuts for another ``sub_group_size``.
+        """Return the workload with the subgroups that DeepSpeed forms for another ``sub_group_size``.
 
         Raises:
-            ValueError: the workload does not know its parameters, or the size is not positive.
+            ValueError: the workload has no list of its parameters, or the size is not positive.
         """
         if not self.parameters:
             raise RuleError(
@@ -331,7 +331,7 @@ class Workload(Shown, Page):
         return Workload.model_validate({**own.model_dump(), **fields, **stays})
 
     def cut_as(self, plan: "Cut") -> "Workload":
-        """Return the workload with a plan's subgroups, or as it is if it cannot be cut so."""
+        """Return the workload with a plan's subgroups. Unchanged if DeepSpeed would not form these subgroups."""
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
         cut = self.cut_by(plan)
@@ -349,23 +349,23 @@ class Workload(Shown, Page):
 
     @property
     def expected_clip_rate(self) -> float:
-        """Clip rate to plan with: the given one, or 10% if the gradients are clipped at all."""
+        """Return the fraction of steps expected to clip: the given rate, or 10% if gradients are clipped."""
         if self.clip_rate is not None:
             return self.clip_rate
         return ASSUMED_CLIP_RATE if self.clip else 0.0
 
     @property
     def adds_on_device(self) -> bool:
-        """`adds_on_device` of its training."""
+        """Return whether DeepSpeed, without a plan, accumulates this workload's gradients on the GPU."""
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
     def serial(self) -> "Workload":
         """Return a ZeRO-3 workload that takes no longer than this one under any plan, for bounds and update orders.
 
-        If steps wait for their updates, nothing overlaps forward: forward, a pipeline's bubble and the
-        exchange of parameters move in front of the backward. If gradients leave the device once per step,
-        everything before its last micro-batch's backward moves too.
+        If steps wait for their updates, nothing overlaps forward. Forward, pipeline idle time and the exchange of
+        parameters then move in front of the backward. If gradients leave the device once per step, everything
+        before its last micro-batch's backward moves too.
         """
         if self.zero_stage == 3:
             return self
@@ -390,18 +390,18 @@ class Workload(Shown, Page):
 
     @property
     def one_subgroup(self) -> "Workload":
-        """Return the same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
+        """Return the workload with all optimizer state in a single subgroup, as DeepSpeed has it in ZeRO-1 and 2."""
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Return the subgroups that are far larger than the others, such as an embedding's."""
+        """Return the indices of subgroups with more than twice the median size, such as an embedding's."""
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """Return the optimizer's state per parameter."""
+        """Return the fp32 tensors that the workload's optimizer keeps for each parameter."""
         return OPTIMIZERS[self.optimizer]
 
     @property
@@ -410,21 +410,21 @@ class Workload(Shown, Page):
 
     @property
     def forward_s(self) -> float:
-        """Return the forward seconds of all layers and micro-batches of a step."""
+        """Return the seconds of forward in a training step, summed over a workload's layers and micro-batches."""
         return self.gradient_accumulation_steps * sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Return the backward seconds of all layers and micro-batches of a step."""
+        """Return the seconds of backward in a training step, summed over a workload's layers and micro-batches."""
         return self.gradient_accumulation_steps * sum(layer.backward_s for layer in self.layers)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes that one checkpoint of this rank writes."""
+        """Return the number of bytes that one rank writes per checkpoint."""
         return self.params * self.optimizer_state.state_bytes + self.model_checkpoint_bytes
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each subgroup, the layers of its parameters, ascending."""
+        """Return, for each subgroup, the indices of the layers that have parameters in it, in ascending order."""
         layer_ends = list(accumulate(layer.params for layer in self.layers))
         subgroup_ends = list(accumulate(self.subgroups))
         result: list[tuple[int, ...]] = []
@@ -440,7 +440,7 @@ class Workload(Shown, Page):
         return tuple(result)
 
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each layer, (subgroup, elements of it that are the layer's), ascending."""
+        """Return, for each layer, pairs of a subgroup and the number of the layer's elements in that subgroup."""
         result: list[tuple[tuple[int, int], ...]] = []
         subgroup, left = 0, self.subgroups[0]
         for layer in self.layers:
@@ -463,7 +463,7 @@ class Workload(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row for each layer: its times and activations of one micro-batch."""
+        """Return a table row for each layer of a workload: times and activation memory of one micro-batch."""
         return [
             {
                 "layer": layer.name,
@@ -480,12 +480,12 @@ class Workload(Shown, Page):
 
     @cached_property
     def job(self) -> Any:
-        """Return the `Job` that an estimate was made from. None: the workload was profiled or read from a file."""
+        """Return the `Job` from which a workload was estimated. None if it was profiled or read from a file."""
         return None
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """Return the settings of a step, for a plan to be compared with. None if the micro-batch is not known."""
+        """Return a training step's settings, for comparison with a plan's. None if the micro-batch is not known."""
         if self.micro_batch is None:
             return None
         return TrainedAs(
@@ -498,7 +498,7 @@ class Workload(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies what a plan must match: the subgroups and the dtypes, not the timings."""
+        """Return a hash of the parts of a workload that a plan must match: subgroups and data types, but no times."""
         facts: dict[str, object] = {
             "subgroups": self.subgroups,
             "wire_dtype": self.wire_dtype,
@@ -512,14 +512,18 @@ class Workload(Shown, Page):
 
 
 def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
-    """DeepSpeed adds micro-batches up on the device itself: under ZeRO-1, which reduces once per
-    step, and under ZeRO-2 where they accumulate wider than they travel.
+    """Return whether DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
+
+    ZeRO-1 does, because it reduces gradients once per step. ZeRO-2 does if gradients are accumulated in a
+    wider data type than they are reduced in.
     """
     return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
-    """Return the subgroups of one parameter group: DeepSpeed closes one after the parameter that fills it.
+    """Return the sizes of DeepSpeed's ZeRO-3 subgroups for one parameter group.
+
+    A subgroup ends after the parameter that fills it.
 
     Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
@@ -559,12 +563,13 @@ ALIGNMENT = 16
 
 
 def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
-    """Subgroups of ZeRO-1's and 2's flat partitions: pieces of ``subgroup_size``, rounded up to a
-    multiple of 16, whatever parameters they hold.
+    """Return the sizes of subgroups cut from the flat partitions of ZeRO-1 or 2.
 
-    DeepSpeedCPUAdam treats the elements behind a tensor's last whole vector in another way. With
-    borders on multiples of the vectors, those of a partition are those of its last piece, and no
-    other has any.
+    Each has ``subgroup_size`` elements, rounded up to a multiple of 16, regardless of parameter borders.
+
+    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way. If subgroups end
+    on multiples of the vector length, only a partition's last subgroup has such elements, and they are the
+    partition's own.
     """
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

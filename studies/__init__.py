@@ -1,1 +1,1 @@
-"""Experiments: each runs as ``python -m studies.NAME --json PATH``."""
+"""Experiments with ebbtide. Each runs as ``python -m studies.NAME --json PATH``."""

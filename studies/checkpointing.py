@@ -1,12 +1,12 @@
-"""Checkpoint throughput and the slowdown of training, over model size and frequency.
+"""Checkpoint throughput and slowdown of training, over model size and checkpoint frequency.
 
     python -m studies.checkpointing --json checkpointing.json
 
-What "DataStates-LLM" (Maurya et al., arXiv 2406.10707) measures: bytes of a checkpoint over the
-time for which training waits, and how much longer training takes. Measured here on small models
-with real writers (`studies.checkpoint_stall`); simulated for larger ones on a node like the
-paper's (`ebbtide.simulator.estimates.presets`, four ranks), where offloaded state is streamed from host
-memory.
+The quantities are those of "DataStates-LLM" (Maurya et al., arXiv 2406.10707): the bytes of a
+checkpoint over the time for which training waits, and the increase in training time. They are
+measured on small models with real writers (`studies.checkpoint_stall`). For larger models they
+are simulated on a node like the paper's (`ebbtide.simulator.estimates.presets`, four ranks),
+where offloaded state is streamed from host memory.
 """
 
 import shutil
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Bytes per second of waiting with the largest model measured, by the kind of writer."""
+    """Return the checkpoint bytes per second of waiting, by kind of writer, for the largest measured model."""
     names = {"ebbtide": "ebbtide", "torch": "synchronous", "dcp async": "asynchronous"}
     return {f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"] for row in rows if "failed" not in row}
 
 
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return one row per writer: throughput as training sees it, and slowdown at two frequencies."""
+    """Return one row per writer: throughput as seen by training, and slowdown at two frequencies."""
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
     try:
@@ -90,7 +90,11 @@ def _row(model: str, size_bytes: int, name: str, found: dict[str, Any], plain: d
 
 
 def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Ebbtide's lazy checkpoints and blocking ones, by model and interval; four ranks of a node."""
+    """Return the simulated cost of ebbtide's lazy checkpoints and of blocking ones, by model and
+    interval.
+
+    The simulated node has four ranks.
+    """
     import ebbtide.tuner
 
     machine, rows = preset("a100-node"), []
@@ -128,7 +132,7 @@ COLOURS = {"torch": "#7f7f7f", "dcp async": "#e69f00", "ebbtide": "#0072b2"}
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Measured throughput by model and writer; simulated slowdown by interval."""
+    """Draw the measured throughput by model and writer, and the simulated slowdown by interval."""
     with picture(path, 1, 2, figsize=(11, 4.2)) as (_, (left, right)):
         rows = [row for row in figures["measured"] if "failed" not in row]
         models = list(dict.fromkeys(row["model"] for row in rows))

@@ -1,20 +1,22 @@
-"""Predicted against executed iteration time of random plans, on an emulated device.
+"""Comparison of predicted and executed iteration times of random plans, on an emulated device.
 
     python -m studies.fidelity --json fidelity.json
     python -m studies.fidelity --many-layers --json fidelity_many_layers.json
 
-Machines and plans are drawn at random; each plan is executed by the runtime inside DeepSpeed on a
-device of the given rates (`studies.trials.emulated_training`), and predicted by the simulator from
-forward and backward as measured without updates, and from rates and contention as measured under
-other schedules: all on the host, all visiting one by one, and all visiting at once (what both
-directions of the link reach together). Beside it stands the prediction from the rates as given.
-The emulated device shares link and device as the simulator does; what is tested is all the rest:
-that the runtime runs the schedule that was simulated. No figure from here is a GPU figure.
+Machines and plans are drawn at random. The runtime executes each plan inside DeepSpeed on a
+device with the given rates (`studies.trials.emulated_training`). The simulator predicts each plan
+from forward and backward, measured without updates, and from rates and contention, measured under
+other schedules: all subgroups on the host, all staged one by one, and all staged at the same
+time, which shows the throughput of both link directions together. The record also has the
+prediction from the given rates.
+
+The emulated device shares link and device as the simulator does. The study tests everything else:
+that the runtime runs the simulated schedule. No figure of this study is a GPU figure.
 
 With ``--many-layers`` subgroups hold several layers, with and without gradient accumulation, over
-slower links. Rates are as given, passes as measured without updates just before, and each error is
-the median of several rounds over all plans. ``predicted_whole_s`` is the prediction for gradients that leave when
-their subgroup's last layer is done.
+slower links. Rates are as given, passes are measured without updates just before, and each error
+is the median of several rounds over all plans. ``predicted_whole_s`` is the prediction for
+gradients that are copied to the host when their subgroup's last layer is done.
 """
 
 import logging
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
-    """Execute and predict ``plans`` random plans on a new random machine every five."""
+    """Execute and predict ``plans`` random plans, with a new random machine for every five plans."""
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     same = True
@@ -100,12 +102,13 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
 
 
 def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
-    """Execute and predict ``plans`` plans of subgroups of several layers, half of them with accumulation.
+    """Execute and predict ``plans`` plans with several layers per subgroup, half of them with
+    accumulation.
 
     Nothing is fitted: rates are as given, and passes are measured without updates in every round.
 
     Args:
-        scale: Time of an iteration over the usual one.
+        scale: Factor on the time of an iteration.
     """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -129,7 +132,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a row per plan: all on the host first, then random ones."""
+    """Return a row per plan. In the first plan all subgroups are on the host, further plans are random."""
     works: list[Workload] = []
     drawn: list[Plan] = []
     seconds: list[list[float]] = []
@@ -146,7 +149,7 @@ def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[di
 
 
 def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[float]) -> dict[str, Any]:
-    """``works`` and ``seconds``: as measured one after the other, round by round."""
+    """Return the figures of one plan as a row. ``works`` and ``seconds`` are measurements, one per round."""
     predicted, whole = (
         [simulate(build_schedule(work, plan), machine).iteration_s for work in some]
         for some in (works, [_joined(work) for work in works])
@@ -171,7 +174,7 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
 
 
 def _joined(work: Workload) -> Workload:
-    """Return the workload with one layer per subgroup, whose gradient leaves as a whole."""
+    """Return the workload with one layer per subgroup, so that a subgroup's gradient is copied as a whole."""
     of = len(work.layers) // len(work.subgroups)
     layer = work.layers[0]
     joined = Layer(params=of * layer.params, forward_s=of * layer.forward_s, backward_s=of * layer.backward_s)
@@ -179,13 +182,13 @@ def _joined(work: Workload) -> Workload:
 
 
 def random_setting(base: Setting, rng: random.Random) -> Setting:
-    """Rates from a quarter of the balanced machine's to somewhat above, and some duplex factor."""
+    """Return a setting with random rates, from a quarter to somewhat above ``base``, and a random duplex factor."""
     rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
     return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)
 
 
 def random_plan(work: Workload, rng: random.Random) -> Plan:
-    """Any mix of placements, any number of slots, with and without overlap."""
+    """Return a random plan: any mix of placements, any number of slots, with and without overlap."""
     weights = [rng.random() + 0.1 for _ in range(3)]
     kinds: list[Placement] = ["host", "device", "resident"]
     placements = rng.choices(kinds, weights, k=len(work.subgroups))
@@ -202,11 +205,12 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 
 
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
-    """Return the machine as three schedules show it; none of them is judged.
+    """Return the machine with rates and duplex factor measured under three schedules.
 
-    One slot lets a visit begin when the one before is back home: each copy and each update is
-    alone. With four, both directions work at once; what they reach together is what makes the
-    simulator's iteration as long as the one measured.
+    No judged plan is among the three. With one slot a staged update begins after the one before has
+    been copied back, so each copy and each update runs alone. With four slots both directions of the
+    link work at once. Their joint throughput is chosen so that the simulated iteration takes as long
+    as the measured one.
     """
     count = len(work.subgroups)
     hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)
@@ -240,7 +244,11 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
 
 
 def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
-    """``machines``: as measured under other schedules, and as given."""
+    """Return the figures of one plan as a row.
+
+    ``machines`` are the machine as measured under other schedules, and the machine with the given
+    rates.
+    """
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
     result = bench.measure(plan, steps)
     error = result.iteration_s / predicted.iteration_s - 1
@@ -260,7 +268,7 @@ def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Mach
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Executed over predicted, a point per plan."""
+    """Draw the executed over the predicted iteration time, with a point per plan."""
     rows = figures["rows"]
     with picture(path, figsize=(5.5, 5)) as (_, axes):
         highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)

@@ -1,12 +1,12 @@
-"""Is training through the front door as fast as through the library? The same steps in turn.
+"""Speed of training under `tune run`, compared with calls of ebbtide's library.
 
     python -m studies.front_door_speed --json front_door_speed.json
 
-Two processes train the same model under the same plan: one calls `ebbtide.initialize`, the other
-is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config.
-They take every step, and every step with a checkpoint, in turn: while one works, the other waits.
-Where a process lies in memory makes it a few percent faster or slower for good, so that several
-pairs of processes are compared.
+Two processes train the same model under the same plan. One calls `ebbtide.initialize`. The other
+is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its
+config. They take every step, and every step with a checkpoint, in turn: while one process works,
+the other waits. The place of a process in memory makes it permanently a few percent faster or
+slower, so several pairs of processes are compared.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Does what each line of ``orders`` says (``step``, ``save`` or ``state``) and answers it."""
+    """Train in one of the two processes. Execute each order (``step``, ``save`` or ``state``) and answer it."""
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
 
@@ -53,7 +53,7 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """Return an engine under a plan that updates everything on the host, and one checkpoint kept."""
+    """Return an engine under a plan that updates everything on the host and keeps one checkpoint."""
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
 
@@ -77,7 +77,11 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
 
 
 def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
-    """Return the seconds of one step's phases. With a folder, the step follows a save, and its end is awaited."""
+    """Return the seconds of one step's phases, or of a save followed by a step.
+
+    With a folder, the checkpoint is saved before the step. Afterwards the end of updates and writing
+    is awaited.
+    """
     from studies.bench.phase_clock import PhaseClock, timed_step
 
     begin = time.perf_counter()
@@ -98,7 +102,7 @@ def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
 
 
 class Door:
-    """One of the two processes."""
+    """One of the two compared training processes, which takes orders and answers them."""
 
     def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
         command = [
@@ -123,10 +127,10 @@ class Door:
             )
 
     def ask(self, order: str) -> dict[str, Any]:
-        """Return the process's answer.
+        """Send an order to the training process and return its answer.
 
         Raises:
-            RuntimeError: the process has ended. The message holds the end of its output.
+            RuntimeError: If the process has ended. The message has the end of its output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -150,7 +154,7 @@ class Door:
 
 @contextlib.contextmanager
 def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
-    """Return the two processes, started in this order."""
+    """Yield the two compared training processes, started in the given order."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-doors-") as folder:
         doors = {door: Door(door, size, overlap, Path(folder)) for door in order}
         try:
@@ -161,7 +165,7 @@ def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, D
 
 
 def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Medians of each door, the front door's over the library's, and whether the bits agree."""
+    """Return the median times of both processes, their ratios, and whether their bits are equal."""
     rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
     for number in range(WARMUP + rounds):
         # Who goes first changes: the second one finds warmer caches, or a busier disk.
@@ -179,7 +183,7 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the pairs of processes, and between which ratios they lie."""
+    """Return the medians over all pairs of processes, and the lowest and highest ratios."""
     ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
     result: dict[str, Any] = {
         door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES} for door in DOORS

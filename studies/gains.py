@@ -1,9 +1,9 @@
-"""What a plan is predicted to bring on machines that people have: the table of the README.
+"""Predicted gain of a plan on common machines, as in the README's table.
 
     python -m studies.gains --json gains.json
 
-Nothing is measured here: presets (data sheets and published figures), nothing fitted, one full
-search per row, stock with offload of the optimizer state beside it.
+Nothing is measured or fitted. The machines are presets (data sheets and published figures). Each
+row takes one full search, and is compared with stock DeepSpeed with offloaded optimizer state.
 """
 
 from typing import Any
@@ -38,7 +38,11 @@ def main() -> None:
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
-    """Stock's iteration and the plan's, in seconds, with what does not fit; no plan: None."""
+    """Return the predicted seconds of an iteration with stock DeepSpeed and with a plan, and the missing
+    memory.
+
+    The plan's seconds are None if no plan is possible.
+    """
     have = preset(machine)
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)
     work = job.workload(have)

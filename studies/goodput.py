@@ -1,10 +1,10 @@
 """Goodput from one node to 100,000 GPUs, and over the checkpoint interval.
 
-``python -m studies.goodput --json PATH``. Computed, not measured, and not validated: goodput at a
-published failure rate is little else than the restart time that is assumed, so that its agreement
-with the published share of effective time shows nothing. What the study shows is how the best
-interval and goodput move with the number of GPUs; the formula itself is tried against a Monte Carlo
-here, and against training that gets killed in `studies.checkpoint_interval`.
+``python -m studies.goodput --json PATH``. The figures are computed, not measured, and not
+validated. Goodput at a published failure rate depends almost only on the assumed restart time, so
+its agreement with the published share of effective time shows nothing. The study shows how the
+best interval and goodput change with the number of GPUs. The formula itself is compared with a
+Monte Carlo simulation here, and with killed training in `studies.checkpoint_interval`.
 """
 
 import math
@@ -48,15 +48,15 @@ SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The failures and the storage of a job of many nodes.
+    """The failures and the storage of a job on many nodes.
 
     Attributes:
-        node_mtbf_s: mean time between failures of one node.
-        node_write_bytes_per_s: write bandwidth of one node.
-        storage_write_bytes_per_s: write bandwidth of the storage for all nodes together.
+        node_mtbf_s: Mean time between failures of one node, in seconds.
+        node_write_bytes_per_s: Write bandwidth of one node.
+        storage_write_bytes_per_s: Write bandwidth of the storage for all nodes together.
 
     Raises:
-        ValueError: a count or rate that is not > 0.
+        ValueError: If a count or a rate is not > 0.
     """
 
     nodes: int
@@ -75,13 +75,12 @@ class Cluster:
         return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
 
     def persist_s(self, checkpoint_bytes: float) -> float:
-        """Return the seconds in which all nodes together write a checkpoint of the whole job."""
+        """Return the seconds that all nodes together take to write a checkpoint of the whole job."""
         nodes = self.nodes * self.node_write_bytes_per_s
         return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the command."""
     parser = study_parser("goodput", __doc__, drawn=True)
     parser.add_argument("--quick", action="store_true", help="a shorter Monte Carlo")
     args = parser.parse_args(arguments)
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cluster(gpus: int) -> Cluster:
-    """Return a cluster of so many GPUs in Llama 3's nodes, with its storage."""
+    """Return a cluster with this number of GPUs, in nodes and with storage as for Llama 3."""
     return Cluster(
         math.ceil(gpus / GPUS_PER_NODE),
         NODE_MTBF_S,
@@ -109,14 +108,14 @@ def cluster(gpus: int) -> Cluster:
 
 
 def cost(of: Cluster, gpus: int) -> CheckpointCost:
-    """Return the cost of a checkpoint of a model that grows with the cluster."""
+    """Return the cost of a checkpoint, for a model that grows with the cluster."""
     checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
     persist_s = of.persist_s(checkpoint_bytes)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
-    """Return the best interval of a job of this size, and what it brings."""
+    """Return the best checkpoint interval of a job on ``gpus`` GPUs, and its goodput."""
     of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
     paid = cost(of, gpus)
     steps = best_interval_steps(iteration_s, paid, of.failures)
@@ -134,8 +133,9 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 
 def llama3(samples: int) -> dict[str, Any]:
-    """Return the published failure rate: goodput with the assumed restart, and what "over 90% effective"
-    tells: the slowest restart that it allows.
+    """Return the goodput at the failure rate published for Llama 3, with the assumed restart time.
+
+    There is also the slowest restart that the published "over 90% effective" allows.
     """
     of, best = cluster(GPUS), at_scale(GPUS)
     asked = (ASSUMED["iteration_s"], cost(of, GPUS))
@@ -153,7 +153,7 @@ def llama3(samples: int) -> dict[str, Any]:
 
 
 def intervals(of: Cluster) -> dict[str, Any]:
-    """Return the goodput over the interval, with the optimum and the rules of thumb."""
+    """Return the goodput over the checkpoint interval, with the optimum and the rules of thumb."""
     iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
     fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
     seconds = {
@@ -176,7 +176,7 @@ def intervals(of: Cluster) -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """Return the availability-optimal period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
+    """Return the availability-optimal checkpoint period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
     return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
 
 
@@ -190,16 +190,17 @@ def simulated_goodput(
     seed: int = 0,
     gap_s: Callable[[], float] | None = None,
 ) -> float:
-    """Monte Carlo on a time axis of failures: the check on `expected_goodput`.
+    """Return the goodput of one long simulated job, as a check of `expected_goodput`.
 
-    Follows one long job, failure by failure, without any of the formula's algebra.
+    This Monte Carlo follows the job failure by failure, without the formula's algebra.
 
     Args:
-        intervals: checkpoints to commit before the job is done.
-        gap_s: draws the time to the next failure; exponential with mean ``mtbf_s`` by default.
+        intervals: Number of checkpoints to commit before the job is done.
+        gap_s: Function that draws the time to the next failure. By default it is exponential with
+            mean ``mtbf_s``.
 
     Raises:
-        ValueError: as `expected_goodput`, or no interval to simulate.
+        ValueError: As for `expected_goodput`, or if there is no interval to simulate.
     """
     if intervals < 1 or interval_steps < 1:
         raise ValueError(f"intervals and interval_steps must be >= 1, but got {intervals} and {interval_steps}")
@@ -224,7 +225,7 @@ def simulated_goodput(
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Goodput over the number of GPUs, and over the interval at 16,384."""
+    """Draw the goodput over the number of GPUs, and over the checkpoint interval at 16,384 GPUs."""
     with picture(path, 1, 2, figsize=(11, 4)) as (_, (left, right)):
         scales = figures["scales"]
         left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)

@@ -3,14 +3,15 @@
     python -m studies.overlap --json overlap.json
 
 DeepSpeed, copies and arithmetic are real. The duration of each layer, copy and update is given
-(`studies.trials.emulated_training`), balanced so that neither host nor device could do everything in
-time. The lower bound is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`) of the layers'
-given times. DeepSpeed's own code counts against the plan, unless a GPU would have run a kernel
-meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and gradient path: only
-placement and timing are theirs. Speculative updates follow, which begin before the norm and assume that
-the step does not clip. All of them take 0.5, 1 and 2 times forward and backward. They are compared with
-the lower bound of speculative plans and with the best plan that waits, with 5, 50 and 100% of the
-steps clipped. No figure from here is a GPU figure.
+(`studies.trials.emulated_training`), balanced so that neither host nor device could do everything
+in time. The lower bound is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`)
+of the layers' given times. DeepSpeed's own code counts against the plan, unless a GPU would have
+run a kernel meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and
+gradient copies, so only their placement and timing are compared.
+
+The second part measures early updates, which take 0.5, 1 and 2 times forward and backward. They
+are compared with the lower bound of plans with early updates and with the best plan that waits
+for the norm, with 5, 50 and 100% of the steps clipped. No figure of this study is a GPU figure.
 """
 
 import logging
@@ -34,7 +35,7 @@ RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 o
 
 @dataclass(frozen=True)
 class Row:
-    """One executed plan. Times in seconds; ``over_floor`` is iteration_s / floor_s."""
+    """The result of one executed plan. Times are in seconds, ``over_floor`` is iteration time over lower bound."""
 
     name: str
     iteration_s: float
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
-    """Execute each plan in turn on one engine, then compare its bits with stock's."""
+    """Execute each plan in turn on one engine, and compare the final bits with stock DeepSpeed's."""
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
     given = setting.workload(*setting.given_s)
@@ -89,7 +90,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the plans to execute, the tuner's first."""
+    """Return the plans to execute, the tuner's plan first."""
     import ebbtide.tuner
 
     count, size = len(work.subgroups), work.subgroup_size

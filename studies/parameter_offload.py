@@ -1,14 +1,17 @@
-"""Parameters in host memory: stock, ebbtide, and ebbtide with a share of them on the device.
+"""Parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some parameters on the
+device.
 
     python -m studies.parameter_offload --json parameter_offload.json
 
-Real DeepSpeed with ``offload_param`` on an emulated device; real copies and arithmetic, given rates
-(`studies.trials.emulated_training`). Of stock, the copies of parameters for each pass, which run
-ahead as DeepSpeed asks for them, and the update on the host take their given time, the update at
-the rate of ebbtide's own kernel; its gradients cross for nothing: all that is in stock's favour.
-State lies where the tuner's plan puts it. Of the parameters as many stay on the device as a given
-headroom holds, evenly spaced, as the tuner's search has them (`ebbtide.tuner.placements.locations`). No figure
-from here is a GPU figure.
+Real DeepSpeed with ``offload_param`` trains on an emulated device with real copies and arithmetic
+and given rates (`studies.trials.emulated_training`). In stock DeepSpeed, two things take their
+given time: the copies of parameters for each pass, which run ahead as DeepSpeed requests them,
+and the update on the host, at the rate of ebbtide's own kernel. Gradient copies take no time. All
+this favors stock.
+
+State is placed by the tuner's plan. The device keeps as many parameters as a given headroom
+holds, evenly spaced, as in the tuner's search (`ebbtide.tuner.placements.locations`). No figure
+of this study is a GPU figure.
 """
 
 import logging
@@ -43,12 +46,12 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int) -> dict[str, Any]:
-    """Stock, then each plan on one engine; medians of ``steps`` iterations each.
+    """Measure stock DeepSpeed, then each plan on one engine, with medians of ``steps`` iterations each.
 
     Returns:
-        ``speedup_over_stock`` with all parameters on the host, ``speedup_of_share`` against that
-        with a share on the device, ``predicted_over_measured`` of the plan with all on the host,
-        ``bit_identical``: both engines' whole state after the same number of steps.
+        ``speedup_over_stock`` with all parameters on the host, ``speedup_of_share`` from keeping some
+        parameters on the device, ``predicted_over_measured`` with all parameters on the host, and
+        ``bit_identical``: whether both engines' whole state is equal after the same number of steps.
     """
     zero = config(setting)
     bench = Bench(setting, **zero)
@@ -76,9 +79,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def config(setting: Setting) -> dict[str, Any]:
-    """Keys of ``zero_optimization`` under which each layer's parameters come in for each pass, one
-    layer ahead.
-    """
+    """Return ``zero_optimization`` keys that fetch each layer's parameters for each pass, one layer ahead."""
     return {
         "offload_param": {"device": "cpu", "pin_memory": True},
         "stage3_max_reuse_distance": 0,
@@ -89,8 +90,8 @@ def config(setting: Setting) -> dict[str, Any]:
 
 
 def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the tuner's plan of the state; of the parameters all on the host, or what the headroom does
-    not hold.
+    """Return the tuner's plan with all parameters on the host, and with as many on the device as the
+    headroom holds.
     """
     import ebbtide.tuner
     from ebbtide.tuner.placements.locations import spaced
@@ -106,7 +107,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
 
 
 class StockBench(Bench):
-    """Stock DeepSpeed with copies for passes and updates at given rates."""
+    """Stock DeepSpeed with parameter copies and updates at given rates."""
 
     def __init__(self, setting: Setting, **zero: Any) -> None:
         super().__init__(setting, **zero)
@@ -139,11 +140,10 @@ class StockBench(Bench):
         return Fetch(param, to, [completion], self.device)
 
     def measure_stock(self, steps: int) -> Measured:
-        """Medians over ``steps`` iterations after the warm-up."""
+        """Return the median times over ``steps`` iterations of stock DeepSpeed after the warm-up."""
         return self._measured([self._step(settle=False) for _ in range(WARMUP + steps)])
 
     def train(self) -> None:
-        """Train one more step."""
         self._step(settle=False)
 
     def close(self) -> dict[str, torch.Tensor]:

@@ -1,15 +1,16 @@
-"""ebbtide and its peers: one process after another, same model, memory cap, seeds and steps.
+"""Comparison of ebbtide with other offloading systems: same model, memory cap, seeds and steps.
 
     python -m studies.peers --json peers.json --size 3b --cap-gib 24
     python -m studies.peers --json peers.json --device emulated      # tiny, without a GPU
 
-Stock runs twice, pinned and bound to cores near the GPU; the second run is the control, without
-which no bit is compared. Twin-Flow is run at several ratios, its best one that fits counts. ZenFlow
-trains with stale updates, torchao with 16-bit masters, DeepCompile with other kernels: they are
-marked as not exact. A peer that fails is a row that says how. The rows of ``features`` are ebbtide
-with all that a plan may have, and without one of it at a time: in steps of several micro-batches
-none of which is clipped, against stock's. Without a GPU every device is host memory: no figure of
-such a run is a GPU figure.
+The systems run in one process after the other. Stock DeepSpeed runs twice, pinned and bound to
+cores near the GPU. The second run is the control, without which no bits are compared. Twin-Flow
+runs at several ratios, and its best ratio that fits counts. ZenFlow trains with stale updates,
+torchao with 16-bit masters, DeepCompile with other kernels, so these are marked as not exact. If
+a system fails, its row says how. The rows of ``features`` are ebbtide with all features of a
+plan, and without one feature at a time. Their steps have several unclipped micro-batches, and are
+compared with stock. Without a GPU every device is host memory, and no figure of the run is a GPU
+figure.
 """
 
 import argparse
@@ -83,15 +84,15 @@ def _arguments() -> argparse.Namespace:
 
 
 def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
-    """Run everybody; ebbtide under the tuner's plan within the cap.
+    """Train with each compared system, and with ebbtide under the tuner's plan within the memory cap.
 
     Args:
-        only: some of PEERS; stock and ebbtide always run.
+        only: Some of `PEERS`. Stock DeepSpeed and ebbtide always run.
 
     Returns:
-        ``rows``, ``speedup`` against stock, ``speedup_over_best_exact_peer``, what the control
-        says (``control_identical``, ``noise``), and ``correct``: ebbtide's bits are stock's
-        (None: one of them failed, or stock's differ from its own).
+        ``rows``, ``speedup`` over stock, ``speedup_over_best_exact_peer``, the results of the control
+        (``control_identical``, ``noise``), and ``correct``: whether ebbtide's bits equal stock's.
+        ``correct`` is None if a run failed, or if the two stock runs differ.
     """
     suite.plan()
     features = _features(suite) if "features" in only else {}
@@ -107,14 +108,14 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the row of stock that did the same."""
+    """Return the name of the stock DeepSpeed row to compare a row with."""
     if name in WITHOUT or name == ACCUMULATING:
         return ACCUMULATING
     return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Name and arguments of the rows of `WITHOUT` and their stock."""
+    """Return the names and arguments of the rows of `WITHOUT`, and of their stock DeepSpeed row."""
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
@@ -124,7 +125,7 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Name and arguments; what is wanted most comes first, since time may end."""
+    """Return the names and arguments of all trials, the most wanted first, because time may run out."""
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],
         "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
@@ -149,14 +150,13 @@ def _compared(row: Figures, reference: Figures) -> None:
 
 
 def _mark_best(rows: dict[str, Figures]) -> None:
-    """Twin-Flow's fastest ratio is ``best``."""
     ran = [r for n, r in rows.items() if n.startswith("twin_flow") and "failed" not in r]
     if ran:
         min(ran, key=lambda row: row["iteration_s"])["best"] = True
 
 
 def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
-    """Against the fastest exact peer that offloads as clipping demands, stock among them."""
+    """Return the speed-up over the fastest exact system that offloads with clipping, stock DeepSpeed included."""
     if "failed" in ours:
         return None
     others = [
@@ -168,7 +168,7 @@ def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
 
 
 def show(figures: Figures, emulated: bool) -> None:
-    """Print a row each."""
+    """Print a table with a row for each compared system."""
     table = Table(title="no GPU: every device is host memory" if emulated else "peers")
     columns = (
         "peer",

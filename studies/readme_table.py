@@ -1,8 +1,9 @@
-"""Writes the tables of the README and of docs/results.md from the records under studies/results/,
-so that no figure is typed.
+"""Tables of the README and of docs/results.md, written from the records under studies/results/.
+
+So no figure is typed by hand.
 
 python -m studies.readme_table          # or: make results
-python -m studies.readme_table --check  # exit code 1 if one is not up to date
+python -m studies.readme_table --check  # exit code 1 if a table is not up to date
 """
 
 import argparse
@@ -182,7 +183,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(documents: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a row per record: study, figures, machine, command."""
+    """Return a Markdown table with a row per study record: study, figures, machine and command."""
     lines = ["| study | result | measured on | command |", "|---|---|---|---|"]
     for document in documents:
         figures = _figures(document)
@@ -209,7 +210,6 @@ def _value(document: dict[str, Any], name: str) -> Any:
 
 
 def _where(document: dict[str, Any]) -> str:
-    """Return the GPU, or in so many words that there was none."""
     machine = document.get("machine", {})
     if document.get("device_kind") == "cuda" and machine.get("gpu"):
         return str(machine["gpu"])
@@ -219,7 +219,10 @@ def _where(document: dict[str, Any]) -> str:
 
 
 def gains(documents: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a row per model and machine: stock and a plan, at each accumulation."""
+    """Return a Markdown table of gains, with a row per model and machine.
+
+    Each row has stock DeepSpeed and a plan, at each accumulation.
+    """
     cases = [c for d in documents if d["study"] == "gains" for c in d["cases"]]
     steps = sorted({case["accumulation"] for case in cases})
     head = " | ".join(f"accumulation {n}: stock | plan | gain" for n in steps)
@@ -238,7 +241,7 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _plan_times(case: dict[str, Any]) -> str:
-    """Return an iteration at the assumed clip rate, and the one if every step clips where that differs."""
+    """Return the iteration time at the assumed clip rate, and the time if every step clips, if it differs."""
     mean_s, clipped_s = case["plan_s"], case.get("every_step_clips_s")
     told = f"{mean_s:.2f} s"
     return told if clipped_s is None or clipped_s <= 1.005 * mean_s else f"{told} (clipping {clipped_s:.2f})"
@@ -259,7 +262,7 @@ def replaced(page: str, rows: str, name: str = "results") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables, or says whether they are up to date."""
+    """Rewrite the tables. With ``--check`` return 1 if one is not up to date."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.readme_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

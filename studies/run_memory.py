@@ -2,12 +2,13 @@
 
     python -m studies.run_memory --json run_memory.json
 
-Where pages are locked, a buffer cannot be kept: its bytes are copied to new memory, so that old and
-new are there at once. Without a GPU a device that copies in the same way stands for one, with
-memory of its own, as a GPU's is: all of it is resident before anything is measured. A peak is what
-the session holds in host memory after it, plus how much higher the resident set was meanwhile;
-`*_device_bytes_per_param` is what it has put on the device by then. ZeRO-1 and 2 keep DeepSpeed's
-flat buffers: what a plan keeps on the device takes room on both sides.
+With page-locked memory a buffer cannot be kept: its bytes are copied to new memory, so that the
+old and the new buffer exist together. Without a GPU an emulated device copies in the same way. It
+has its own memory, as a GPU has, and all of it is resident before anything is measured. A peak is
+the memory that the session holds on the host at the end, plus the temporary increase of the
+resident set. `*_device_bytes_per_param` is the memory that the session holds on the device at
+this moment. ZeRO-1 and 2 keep DeepSpeed's flat buffers, so state that a plan keeps on the device
+takes memory on both sides.
 """
 
 import argparse
@@ -42,20 +43,20 @@ DEVICE_BYTES_PER_PARAM = 24  # of the device that stands for a GPU: enough for t
 
 
 class Peak(NamedTuple):
-    """The most host memory of a block, and what lies on the device at its end."""
+    """The peak of host memory in a block of code, and the device memory in use at the block's end."""
 
     host_bytes: int
     device_bytes: int
 
 
 class PageLocking(EmulatedDevice):
-    """An emulated device with host buffers on separate pages, as page-locked ones are.
+    """An emulated device with host buffers on separate pages, as page-locked buffers are.
 
     Its own memory is touched when it is made, and never given back, so that its use does not change
     the resident set.
 
     Attributes:
-        used_bytes: used bytes of its memory.
+        used_bytes: Bytes of the device's memory that are in use.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -104,7 +105,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """Return the peaks in bytes per parameter: the four of ZeRO-3, and ZeRO-2's without `auto`."""
+    """Return the memory peaks in bytes per parameter: four for ZeRO-3, and ZeRO-2's without the plan ``auto``."""
     params, peaks = _by_hand(size, subgroup, 3)
     peaks["auto"] = _automatic(size, subgroup)
     _, below = _by_hand(size, subgroup, 2)
@@ -119,7 +120,7 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
 
 
 def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]]:
-    """Parameters, and the peaks of attach, of re-plans there and back, and of a resume."""
+    """Return the number of parameters, and the memory peaks of attaching, changing the plan, and resuming."""
     peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup, stage=stage))
@@ -145,7 +146,7 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
 
 
 def _automatic(size: str, subgroup: int) -> Peak:
-    """Return the peak of ``plan="auto"``: when it attaches, or when it has planned."""
+    """Return the higher memory peak of ``plan="auto"``: while attaching, or while switching to its plan."""
     peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup))
@@ -189,13 +190,13 @@ def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Pl
 
 
 def _machine() -> Machine:
-    """Any that makes `auto` plan: what is measured here is memory."""
+    """Return any machine with which ``auto`` makes a plan, because only memory is measured."""
     return preset("h100-node")
 
 
 @contextmanager
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
-    """Note the highest resident set of the block: what it has above the session's own memory."""
+    """Record the peak host memory of the block: the session's memory plus the temporary increase."""
     gc.collect()
     reset_host_peak()
     yield
@@ -207,7 +208,6 @@ def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
 
 
 def _device_bytes(session: Session) -> int:
-    """Return the bytes of device memory: resident state, gradients, staging."""
     states = session.executor.states
     resident = sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
     gradients = sum(s.gradient.nbytes for s in states if s.placement != "host")

@@ -57,7 +57,7 @@ OPEN = ("queued", "running")
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """Return a question like no other."""
+    """Return a random request to the service that differs from all others."""
     return {
         "machine": MACHINE,
         "model": MODEL,
@@ -71,7 +71,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 class Server:
-    """``tune serve`` in a process of its own."""
+    """The service ``tune serve`` in a separate process."""
 
     def __init__(self, database: Path) -> None:
         self.database = database
@@ -98,12 +98,12 @@ class Server:
         self.process.wait(30)
 
     def call(self, path: str, body: Any = None) -> Any:
-        """GET, or POST with a body."""
+        """Send a request to the service and return its answer. Use GET, or POST if there is a body."""
         return ServiceClient(f"http://{self.address}", timeout_s=600).call(path, body)
 
 
 class Client:
-    """One keep-alive connection that sends the next question on each answer."""
+    """A keep-alive connection to the service, which sends the next request after each answer."""
 
     def __init__(self, server: Server, question: Callable[[], dict[str, Any]]) -> None:
         self._server, self._question = server, question
@@ -111,7 +111,7 @@ class Client:
         self.errors: list[str] = []
 
     async def run(self, from_s: float, until_s: float) -> None:
-        """Ask until the time is over; what was asked before ``from_s`` does not count."""
+        """Send requests until ``until_s``. Requests sent before ``from_s`` are not counted."""
         reader, writer = await asyncio.open_connection(self._server.host, self._server.port)
         while (started_s := time.perf_counter()) < until_s:
             body = json.dumps(self._question()).encode()
@@ -138,7 +138,7 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def load(server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Percentiles in milliseconds, answers per second, errors."""
+    """Return the latency percentiles in milliseconds, the answers per second, and the errors under load."""
     started_s = time.perf_counter()
     asking = [Client(server, question) for _ in range(clients)]
     from_s = started_s + WARM_S
@@ -156,7 +156,7 @@ async def load(server: Server, clients: int, seconds: float, question: Callable[
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 of the given times, in milliseconds."""
     if len(seconds) < 2:
         return {f"p{p}_ms": math.nan for p in (50, 95, 99)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
@@ -164,7 +164,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """Return the same questions, answered by a function call."""
+    """Return the latency percentiles of the same requests, answered by a function call."""
     from ebbtide.tuner.service.answers import simulate
     from ebbtide.tuner.service.requests import Simulate
 
@@ -179,7 +179,7 @@ def in_process(rng: random.Random) -> dict[str, float]:
 
 
 def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
-    """Submit jobs, kill the server while some run, waits for all, counts."""
+    """Submit jobs, kill the server repeatedly while some run, wait for all, and count lost jobs."""
     acknowledged, kills = [], 0
     for number in range(1, JOBS + 1):
         changes = {"h2d_bytes_per_s": [rng.uniform(1e10, 6e10) for _ in range(CELLS)]}
@@ -206,7 +206,7 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
 
 
 def _kill_while_running(server: Server) -> int:
-    """Wait until a job runs, so that the kill hits one, then kill and starts anew."""
+    """Wait until a job runs, so that the kill hits it. Then kill the server and restart it."""
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
@@ -231,7 +231,7 @@ def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(clients: int, seconds: float) -> dict[str, Any]:
-    """Run all measurements one after the other."""
+    """Run all measurements of the service in turn, and return the figures."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")

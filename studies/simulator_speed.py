@@ -3,9 +3,10 @@
     python -m studies.simulator_speed --json simulator_speed.json
 
 Every evaluation builds and runs another plan (placements, order, slots, prefetch, threads and
-overlap drawn at random) on one of several random machines, without any cache. One thread; time is
-the process's CPU time, so that other load does not count, with the wall time next to it. Some plans
-of each size also run in the reference engine, and the largest difference is reported.
+overlap drawn at random) on one of several random machines, without any cache. One thread
+computes. Time is the process's CPU time, so that other load does not count. The wall time is
+printed next to it. Some plans of each size also run in the reference engine, and the largest
+difference is reported.
 """
 
 import statistics
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
-    """Seconds per simulated iteration for each number of subgroups; one thread."""
+    """Return the seconds per simulated iteration for each number of subgroups, on one thread."""
     cpu_s, wall_s, differences = {}, {}, []
     for size in sizes:
         pairs = varied_plans(size, np.random.default_rng(size))
@@ -63,7 +64,7 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSweep, Plan]]:
-    """Random plans on random machines, machine by machine; a layer per subgroup."""
+    """Return random plans on random machines, machine by machine, with one layer per subgroup."""
     layers = tuple(
         Layer(params=10**6, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**6)
         for forward_s in rng.uniform(0.5e-3, 2e-3, subgroups).tolist()
@@ -96,7 +97,7 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
 
 def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
-    """Largest relative difference of the iteration time from the reference engine's."""
+    """Return the largest relative difference between iteration times and those of the reference engine."""
     result = []
     for sweep, plan in pairs:
         schedule = build_schedule(sweep.workload, plan, ITERATIONS)
@@ -106,7 +107,6 @@ def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
 
 
 def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]:
-    """Median CPU and wall seconds of one simulated iteration."""
     calls = [_call(sweep, plan) for sweep, plan in pairs]
     calls[0]()  # compiles
     samples = []
@@ -121,7 +121,7 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 
 
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
-    """Return a call as the search makes it, with placements as codes."""
+    """Return a function that evaluates a plan in the way of the tuner's search."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)

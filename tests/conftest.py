@@ -1,4 +1,4 @@
-"""What every test runs in: few threads, ninja on PATH, one DeepSpeed rank where a test needs it."""
+"""Setup of all tests: few threads, ninja on PATH, and one DeepSpeed rank for tests that need it."""
 
 import atexit
 import json
@@ -30,11 +30,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def own_extensions(cache, prefix):
-    """The folder of compiled ops that belongs to the environment at ``prefix``; None: torch's own.
+    """Return the folder of compiled ops for the environment at ``prefix``. None means torch's own
+    folder.
 
-    torch keeps a build under its op's name, whichever environment compiled it: of two that are
-    tested on one machine each compiled anew, in the middle of its tests, what the other had
-    compiled. What this one has there is copied with its times, so that ninja finds it done.
+    torch keeps a build under its op's name, no matter which environment compiled it. Two environments
+    that are tested on one machine would therefore compile each other's ops again, in the middle of
+    the tests. Existing builds of this environment are copied with their times, so that ninja need not
+    repeat them.
     """
     own = cache / "ebbtide" / f"test-ops-{zlib.crc32(str(prefix).encode()):08x}"
     builds = list((cache / "torch_extensions").glob("*/*/build.ninja"))
@@ -107,20 +109,18 @@ FIRST = (
 
 
 def pytest_configure(config):
-    """A worker ends behind what others do at exit, which were registered later: to free all that
-    was ever imported, and every engine, takes seconds of each.
-    """
+    """End a test worker directly at exit, because freeing all modules and engines takes seconds."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
 
 
 def pytest_sessionfinish():
-    """Remove what killed processes of the tests have left in shared memory: 66 MiB each."""
+    """Remove the shared memory that killed test processes have left, 66 MiB each."""
     remove_left_buffers()
 
 
 def pytest_collection_modifyitems(items):
-    """A stable sort: within a file, and among the files that are not named, the order stays."""
+    """Sort the tests so that the files in `FIRST` come first, without changing any other order."""
     first = {f"tests/{name}": rank for rank, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
@@ -130,8 +130,10 @@ def pytest_collection_finish():
 
 
 def one_thread():
-    """Of torch's, for this process' tests: a team of two for products this small takes a twelfth
-    more of the CPU. Threads that the runtime starts have OMP_NUM_THREADS.
+    """Set torch to one thread for the tests of this process.
+
+    A team of two threads takes a twelfth more CPU time for products this small. Threads that the
+    runtime starts use OMP_NUM_THREADS.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
@@ -144,16 +146,14 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 @pytest.fixture(autouse=True)
 def as_many_threads():
-    """Which bits a product has depends on torch's threads: who changes them leaves them as they
-    were for the next test of this process.
-    """
+    """Reset torch's number of threads after each test, because the bits of products depend on it."""
     yield
     one_thread()
 
 
 @pytest.fixture(scope="session")
 def deepspeed_ops():
-    """DeepSpeed's host ops, compiled once (about a minute on a fresh machine)."""
+    """Compile DeepSpeed's host ops once, which takes about a minute on a fresh machine."""
     from studies.bench.deepspeed_ops import build_host_ops
 
     build_host_ops()
@@ -161,7 +161,7 @@ def deepspeed_ops():
 
 @pytest.fixture(scope="session")
 def only_rank(deepspeed_ops):
-    """This process as the only rank of a job, so that ``deepspeed.initialize`` works in it."""
+    """Make this process the only rank of a job, so that ``deepspeed.initialize`` works in it."""
     import deepspeed
     import torch.distributed
 
@@ -178,22 +178,22 @@ def only_rank(deepspeed_ops):
 
 @pytest.fixture
 def child_environment():
-    """The environment for a process that a test starts: without this process's rank and port."""
+    """Return the environment for a process that a test starts, without this process's rank and port."""
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 
 @pytest.fixture
 def new_shell(child_environment):
-    """A new shell's environment: this Python's commands on PATH, no PYTHONPATH, no rank."""
+    """Return a new shell's environment: this Python's commands on PATH, no PYTHONPATH, no rank."""
     kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}
     return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory, deepspeed_ops):
-    """A folder in which `python -m studies.demo --quick` has been run: it has runs/demo/.
+    """Run `python -m studies.demo --quick` once, and return its folder, which has runs/demo/.
 
-    Once for all test processes: who comes later waits for the first.
+    All test processes share the folder. Later ones wait until the first one has made it.
     """
     folder = _shared_by_all_workers(tmp_path_factory) / "demo"
     with FileLock(f"{folder}.lock"):

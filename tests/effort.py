@@ -1,4 +1,4 @@
-"""The effort of the searches in tests."""
+"""A reduced search effort for most tests."""
 
 import pytest
 from ebbtide.tuner.placements.search import Search

@@ -1,4 +1,4 @@
-"""Machines and workloads of the tests: round numbers, so that results can be worked out by hand."""
+"""Machines and workloads of the tests, in round numbers, so that results can be worked out by hand."""
 
 import random
 
@@ -8,14 +8,14 @@ GIB = 2**30
 
 
 def _made(rates, facts, changes):
-    """Numbers for rates are exact quantities."""
+    """Return a machine. Plain numbers for rates become exact quantities."""
     values = {k: changes.pop(k, v) for k, v in rates.items()}
     exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
     return Machine(**{**facts, **exact, **changes})
 
 
 def machine(**changes):
-    """1 of everything per second: an op of work w takes w seconds alone."""
+    """Return a machine with a rate of 1 per second for everything, so that an op of work w takes w seconds alone."""
     rates = {
         "h2d_bytes_per_s": 1.0,
         "d2h_bytes_per_s": 1.0,
@@ -43,8 +43,9 @@ def machine(**changes):
 
 
 def node(**changes):
-    """A node as people have one, in round numbers: a link of 50 GB/s, DRAM of 200; what is not
-    given here follows from these.
+    """Return a typical node in round numbers, with a link of 50 GB/s and DRAM of 200 GB/s.
+
+    Values that are not given here follow from these.
     """
     rates = {
         "h2d_bytes_per_s": 50e9,
@@ -68,13 +69,13 @@ def node(**changes):
 
 
 def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
-    """A layer per subgroup."""
+    """Return a workload with one layer per subgroup."""
     layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=backward_s, activation_bytes=7) for n in sizes)
     return Workload(name="w", layers=layers, subgroups=tuple(sizes), **fields)
 
 
 def random_machine(rng: random.Random):
-    """Rates over three decades, contention everywhere."""
+    """Return a random machine, with rates over three decades and contention everywhere."""
 
     def rate():
         return 10 ** rng.uniform(0, 3)
@@ -100,7 +101,7 @@ def random_machine(rng: random.Random):
 
 
 def random_workload(rng: random.Random, zero_stage: int = 3):
-    """Layers and subgroups whose borders do not coincide."""
+    """Return a random workload in which the borders of layers and subgroups do not coincide."""
     whole = zero_stage < 3  # parameters: gathered at a step's end only
     sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 9))]
     total, layers, left = sum(sizes), [], sum(sizes)

@@ -1,4 +1,4 @@
-"""Searches the best plan; the ``tune`` command."""
+"""The search for the best plan, and the ``tune`` command."""
 
 from typing import TYPE_CHECKING, Any
 

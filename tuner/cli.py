@@ -1,4 +1,4 @@
-"""The ``tune`` command. Each of its commands lives in a file of its own under tuner/commands/."""
+"""The ``tune`` command line. Each subcommand has its own file in ``tuner/commands/``."""
 
 import click
 from ebbtide.tuner.lazy_group import LazyGroup

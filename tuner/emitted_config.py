@@ -1,4 +1,4 @@
-"""``tune plan --emit-deepspeed``: a DeepSpeed config that trains under the plan."""
+"""The DeepSpeed config that ``tune plan --emit-deepspeed`` writes for training under a plan."""
 
 import json
 from collections.abc import Mapping
@@ -19,13 +19,17 @@ _FILLED_IN: dict[str, Any] = {
 def emitted_config(
     plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
-    """Build the config. What is given stays, except what the plan decides and ``"auto"`` that it counts on.
+    """Build a DeepSpeed config that trains under a plan.
+
+    Values of a given config are kept, except the ones that the plan decides. If the plan depends on a value
+    that is ``"auto"``, the value is written out.
 
     Args:
-        plan_file: what the config calls the plan's file; a script may run in any folder, so it
-            should be an absolute path, or lie beside the config.
-        given: a DeepSpeed config to start from; None: one whose other values the trainer fills in.
-        wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``. zero_stage: likewise.
+        plan_file: Path of the plan's file as written into the config. A script may run in any folder, so the
+            path should be absolute, or the file should lie next to the config.
+        given: DeepSpeed config to start from. If None, the trainer fills in all other values.
+        wire_dtype: Dtype of the workload's gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
+        zero_stage: ZeRO stage of the workload.
 
     Raises:
         ValueError: ``given`` is for another ZeRO stage.
@@ -53,7 +57,10 @@ def emitted_config(
 
 
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
-    """Replace ``"auto"`` by what the plan counts on. A trainer then refuses arguments that differ."""
+    """Replace ``"auto"`` in a DeepSpeed config by the numbers that a plan assumes.
+
+    A trainer then refuses arguments that differ from these numbers.
+    """
     numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
     for key, number in numbers.items():
         if config.get(key) == "auto":
@@ -65,7 +72,7 @@ def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
 
 
 def write_config(config: dict[str, Any], path: str) -> None:
-    """Write the config, whole or not at all."""
+    """Write a DeepSpeed config to a file, either whole or not at all."""
     write_whole(path, json.dumps(config, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The inputs of commands: machines, workloads, plans, from files, presets and model configs."""
+"""Inputs of the ``tune`` commands: machines, workloads and plans from files, presets and model configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ LONGEST = 4000  # characters of a message: the ways out of what does not fit tak
 
 
 class BadInputError(click.ClickException):
-    """Exit code 2 with the rule, the value (cut, where it is long) and the flag to change."""
+    """An error for an invalid command-line input, with exit code 2.
+
+    The message states the violated rule, the given value (cut if it is long) and the flag to change.
+    """
 
     exit_code = 2
 
@@ -47,7 +50,7 @@ class BadInputError(click.ClickException):
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
-    """A flag with text that a function parses, raising ValueError."""
+    """A type of command-line option with text that a function parses, raising ValueError for bad text."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -60,7 +63,6 @@ class Text(click.ParamType):  # type: ignore[type-arg]
 
 
 def _machines(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete the name of a preset, or a file."""
     from ebbtide.simulator.estimates.presets import preset_names
 
     names = [CompletionItem(name) for name in preset_names() if name.startswith(begun.lower())]
@@ -149,21 +151,21 @@ _WORKLOAD_OPTIONS = (
 
 
 def launched(command: Command) -> Command:
-    """Add `LAUNCHER_OPTIONS`."""
+    """Add the options for the training launcher to a command."""
     for option in reversed(LAUNCHER_OPTIONS):
         command = option(command)
     return command
 
 
 def workload_options(command: Command) -> Command:
-    """Add the flags that say what is trained; the command gets them as ``**source``."""
+    """Add the options that describe the training job to a command, which gets them as ``**source``."""
     for option in reversed(_WORKLOAD_OPTIONS):
         command = option(command)
     return command
 
 
 def read_machine(given: str) -> Machine:
-    """Return a machine file, or a preset where no such file exists."""
+    """Load a machine profile from a file, or return the preset of that name if no such file exists."""
     from ebbtide.simulator.estimates.presets import preset
     from ebbtide.simulator.machine import Machine
 
@@ -176,7 +178,7 @@ def read_machine(given: str) -> Machine:
 
 
 def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `Job` from the flags that go with ``--model``."""
+    """Return the fields of a `Job` from the command-line flags that go with ``--model``."""
     ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
     return {
         "sequence": about["sequence"] or SEQUENCE,
@@ -190,7 +192,7 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Job` that the flags for kernels and recomputation give."""
+    """Return the fields of a `Job` that the flags for kernels and recomputation set."""
     given: dict[str, Any] = {name: about[name] for name in ("recompute_share", "kernels") if about.get(name)}
     if about.get("fused_loss"):
         given["fused_loss"] = True
@@ -200,12 +202,11 @@ def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `Job` from `LAUNCHER_OPTIONS`."""
+    """Return the fields of a `Job` that the flags in `LAUNCHER_OPTIONS` set."""
     return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
 def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
-    """Return a profiled workload with the launcher and the clip rate that the flags give."""
     from ebbtide.simulator.estimates.launchers import started
 
     given = started_by(about)
@@ -216,11 +217,12 @@ def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training job of the flags.
+    """The training job that the command-line flags describe.
 
     Attributes:
-        job: the job of an estimated workload. None: it was profiled.
-        config: DeepSpeed's, read once. None: no flag names one.
+        workload: Profiled or estimated workload.
+        job: Job that the workload was estimated from. None if the workload was profiled.
+        config: DeepSpeed's config, read once. None if no flag names one.
     """
 
     workload: Workload
@@ -237,14 +239,18 @@ class Trained:
 def read_trained(
     machine: Machine, workload: str | None, model: str | None, *, beside_workload: Sequence[str] = (), **about: Any
 ) -> Trained:
-    """Return a workload file, or an estimate from a model's config.
+    """Load a profiled workload from a file, or estimate one from a model's config.
 
     Args:
-        beside_workload: those of the flags for ``--model`` that the command needs anyway.
+        machine: Machine that the estimate is made for.
+        workload: Path of a workload file.
+        model: Path of a model's config.
+        beside_workload: Names of flags for ``--model`` that the command also accepts with ``--workload``.
+        about: Values of the flags that go with ``--model``.
 
     Raises:
-        BadInputError: neither or both are given, one that cannot be used, or a flag that would
-            change nothing.
+        BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no
+            effect.
     """
     from ebbtide.simulator.workload import Workload
 
@@ -278,10 +284,12 @@ def read_trained(
 
 
 def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, model: str | None) -> None:
-    """Refuse a model's config as DeepSpeed's, the reverse, and weights that full fine-tuning cannot train.
+    """Refuse a model's config given as DeepSpeed's, the reverse, and quantized weights.
+
+    Full fine-tuning cannot train quantized weights.
 
     Raises:
-        BadInputError: names the flag that the file belongs to.
+        BadInputError: A file belongs to another flag, which the message names, or the weights are quantized.
     """
     from ebbtide.simulator.estimates.architecture import is_deepspeed, is_model, quantized
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
@@ -301,7 +309,6 @@ def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, mode
 
 
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
-    """Report errors in DeepSpeed's config under its own file, not under the model's."""
     from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
     beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
@@ -312,7 +319,7 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 
 
 def read_config(path: str | None) -> Mapping[str, Any] | None:
-    """DeepSpeed's config; None: no flag names one."""
+    """Load the DeepSpeed config at a path. Return None if the path is None."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
 
     try:
@@ -322,7 +329,7 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def check_offloading(trained: Trained) -> None:
-    """Refuse what no plan can be applied to."""
+    """Raise BadInputError if no plan can be applied to the training job."""
     from ebbtide.simulator.estimates.job import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
@@ -330,10 +337,12 @@ def check_offloading(trained: Trained) -> None:
 
 
 def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Directories for state, with their sizes: of ``--storage``, or of DeepSpeed's config.
+    """Return the directories that may store optimizer state, with their sizes in bytes.
+
+    They come from ``--storage``, or else from DeepSpeed's config.
 
     Raises:
-        BadInputError: below ZeRO-3, which stores nothing.
+        BadInputError: Storage is given below ZeRO-3, which cannot store state.
     """
     from ebbtide.simulator.storage import ANY_BYTES
 
@@ -345,10 +354,11 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
-    """Refuse an output that would overwrite another one, or what is read.
+    """Refuse an output file of a command that would overwrite another output or an input.
 
     Args:
-        outputs, inputs: paths by their flags.
+        outputs: Paths of output files by their flags.
+        inputs: Paths of input files by their flags.
     """
     taken = {Path(path).resolve(): flag for flag, path in inputs.items() if path}
     for flag, path in outputs.items():
@@ -358,17 +368,17 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str |
 
 
 def tell_unread(trained: Trained) -> None:
-    """One quiet line about what was taken for DeepSpeed's keys, and which of them do not count."""
+    """Print a note about how DeepSpeed's config was read, with the keys that were ignored."""
     notes = trained.workload.provenance.partition("; ")[2]
     if trained.config is not None and notes:
         click.echo(f"note: {notes}", err=True)
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """DeepSpeed's config as it stands in a file, comments and all.
+    """Load a DeepSpeed config from a JSON file, which may have comments.
 
     Raises:
-        BadInputError: no such file, or no JSON object.
+        BadInputError: There is no such file, or it has no JSON object.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
 
@@ -379,7 +389,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """Return a plan file."""
+    """Load a plan from its file."""
     from ebbtide.simulator.plan import Plan
 
     try:
@@ -402,10 +412,10 @@ def _read(kind: type[T], path: str, flag: str) -> T:
 
 
 def check_folder(flag: str, path: str | None) -> None:
-    """Check that the result can be written, before minutes of work.
+    """Check before minutes of work that an output file can be written.
 
     Raises:
-        BadInputError: ``path`` is in no folder, or in one that cannot be written to.
+        BadInputError: The folder of ``path`` does not exist or cannot be written to.
     """
     if path is None:
         return
@@ -417,7 +427,7 @@ def check_folder(flag: str, path: str | None) -> None:
 
 @contextmanager
 def written(flag: str, path: str) -> Iterator[None]:
-    """Return an error in writing the file names its flag."""
+    """Turn an error while an output file is written into a BadInputError that names the file's flag."""
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format

@@ -1,4 +1,4 @@
-"""A click group that imports a command when it is needed, suggests names, and tells errors as JSON on request."""
+"""A click group that imports commands on demand, suggests names, and prints errors as JSON on request."""
 
 import json
 import sys
@@ -11,10 +11,10 @@ import click
 
 
 class LazyGroup(click.Group):
-    """Commands by name, each given as ``"module:attribute"``.
+    """A click group that imports each command from ``"module:attribute"`` when it is needed.
 
     Args:
-        commands_at: name -> where the command is; its order is the order of the help.
+        commands_at: Import location by command name. Its order is the order in the help.
     """
 
     def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
@@ -35,10 +35,10 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is named.
+        """Find the click command that the arguments name.
 
         Raises:
-            click.UsageError: no such command. The error suggests the nearest.
+            click.UsageError: There is no such command. The error suggests the nearest name.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -49,7 +49,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message.rstrip('.')}. {meant}", ctx) from None
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run a command. With ``--json`` an error is printed as JSON, in the service's form."""
+        """Run a click command. With ``--json`` an error is printed as JSON in the planning service's format."""
         run: Any = super().main  # its overloads do not know further arguments
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given

@@ -1,4 +1,4 @@
-"""The work of `tune profile`: measuring the machine, or a training script."""
+"""The work of ``tune profile``: measuring a machine or a training script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=BaseModel)
 def machine_profile(
     output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
 ) -> None:
-    """Measure the machine and write it."""
+    """Measure this machine and write its profile to a file."""
     from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
@@ -53,10 +53,10 @@ def script_profile(
     go_on: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run the script unchanged under its launcher and write the workload.
+    """Run a training script unchanged under its launcher and write its measured workload to a file.
 
     Raises:
-        LaunchError: no workload came back, or the script failed later; its output was shown.
+        LaunchError: The script reported no workload, or it failed later. Its output was shown.
     """
     from ebbtide.profiler.launch import LaunchError, ScriptRun, profile_script
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parsers for sizes, rates, durations and shares as people write them."""
 
 import math
 import re
@@ -24,17 +24,17 @@ _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def told_seconds(seconds: float) -> str:
-    """Return a time for people, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3 ms``."""
+    """Return a duration as text, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3 ms``."""
     if seconds >= 0.9995:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"
 
 
 def size_bytes(text: str) -> int:
-    """Parse ``24GiB``, ``100 GB`` or ``1e9`` (bytes).
+    """Parse a size such as ``24GiB``, ``100 GB`` or ``1e9`` into bytes.
 
     Raises:
-        ValueError: not a positive number with a known unit, or a small one without any.
+        ValueError: The text is no positive number with a known unit, or a small number without a unit.
     """
     value = int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
     number = text.strip()
@@ -44,10 +44,10 @@ def size_bytes(text: str) -> int:
 
 
 def directory_bytes(text: str) -> tuple[str, int]:
-    """``/mnt/nvme:500GB``: a directory, as an absolute path, and bytes.
+    """Parse ``/mnt/nvme:500GB`` into a directory, as an absolute path, and a size in bytes.
 
     Raises:
-        ValueError: one of the two is missing, or the size is none.
+        ValueError: The directory or the size is missing, or the size is invalid.
     """
     directory, colon, size = text.rpartition(":")
     if not directory or not colon:
@@ -58,29 +58,29 @@ def directory_bytes(text: str) -> tuple[str, int]:
 
 
 def endurance_bytes(text: str) -> float:
-    """``600``, ``600TBW``, ``14PB``: what may be written to a drive in its life; terabytes.
+    """Parse a drive's rated write endurance, such as ``600`` (terabytes), ``600TBW`` or ``14PB``, into bytes.
 
     Raises:
-        ValueError: not a positive number with one of these units.
+        ValueError: The text is no positive number with one of these units.
     """
     return _parse(text, _ENDURANCE, "an endurance such as 600 (terabytes written) or 14PB")
 
 
 def rate_bytes_per_s(text: str) -> float:
-    """``2GB/s``, ``500MB``: bytes per second.
+    """Parse a rate such as ``2GB/s`` or ``500MB`` into bytes per second.
 
     Raises:
-        ValueError: not a positive number with a known unit.
+        ValueError: The text is no positive number with a known unit.
     """
     amount = text.strip().removesuffix("/s")
     return _parse(amount, _SIZES, "a rate such as 2GB/s or 500MB/s")
 
 
 def duration_s(text: str) -> float:
-    """``4h``, ``30m``, ``90s``: seconds.
+    """Parse a duration such as ``4h``, ``30m`` or ``90s`` into seconds.
 
     Raises:
-        ValueError: not a positive number with a known unit, or centuries.
+        ValueError: The text is no positive number with a known unit, or is longer than three centuries.
     """
     value = _parse(text, _DURATIONS, "a duration with its unit, such as 4h, 30m or 90s,")
     if value > LONGEST_S:
@@ -89,19 +89,19 @@ def duration_s(text: str) -> float:
 
 
 def chance(text: str) -> float:
-    """Parse a share like `share`, up to 100%.
+    """Parse a fraction such as ``5%`` or ``0.05``, with 100% allowed.
 
     Raises:
-        ValueError: not a number, or not in [0%, 100%].
+        ValueError: The text is no number, or is not in [0%, 100%].
     """
     return 1.0 if text.strip() in ("100%", "1", "1.0") else share(text)
 
 
 def share(text: str) -> float:
-    """``5%``, ``0.05``: a share.
+    """Parse a fraction such as ``5%`` or ``0.05``, which must be below 100%.
 
     Raises:
-        ValueError: not a number, or not in [0%, 100%).
+        ValueError: The text is no number, or is not in [0%, 100%).
     """
     number = text.strip()
     try:

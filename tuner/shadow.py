@@ -1,4 +1,4 @@
-"""Shadow prices: what a little more of a resource would bring."""
+"""Shadow prices: the time that a little more memory or bandwidth would save."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ LINK_STEP = 10e9
 
 
 def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]) -> list[str]:
-    """Plan again with 1 GiB more device memory and with 10 GB/s more link each way."""
+    """Return sentences about the time that 1 GiB more GPU memory or a 10 GB/s faster link would save.
+
+    A new plan is searched for each. The link is made faster in both directions.
+    """
     from ebbtide.tuner.placements.planning import plan as search
 
     assert plan.prediction is not None

@@ -1,1 +1,1 @@
-"""Rates of a machine: alone, with concurrent work, and with all ranks at once."""
+"""Measurements of a machine's rates: alone, with concurrent work, and with all ranks together."""

@@ -1,4 +1,4 @@
-"""Adam throughput: the fused host kernel, stock DeepSpeed's passes, and the device kernel."""
+"""Measurements of Adam's speed: the fused CPU kernel, stock DeepSpeed's passes, and the GPU kernel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 
 
 class AdamBuffers:
-    """Optimizer state of one subgroup with a bf16 gradient and parameter, on the host or on CUDA."""
+    """Optimizer state of one subgroup with a bf16 gradient and parameter, in host memory or on CUDA."""
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.state = [noise(elements, device) for _ in range(3)]
@@ -27,9 +27,6 @@ class AdamBuffers:
 
 
 def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
-    """Return buffers as the runtime allocates them: in large pages if there is a GPU, because updates are faster
-    there.
-    """
     buffers = AdamBuffers(elements)
     if torch.cuda.is_available():
         *buffers.state, buffers.gradient, buffers.wire = (
@@ -39,7 +36,7 @@ def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
 
 
 def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> tuple[dict[int, Quantity], list[str]]:
-    """Parameters/s of the fused kernel for each number of threads, and doubts."""
+    """Measure the fused CPU kernel's parameters/s for each number of threads, and return doubts about stability."""
     buffers = _as_the_runtime_has_them(elements)
     rates: dict[int, Quantity] = {}
     notes: list[str] = []
@@ -56,7 +53,10 @@ def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> t
 
 
 def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quantity:
-    """Speed of the fused kernel where it writes elsewhere than it reads, over in place; in turn."""
+    """Measure the fused CPU kernel's speed when it writes to other memory, relative to in-place updates.
+
+    Both kinds of update alternate.
+    """
     buffers, spare = (_as_the_runtime_has_them(elements) for _ in range(2))
     ratios: list[float] = []
 
@@ -69,7 +69,7 @@ def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quan
 
 
 def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:
-    """Parameters/s of the fused kernel over subgroup sizes: small ones cost their launch."""
+    """Measure the fused CPU kernel's parameters/s for several subgroup sizes. Small ones show the launch cost."""
     result = {}
     for size in sizes:
         buffers = _as_the_runtime_has_them(size)
@@ -84,7 +84,7 @@ def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[
 
 
 def downcast(elements: int, budget_s: float) -> Quantity:
-    """Parameters/s of fp32 to bf16 on the host, which stock does after its update."""
+    """Measure the parameters/s of fp32 to bf16 conversion on the CPU, which stock DeepSpeed does after its update."""
     master = noise(elements)
     wire = torch.zeros(elements, dtype=torch.bfloat16)
     durations = repeat_s(lambda: wire.copy_(master), budget_s)
@@ -92,17 +92,17 @@ def downcast(elements: int, budget_s: float) -> Quantity:
 
 
 def stock_ops() -> Any:
-    """DeepSpeedCPUAdam's op, compiled the first time (about a minute)."""
+    """Return DeepSpeedCPUAdam's compiled op. The first build takes about a minute."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     return CPUAdamBuilder().load()
 
 
 def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) -> Quantity:
-    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast.
+    """Measure the parameters/s of stock DeepSpeed's CPU update: unscale, DeepSpeedCPUAdam's op, downcast.
 
     Args:
-        threads: OpenMP's; None: as many as this process has.
+        threads: Number of OpenMP threads. If None, this process's number.
     """
     ops = stock_ops()
     ops.create_adam(_STOCK_OPTIMIZER, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, False)
@@ -129,7 +129,7 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
 
 def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
-    """Parameters/s of the device kernel; without CUDA the host kernel on one thread stands in."""
+    """Measure the parameters/s of the GPU's Adam kernel. Without CUDA, use the CPU kernel on one thread instead."""
     if not cuda:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)

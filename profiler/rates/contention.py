@@ -1,4 +1,4 @@
-"""Measured slowdown of one activity while another one runs."""
+"""Measurement of the slowdown of one activity while another one runs."""
 
 import statistics
 import threading
@@ -39,12 +39,14 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
 def measure_contention(
     cuda: bool, elements: int, threads: int, file: FileToWrite, budget_s: float
 ) -> dict[str, Quantity]:
-    """Measure the speed of X while Y runs, divided by the speed of X alone, for pairs that a plan runs concurrently.
+    """Measure how much pairs of activities that a plan runs concurrently slow each other down.
 
-    The keys are ``X_while_Y``. The pairs are host Adam with copies each way, copies with the
-    device's own work, and writing with host Adam, each pair both ways. Without CUDA a copy is one in
-    host memory and the device's work runs on a host core: those quantities say ``emulated``. Forward
-    and backward (``passes``) then run on all cores, and writing is measured with them too.
+    Returns:
+        By ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. The pairs are CPU Adam
+        with copies in each direction, copies with GPU work, and storage writes with CPU Adam, each both ways.
+        Without CUDA a copy is one within host memory and the GPU's work runs on a CPU core, with quantities
+        marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also paired with
+        storage writes.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"
@@ -79,7 +81,7 @@ def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: fl
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep the stand-in for the device on one core.
+    """Limit torch to one CPU thread within the context.
 
     A thread team that waits for a member on a busy core would measure the scheduler, not memory.
     """
@@ -100,7 +102,6 @@ def _copies(cuda: bool, elements: int) -> dict[str, Work]:
 
 
 def _device_compute(cuda: bool) -> Work:
-    """Return a matrix product, as forward and backward are made of."""
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     a = noise(size * size, "cuda" if cuda else "cpu").view(size, size).to(dtype)
     out = torch.empty_like(a)
@@ -113,7 +114,6 @@ def _device_compute(cuda: bool) -> Work:
 
 
 def _on_stream(work: Callable[..., object]) -> Work:
-    """Return ``work`` bound to its own stream. The caller waits for that stream only."""
     stream = torch.cuda.Stream()
 
     def run() -> None:

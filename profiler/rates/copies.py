@@ -1,4 +1,4 @@
-"""Copy bandwidth between host and device: each way, both at once, pinned and pageable."""
+"""Measurements of copy bandwidth between host and GPU: each direction, both together, pinned and pageable."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,11 +29,13 @@ class CopyRates:
 
 
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency_s, bytes_per_s) of ``seconds = latency + size / bandwidth``, least squares in
-    relative error, so that small copies decide the latency and large ones the bandwidth.
+    """Fit ``seconds = latency + size / bandwidth`` to measured copies, and return latency and bytes/s.
+
+    The fit is by least squares of the relative error, so that small copies decide the latency and large copies
+    the bandwidth.
 
     Raises:
-        ValueError: fewer than two sizes.
+        ValueError: There are fewer than two sizes.
     """
     if len(set(sizes_bytes)) < 2:
         raise ValueError(f"at least two copy sizes are needed, but got {list(sizes_bytes)}")
@@ -45,7 +47,7 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple
 
 
 class Endpoints:
-    """A host and a device buffer and how to copy between them."""
+    """A host buffer and a device buffer, with copies between them."""
 
     def __init__(self, size_bytes: int, cuda: bool, *, pinned: bool = True) -> None:
         self.cuda = cuda
@@ -69,9 +71,9 @@ class Endpoints:
 
 
 def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
-    """Measure all of `CopyRates`.
+    """Measure the bandwidths and the latency of copies between host and GPU.
 
-    Without CUDA the "device" is other host memory: the quantities say ``emulated``.
+    Without CUDA the "device" is other host memory, and the quantities are marked ``emulated``.
     """
     source: Source = "measured" if cuda else "emulated"
     clock = cuda_clock if cuda else timed_s
@@ -96,7 +98,6 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
 def _by_size(
     cuda: bool, clock: Callable[[Callable[[], object]], float], source: Source
 ) -> tuple[float, dict[str, Quantity]]:
-    """Fixed cost of a copy (the mean of both directions), and bytes/s over `SIZES_BYTES`."""
     latencies, rates = [], {}
     ends = [Endpoints(size, cuda) for size in SIZES_BYTES]
     for way in ("h2d", "d2h"):
@@ -117,7 +118,7 @@ def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
 
 
 def both_ways(ends: Endpoints, size_bytes: int) -> Callable[[], None]:
-    """Return a copy each way at once: on two streams, or by two threads."""
+    """Return a function that copies in both directions together, on two streams or in two threads."""
     other = Endpoints(size_bytes, ends.cuda)
     if not ends.cuda:
 

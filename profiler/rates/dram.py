@@ -1,4 +1,4 @@
-"""Host memory bandwidth."""
+"""Measurements of host memory bandwidth."""
 
 import torch
 from ebbtide.profiler.rates.sampling import doubts, noise, rate, repeat_s
@@ -9,7 +9,10 @@ TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line tha
 
 
 def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:
-    """Bytes/s that ``a = b + 2 c`` moves, the write-allocate read counted, and doubts."""
+    """Measure the bytes/s of host memory traffic for ``a = b + 2 c``, and return doubts about stability.
+
+    The traffic includes the read of the overwritten lines.
+    """
     a, b, c = (noise(elements) for _ in range(3))
     durations = repeat_s(lambda: host.triad(a, b, c, threads), budget_s)
     detail = f"triad of {elements} fp32 elements, {threads} threads, 16 bytes each"
@@ -18,7 +21,7 @@ def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[
 
 
 def host_copy(elements: int, threads: int, budget_s: float) -> Quantity:
-    """Bytes/s of a host-to-host copy (bytes copied, not moved)."""
+    """Measure the bytes/s of a copy within host memory, with each byte counted once."""
     to, source = torch.zeros(elements), noise(elements)
     durations = repeat_s(lambda: host.copy(to, source, threads), budget_s)
     return rate(source.nbytes, durations, "measured", f"copy, {threads} threads")

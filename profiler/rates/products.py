@@ -1,4 +1,4 @@
-"""The parts of a model's forward and backward: matrix products and device memory traffic."""
+"""Measurements of the components of forward and backward: matrix products and GPU memory traffic."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach t
 
 
 def products(cuda: bool, budget_s: float) -> Quantity:
-    """Flops/s of a large bf16 matrix product; without a GPU of the emulated device, the CPU."""
+    """Measure the flops/s of a large bf16 matrix product, on the CPU if there is no GPU."""
     side = CUDA_SIDE if cuda else HOST_SIDE
     a, b = (noise(side * side, _device(cuda)).view(side, side).sub_(0.5).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -20,7 +20,7 @@ def products(cuda: bool, budget_s: float) -> Quantity:
 
 
 def device_memory(cuda: bool, elements: int, budget_s: float) -> Quantity:
-    """Bytes/s that a copy within device memory moves: each byte is read and written."""
+    """Measure the bytes/s of traffic for a copy within GPU memory, with reads and writes counted."""
     source = noise(elements, _device(cuda))
     to = torch.empty_like(source)
     durations = repeat_s(lambda: to.copy_(source), budget_s, _clock(cuda))

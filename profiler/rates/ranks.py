@@ -1,4 +1,4 @@
-"""Several ranks of a node measuring at once: what each is left with of what it has alone."""
+"""Concurrent measurements by several ranks of a node: the share of a rate that each rank keeps."""
 
 import multiprocessing
 import statistics
@@ -32,7 +32,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings that every rank receives."""
+    """The settings of a concurrent measurement, which every rank receives."""
 
     ranks: int
     cores: int
@@ -52,13 +52,13 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Rates of one stage, in its unit per second: rank 0 alone, and each rank while the others run."""
+    """The measured rates of one stage of a concurrent measurement: rank 0 alone, and all ranks together."""
 
     alone: list[float]
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Return a rank's rate while the others run, divided by its rate alone."""
+        """Return a rank's measured rate while all ranks run, divided by its rate alone."""
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (
@@ -72,15 +72,17 @@ class StageSamples:
 def measure_ranks(
     ranks: int, cores: int, cuda: bool, elements: int, folder: Path | None, budget_s: float
 ) -> tuple[dict[ShareName, Quantity], list[str]]:
-    """Shares by capacity (``h2d``, ``d2h``, ``link``, ``dram``, ``storage``), and doubts.
+    """Measure the share of each hardware rate that a rank keeps while all ranks run.
 
-    Each rank is a process on a GPU of its own (CUDA) and with its share of the cores. A barrier
-    starts them together, and none stops before all have enough samples. `Machine.rank_shares`
-    keeps the result.
+    Each rank is a process with its own GPU (on CUDA) and its share of the cores. A barrier starts them
+    together, and none stops before all have enough samples. `Machine.rank_shares` stores the result.
+
+    Returns:
+        Shares of ``h2d``, ``d2h``, ``link``, ``dram`` and ``storage``, and doubts about stability.
 
     Raises:
-        ValueError: fewer than 2 ranks, or more than there are cores or GPUs.
-        RuntimeError: a rank died.
+        ValueError: There are fewer than 2 ranks, or more than there are cores or GPUs.
+        RuntimeError: A rank died.
     """
     check_ranks(ranks, cores, cuda)
     with _scratch(folder) as path:
@@ -90,7 +92,7 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raise ValueError unless so many ranks can measure at once."""
+    """Raise ValueError unless this machine has enough cores and GPUs for the given number of concurrent ranks."""
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"
@@ -131,7 +133,6 @@ def _shares(samples: dict[str, StageSamples], cuda: bool) -> tuple[dict[ShareNam
 
 
 def _dram(samples: dict[str, StageSamples]) -> StageSamples:
-    """Return the larger of what triad and the update move, as in a machine's DRAM rate; in bytes/s."""
     adam = samples["host_adam"]
     update = StageSamples(
         [rate * HOST_ADAM_BYTES for rate in adam.alone],
@@ -160,7 +161,6 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
 
 
 def _run(job: Job) -> dict[str, StageSamples]:
-    """Start the ranks, collect their measurements, and end every process."""
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     barrier = spawn.Barrier(job.ranks)
     enough = spawn.Array("i", len(STAGES))
@@ -182,11 +182,6 @@ def _run(job: Job) -> dict[str, StageSamples]:
 
 
 def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list[Any]]:
-    """Return the samples of every rank.
-
-    Raises:
-        RuntimeError: a rank died. The message holds its last output.
-    """
     result: dict[int, Any] = {}
     while len(result) < len(receivers):
         open_ends: list[Any] = [r for n, r in enumerate(receivers) if n not in result]
@@ -209,7 +204,6 @@ def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list
 
 
 def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
-    """Run one rank's process: send [(alone, together)] by stage, or the error."""
     try:
         torch.set_num_threads(job.own_threads)
         if job.cuda:
@@ -235,9 +229,10 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
 def _together(
     work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
-    """Repeat the work until every rank has enough samples: a sample taken while other ranks idle would be wrong.
+    """Repeat a measurement until every rank has enough samples, and return the durations.
 
-    A rank that failed never has enough. It breaks the ``barrier``, and this rank meets that next.
+    A sample taken while other ranks are idle would be wrong. A rank that failed never has enough samples, so it
+    breaks the ``barrier`` to end the loop.
     """
     began_s = time.perf_counter()
     durations: list[float] = []
@@ -258,7 +253,6 @@ def _together(
 
 @contextmanager
 def _stage(stage: str, job: Job, rank: int) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
-    """(amount per call, the call with so many threads, its clock); buffers go afterwards."""
     clock: Clock = copies.cuda_clock if job.cuda else timed_s
     elements = job.own_elements
     if stage in ("h2d", "d2h", "link"):

@@ -1,4 +1,4 @@
-"""Repeats a measurement within a time budget and says whether it can be trusted."""
+"""Repetition of a measurement within a time budget, and checks of its stability."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _BLOCK = 2**20  # elements
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:
-    """Return ``elements`` fp32 numbers in [0, 1) in memory that is backed.
+    """Return a tensor of ``elements`` fp32 numbers in [0, 1), with all its memory pages allocated.
 
-    One block of random numbers is repeated, since drawing takes longer than the measurement. The
-    numbers come from a generator of their own: measuring in a training process leaves the
-    generators alone that training draws from.
+    One block of random numbers is repeated, since drawing all of them would take longer than the measurement.
+    The numbers come from a separate generator, so that measuring in a training process does not change its
+    random numbers.
     """
     own = torch.Generator(device).manual_seed(0)
     block = torch.rand(min(elements, _BLOCK), device=device, generator=own)
@@ -27,7 +27,7 @@ def noise(elements: int, device: str = "cpu") -> torch.Tensor:
 
 
 def timed_s(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one function call in seconds."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
@@ -36,10 +36,10 @@ def timed_s(work: Callable[[], object]) -> float:
 def repeat_s(
     work: Callable[[], object], budget_s: float, clock: Callable[[Callable[[], object]], float] = timed_s
 ) -> list[float]:
-    """Durations of repeated calls, one of warm-up left out: at least 5, then until the budget.
+    """Call a function repeatedly, and return the durations in seconds. The first call is not included.
 
-    What is so slow that 5 do not fit into a few times the budget is repeated less often; `doubts`
-    says so.
+    There are at least 5 repeats, and more until the time budget is used. If 5 repeats take a few times the
+    budget, there are fewer, and `doubts` reports that.
     """
     work()
     begun = time.perf_counter()
@@ -55,12 +55,12 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """``amount`` per duration, as a quantity with its spread."""
+    """Return a measured rate, which is ``amount`` per duration, with its spread."""
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return the reasons not to call a measurement stable. The list is empty if it is stable."""
+    """Return reasons to doubt that a measurement is stable, or an empty list."""
     result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
@@ -74,7 +74,7 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Return the reasons why a quantity's repeats are too few or too different. The list is empty if they are fine."""
+    """Return reasons why a measured quantity has too few or too different repeats, or an empty list."""
     if quantity.n < least:
         return [
             f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "

@@ -1,7 +1,7 @@
-"""The fixed cost of ``save_checkpoint``: it depends on the number of tensors, not on their bytes.
+"""Measurement of the fixed cost of ``save_checkpoint``, which depends on the number of tensors, not on bytes.
 
 The runtime lets ``torch.save`` write a file without the tensors' bytes, which are streamed later. It then
-reads the file once with empty tensors, to see that loading will accept it.
+reads the file once with empty tensors, to check that loading will accept it.
 """
 
 import os
@@ -15,7 +15,7 @@ TENSORS = 64
 
 
 def measure_save(budget_s: float) -> Quantity:
-    """Seconds per tensor."""
+    """Measure the seconds per tensor that saving a checkpoint's file without data takes."""
     state = {f"layer.{i}.weight": torch.zeros(4) for i in range(TENSORS)}
     descriptor = os.memfd_create("ebbtide-save")
     path = f"/proc/self/fd/{descriptor}"

@@ -1,4 +1,4 @@
-"""A comparison of the node's measured contention with the simulator's."""
+"""A comparison of the measured slowdown between concurrent activities with the simulator's."""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
@@ -16,9 +16,9 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Return the simulated speed of ``work`` while ``neighbour`` runs, divided by its speed alone.
+    """Return the simulated speed of an activity while another one runs, divided by its speed alone.
 
-    Return None if a schedule has no op for one of them.
+    Return None if the simulator has no op for one of them.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:
@@ -29,7 +29,7 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Describe the pairs with measured and simulated contention further apart than `TOLERANCE`."""
+    """Return warnings about concurrent activities with clearly different measured and simulated slowdown."""
     result = []
     for name, measured in machine.contention.items():
         work, _, neighbour = name.partition("_while_")
@@ -44,12 +44,12 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """Return the machine with the writers' cost that makes the simulator share the cores as measured.
+    """Return a machine with the CPU cost of checkpoint writers that makes the simulator match measured slowdowns.
 
-    A writer's thread takes some CPU time, but what training loses beside it is more: the kernel and
-    the disk's driver work elsewhere. What host Adam loses tells of all of it; where forward and
-    backward run on the host's cores, what they lose, which is most of what a checkpoint costs
-    there. Never less than the thread's own; and as it is where nothing was measured.
+    A writer's thread takes some CPU time, but training loses more than that, since the kernel and the disk's
+    driver also use cores. The slowdown of CPU Adam shows the total. If forward and backward run on the CPU,
+    their slowdown is used instead, as it is most of a checkpoint's cost there. The cost is never below the
+    thread's own, and it is unchanged if nothing was measured.
     """
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)
@@ -77,21 +77,16 @@ def with_writer_cost(machine: Machine) -> Machine:
 
 
 def _most(machine: Machine) -> float:
-    """Return the most that the writers' threads can use."""
     return CheckpointPlan().writers / machine.storage_write_bytes_per_s.median
 
 
 def _cost_of_cores(machine: Machine, least: float, work: float, writing: float) -> float:
-    """Return the cores that were lost to a byte written meanwhile."""
     written = machine.storage_write_bytes_per_s.median * writing
     lost = machine.cpu_cores * (1 - work) / written if written else 0.0
     return min(max(least, lost), max(least, _most(machine)))
 
 
 def _cost_for(machine: Machine, least: float, work: float, writing: float) -> float:
-    """Return the cost that gives the measured mean slowdown. The scheduler decides the order; the simulator slows both
-    equally.
-    """
     share = (work + writing) / 2
     low, high = least, max(least, _most(machine))
     for _ in range(40):
@@ -104,7 +99,6 @@ def _cost_for(machine: Machine, least: float, work: float, writing: float) -> fl
 
 
 def _ops(machine: Machine) -> dict[str, Op]:
-    """Return one op of each kind with a measured contention."""
     return {
         "host_adam": Op(
             0,

@@ -1,4 +1,4 @@
-"""Write and read bandwidth of the folders that checkpoints and stored state go to."""
+"""Measurements of write and read bandwidth in the folders for checkpoints and stored state."""
 
 import ctypes
 import mmap
@@ -32,14 +32,19 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True)
 class StorageRates:
-    """Bytes/s with the data on the medium (fsync included), and the cost of an fsync alone.
+    """The measured storage rates in bytes/s with data on the medium (fsync included), and the cost of an fsync.
 
     Attributes:
-        write: with `PLANNED_WRITERS` threads.
-        by_writers: over the number of threads.
-        buffered: through the page cache, fsync included; None where ``write`` is that already.
-        duplex_factor: both at once over the sum of the two, as `Machine.storage_duplex_factor`.
-        writer_s_per_byte: what a writer takes of one core, to gather, to hash and to write.
+        write: Write rate with `PLANNED_WRITERS` threads.
+        read: Read rate.
+        duplex_factor: Rate of concurrent reads and writes over the sum of both alone, as in
+            `Machine.storage_duplex_factor`.
+        fsync_s: Seconds of an fsync alone.
+        direct: True if O_DIRECT was used.
+        by_writers: Write rate by the number of threads.
+        buffered: Write rate through the page cache, fsync included. None if ``write`` is that already.
+        writer_s_per_byte: CPU seconds per byte of a writer, to gather, hash and write.
+        doubts: Reasons to doubt the measurements.
     """
 
     write: Quantity
@@ -54,12 +59,12 @@ class StorageRates:
 
 
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
-    """Write and read a file of up to ``size_bytes`` in ``folder``; remove it, also on error.
+    """Measure storage with a file of up to ``size_bytes`` in a folder, and remove the file, also on error.
 
-    O_DIRECT where the filesystem takes it, so that the page cache does not pose as a disk.
+    O_DIRECT is used if the filesystem accepts it, so that the page cache is not measured instead of the disk.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: The folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
@@ -96,13 +101,13 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Measure a drive that will store state, with as many blocks in flight as the store has.
+    """Measure a drive for stored state, with as many blocks in flight as the runtime has.
 
-    Blocks go from and to memory that no cache holds, through consecutive parts of a file of up to
-    ``size_bytes``, so that no block is read right after it was written.
+    Blocks are copied from and to uncached memory, through consecutive parts of a file of up to ``size_bytes``,
+    so that no block is read right after it was written.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: The folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
@@ -124,8 +129,6 @@ def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.Stor
 
 
 class _Parts:
-    """A file part after part; what is read is half a file away from what is written."""
-
     def __init__(self, file: "FileToWrite") -> None:
         blocks = file.size_bytes // BLOCK_BYTES
         self._file, self._blocks = file, max(1, blocks // PARTS)
@@ -157,13 +160,16 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """Return the speed of each direction while both run, divided by its speed alone. The longer one ends alone."""
+    """Return the speed of a drive's reads and writes while both run, divided by their speed alone.
+
+    The longer of the two runs alone at its end.
+    """
     shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
     return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
-    """Return at most ``size_bytes``, and no more than can be written `LEAST_FILES` times in the given time."""
+    """Return a file size of at most ``size_bytes`` that can be written `LEAST_FILES` times in the given time."""
     with file_to_write(path, BLOCK_BYTES) as probe:
         probe.write()
         block_s = timed_s(probe.write)
@@ -178,7 +184,6 @@ def _buffered(file: "FileToWrite", share_s: float) -> Quantity:
 
 
 def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
-    """Measure the CPU seconds of one writer's thread that writes whole files repeatedly."""
     result: list[float] = []
     end = time.perf_counter() + share_s
     while not result or (time.perf_counter() < end and len(result) < MOST_CPU_SAMPLES):
@@ -189,7 +194,7 @@ def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
 
 
 class FileToWrite:
-    """A file that is written over and over, block by block. One caller at a time."""
+    """A file that a storage measurement writes repeatedly, block by block. One caller at a time may use it."""
 
     def __init__(self, path: Path, size_bytes: int, block: mmap.mmap) -> None:
         self.size_bytes = max(BLOCK_BYTES, size_bytes // BLOCK_BYTES * BLOCK_BYTES)
@@ -212,13 +217,15 @@ class FileToWrite:
         from_memory: bool = False,
         blocks: range | None = None,
     ) -> None:
-        """Write the file with the given number of threads, then fsync.
+        """Write the measured file with the given number of threads, then fsync.
 
         Args:
-            blocks: the blocks to write. None: all.
-            from_memory: read each block from its own place in memory, not from one buffer.
-            as_checkpoints: gather each block into its writer's buffer and hash it, as the runtime does
-                for unaligned state. In torch's files nearly all state is unaligned.
+            writers: Number of threads.
+            buffered: Write through the page cache.
+            blocks: Numbers of the blocks to write. If None, all.
+            from_memory: Read each block from its own place in memory, instead of from one buffer.
+            as_checkpoints: Gather each block into its writer's buffer and hash it, as the runtime does for
+                unaligned state. In torch's files nearly all state is unaligned.
         """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
@@ -245,7 +252,6 @@ class FileToWrite:
             os.fsync(descriptor)
 
     def _much(self) -> mmap.mmap:
-        """Memory with a place for each of many blocks."""
         with self._lock:
             if self._memory is None:
                 self._memory = mmap.mmap(-1, GATHERED_BYTES)
@@ -253,7 +259,6 @@ class FileToWrite:
             return self._memory
 
     def _gathering(self, writer: int) -> mmap.mmap:
-        """Return a writer's own buffer; what blocks are gathered from is there."""
         self._much()
         with self._lock:
             if writer not in self._buffers:
@@ -266,13 +271,13 @@ class FileToWrite:
         ctypes.memmove(_address(block), source, BLOCK_BYTES)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory that a storage measurement used."""
         for held in (self._memory, *self._buffers.values()):
             if held is not None:
                 held.close()
 
     def read(self, readers: int = 1, blocks: range | None = None) -> None:
-        """Read the file, or some of its blocks, with the given number of threads."""
+        """Read the measured file, or some of its blocks, with the given number of threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -294,10 +299,10 @@ class FileToWrite:
 
 @contextmanager
 def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
-    """Return a file at ``path`` for as long as the block lasts.
+    """Yield a file for a storage measurement, and delete it afterwards.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The file cannot be created.
     """
     block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT wants it
     try:

@@ -1,8 +1,8 @@
 """The lazy asynchronous checkpoint engine.
 
-``install(engine, CheckpointPlan(...))`` makes a DeepSpeed engine use it without a plan's
-placements; under a plan ``ebbtide.initialize`` does so itself. The name is resolved on first use,
-so that the leaves of this package stay light.
+``install(engine, CheckpointPlan(...))`` makes a DeepSpeed engine use it without a plan for the
+optimizer. Under a plan ``ebbtide.initialize`` installs it. The name is resolved on first use, so that
+importing a submodule of this package is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,13 +1,13 @@
-"""Errors of checkpoints, by kind."""
+"""The errors of checkpoints."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint was not written, or cannot be used; the message says what to change."""
+    """A checkpoint was not written, or cannot be used. The message says what to change."""
 
 
 class ManifestError(CheckpointError):
-    """A manifest that is torn, altered, or written by a newer ebbtide."""
+    """A checkpoint's manifest is torn, altered, or written by a newer version of ebbtide."""
 
 
 class Cancelled(CheckpointError):  # noqa: N818 - not a fault
-    """A running checkpoint gave way to a newer one (``checkpoint.busy: replace``)."""
+    """A running checkpoint was cancelled in favor of a newer one (``checkpoint.busy: replace``)."""

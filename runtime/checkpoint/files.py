@@ -1,6 +1,6 @@
-"""The file layer: every system call of the checkpoint engine goes through one object.
+"""The file layer of the checkpoint engine, through which every system call passes.
 
-So that tests can record the calls, make each of them fail, or end the process between two of them.
+Tests can thus record the calls, make each of them fail, or end the process between two of them.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 class Files:
-    """System calls by name. Thread-safe; owns nothing.
+    """The system calls of the checkpoint engine by name. Thread-safe and without state.
 
     Subclasses override `call` to inject faults and `point` to act at a named moment of the commit
     protocol.
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Make one system call. Every system call passes here."""
+        """Make one system call. All system calls of the checkpoint engine pass here."""
         return function(*args)
 
     def point(self, name: str) -> None:
-        """Called at each named point of the commit protocol (`POINTS`)."""
+        """Mark a named point of the commit protocol (`POINTS`). Tests override this function, which does nothing."""
 
     def _retry(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         while True:
@@ -42,7 +42,7 @@ class Files:
         return descriptor
 
     def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        """May write less than it was given."""
+        """Write to a file and return the number of bytes written, which may be less than given."""
         written: int = self._retry("pwrite", os.pwrite, descriptor, data, offset)
         return written
 
@@ -50,15 +50,17 @@ class Files:
         self._retry("truncate", os.ftruncate, descriptor, size_bytes)
 
     def allocate(self, descriptor: int, size_bytes: int) -> None:
-        """Grow a file to this length with blocks of its own on the disk."""
+        """Allocate disk blocks for a file up to this length."""
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
-        """Flush a file with an unchanged length, as `fsync` does."""
+        """Flush a file of unchanged length to disk. An error is never retried."""
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:
-        """Flush a file. An error is never retried: the kernel may have dropped the dirty pages already."""
+        """Flush a file to disk. An error is never retried, since the kernel may have dropped the dirty pages
+        already.
+        """
         self._retry("fsync", os.fsync, descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -69,7 +71,7 @@ class Files:
         self._retry("rename", os.rename, source, target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Swap two names in one step; False where the filesystem cannot."""
+        """Swap the names of two files or folders in one step. Return False if the filesystem cannot."""
         try:
             self._retry("exchange", _renamed, one, other, _RENAME_EXCHANGE)
         except OSError as error:
@@ -81,8 +83,8 @@ class Files:
     def rename_folder(self, source: Path, target: Path) -> bool:
         """Rename a folder unless ``target`` exists, and return whether it was renamed.
 
-        A plain rename replaces an empty folder, in which another process may be making its own.
-        A filesystem without such a rename gets the target first, then its content.
+        A plain rename would replace an empty folder, in which another process may be making its own.
+        On a filesystem without such a rename, the target is made first and its content moved into it.
         """
         try:
             self._retry("rename_folder", _renamed, source, target, _RENAME_NOREPLACE)
@@ -105,7 +107,7 @@ class Files:
         return True
 
     def mkdir(self, path: Path) -> None:
-        """With its parents; no error where it exists."""
+        """Make a folder with its parents. An existing folder is not an error."""
         self._retry("mkdir", lambda p: p.mkdir(parents=True, exist_ok=True), path)
 
     def unlink(self, path: Path) -> None:
@@ -119,12 +121,12 @@ class Files:
         return data
 
     def pread(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """May read less than fits."""
+        """Read from a file into a buffer and return the number of bytes read, which may be less than fit."""
         count: int = self._retry("preadv", os.preadv, descriptor, [data], offset)
         return count
 
     def read_into(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Read until ``data`` is full or the file ends; return how much."""
+        """Read from a file until ``data`` is full or the file ends. Return the number of bytes read."""
         done = 0
         while done < len(data):
             count = self.pread(descriptor, data[done:], offset + done)
@@ -134,7 +136,7 @@ class Files:
         return done
 
     def fsync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
+        """Flush a folder to disk, so that the names of its files are durable."""
         descriptor = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.fsync(descriptor)
@@ -142,9 +144,10 @@ class Files:
             self.close(descriptor)
 
     def write_durably(self, path: Path, data: bytes, point: str = "") -> None:
-        """Replace a small file whole or not at all, and return when it is on disk.
+        """Replace a small file completely or not at all. Return when the new content is on disk.
 
-        Points: ``<point>_written`` before the rename, ``<point>_renamed`` after it.
+        Args:
+            point: Prefix of two named points: ``<point>_written`` before the rename, ``<point>_renamed`` after it.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         descriptor = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -161,7 +164,7 @@ class Files:
         self.fsync_folder(path.parent)
 
     def write_briefly(self, path: Path, data: bytes) -> None:
-        """Write a small file that a crash may take away."""
+        """Write a small file that may be lost in a crash."""
         descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write_all(descriptor, memoryview(data), 0)
@@ -169,7 +172,7 @@ class Files:
             self.close(descriptor)
 
     def write_all(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Writes on after short writes."""
+        """Write all of a buffer to a file, continuing after short writes."""
         while len(data):
             written = self.pwrite(descriptor, data, offset)
             if written <= 0:
@@ -177,7 +180,7 @@ class Files:
             data, offset = data[written:], offset + written
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder and what is in it; links are not followed."""
+        """Delete a folder and its content. Links are not followed."""
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))
@@ -222,7 +225,6 @@ STORED_POINTS = ("stored_prepared", "stored_settled")
 
 
 def _renamed(one: Path, other: Path, flag: int) -> None:
-    """Call renameat2, which swaps two names or refuses a name that is taken."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         renameat2 = libc.renameat2

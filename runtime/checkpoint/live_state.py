@@ -1,4 +1,4 @@
-"""The memory of each subgroup's state, and the time from which it may be overwritten."""
+"""A registry of the memory of optimizer state, which makes updates wait while a checkpoint reads that state."""
 
 import threading
 from bisect import bisect_right
@@ -14,20 +14,20 @@ EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrit
 
 
 class Persist(Protocol):
-    """The interface of a running checkpoint for the update."""
+    """The interface of a running checkpoint that an optimizer update uses before it overwrites state."""
 
     def release(self, subgroup: int) -> None:
-        """Return once the subgroup's live bytes are not needed any more."""
+        """Wait until the running checkpoint does not need the bytes of a subgroup's live state any more."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor without bytes in a checkpoint's file: its bytes are committed where they are on storage.
+    """A tensor of a checkpoint that stays on a drive: the checkpoint's file has only its shape.
 
     Attributes:
-        file, path: the file in the checkpoint, and the tensor's place in its tree.
-        index: position among the subgroup's tensors.
+        file, path: The file in the checkpoint, and the tensor's path in the file's tree.
+        index: Index of the tensor among the subgroup's tensors.
     """
 
     file: str
@@ -37,67 +37,73 @@ class StoredTensor:
 
 
 class AnnouncedStep(Protocol):
-    """The state on storage as it is after what was launched so far; it stays so until `settle`."""
+    """The optimizer state on a drive after the updates launched so far. It is not overwritten until `settle`."""
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """Return the checkpoint's page about this step."""
+        """Return the page of a checkpoint that locates optimizer state on a drive."""
         ...
 
     def prepare(self) -> None:
-        """Make the step durable, without replacing earlier steps. Waits for its writes, on any thread."""
+        """Make a step's optimizer state on a drive durable and keep earlier steps. Wait for the step's writes first."""
         ...
 
     def settle(self, *, committed: bool) -> None:
-        """The checkpoint was committed: older steps may go. Or it was not: this one goes."""
+        """Drop earlier steps on a drive if the checkpoint was committed, otherwise drop this checkpoint's step."""
         ...
 
 
 class StoredState(Protocol):
-    """State on storage, which a checkpoint commits in place. Called by the training thread."""
+    """The interface of optimizer state on a drive, which a checkpoint commits there without copying it."""
 
     @property
     def subgroups(self) -> Callable[[], Collection[int]]:
-        """Return the subgroups with state on storage now."""
+        """Return a function that returns the subgroups with optimizer state on a drive now."""
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:
-        """Make state dicts for files that hold no stored state, without waiting for writes in flight."""
+        """Return a context for making state dicts without waiting for writes of optimizer state to a drive."""
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
-        """Called with no write under way that was launched later than the step; never blocks.
+        """Protect the present optimizer state on a drive from being overwritten, for a checkpoint. This never blocks.
+
+        Call it before any later update launches a write.
 
         Args:
-            target, nonce: of the checkpoint.
+            target, nonce: Folder and identifier of the checkpoint.
+            step: Number of optimizer steps done.
         """
         ...
 
     def problem(self, page: bytes) -> str:
-        """Return the reason why the page's stored state cannot be loaded, or an empty string."""
+        """Return the reason why a checkpoint's optimizer state on a drive cannot be loaded, or an empty string."""
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Adopt the state in place, and return the subgroups that could be adopted."""
+        """Adopt a checkpoint's optimizer state on a drive as live state without a copy. Return the adopted
+        subgroups.
+        """
         ...
 
     def read(
         self, page: bytes, adopted: Collection[int]
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Return the tensors of the subgroups that were not adopted, by their path in their file; inside,
-        to be copied from. Raises at the end if they were written over meanwhile.
+        """Return a context with the tensors that a checkpoint has on a drive and that were not adopted in place.
+
+        The tensors can be copied inside the context. It raises at its end if they were overwritten meanwhile.
         """
         ...
 
 
 class LiveState:
-    """Host tensors that stay unchanged from the end of an update to the next one.
+    """A registry of host tensors with optimizer state, which stay unchanged between two updates.
 
-    The executor registers and calls `before_update` from its worker threads; the checkpoint engine
-    reads the registry from the training thread and attaches a running persist. It holds references
-    to the tensors, so their memory outlives a running checkpoint.
+    The executor registers tensors, and calls `before_update` from its worker threads. The checkpoint engine
+    reads the registry from the training thread and attaches a running checkpoint. The registry holds
+    references to the tensors, so their memory outlives a running checkpoint.
 
     Attributes:
-        stored: what lives on storage, if anything does.
+        stored: The state on storage. None if no state is stored.
     """
 
     def __init__(self) -> None:
@@ -109,13 +115,13 @@ class LiveState:
         self.stored: StoredState | None = None
 
     def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace what is known of a subgroup (fp32 master and both moments, flat)."""
+        """Register the tensors of a subgroup's state (fp32 master and moments, flat) instead of earlier ones."""
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """`register` of many subgroups at once: sorted once, not once for each of thousands.
+        """Register the tensors of many subgroups' optimizer state with a single sort of addresses.
 
-        Their order is that in which updates come due (`turns`).
+        Their order is the order of the next updates (`turns`).
         """
         with self._lock:
             for number in tensors:
@@ -130,9 +136,9 @@ class LiveState:
             self._starts = [start for start, _, _ in self._ranges]
 
     def runs(self, address: int, size_bytes: int) -> list[tuple[int, int]] | None:
-        """(subgroup, bytes of it) in order, for bytes that may span several subgroups' state.
+        """Return the subgroups with state in a range of host addresses, in order, each with its number of bytes.
 
-        None: not registered as a whole.
+        None if part of the range is not registered.
         """
         result: list[tuple[int, int]] = []
         position, end = address, address + size_bytes
@@ -150,7 +156,7 @@ class LiveState:
         return result
 
     def stored_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return subgroup and number of a tensor with bytes on storage, or None."""
+        """Return the subgroup and the index of a state tensor on a drive. None if the tensor is in memory."""
         if self.stored is None or tensor.device.type != "cpu" or not tensor.numel():
             return None
         runs = self.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -172,18 +178,17 @@ class LiveState:
             return sorted(self._tensors)
 
     def attach(self, persist: Persist | None) -> None:
-        """The running checkpoint, or None when nothing reads the live bytes any more."""
+        """Set the running checkpoint for which updates must wait. None if no checkpoint reads live state."""
         self._persist = persist
 
     def before_update(self, subgroup: int) -> None:
-        """Called right before a subgroup's state is overwritten; returns once that is safe.
+        """Wait until a subgroup's state may be overwritten. Called directly before the update.
 
-        At once where no checkpoint runs or the subgroup is on disk already; else after the bytes
-        that are still needed were copied to the reserved budget, or written where the budget is
-        used up.
+        It returns immediately if no checkpoint runs or the subgroup is on disk already. Otherwise the bytes
+        that are still needed are copied to the reserved budget, or written first if the budget is used up.
 
         Raises:
-            CheckpointError: storage made no progress within the deadline.
+            CheckpointError: Storage made no progress within the deadline.
         """
         persist = self._persist
         if persist is not None:

@@ -1,1 +1,1 @@
-"""Devices that ops run on: CUDA streams, or emulated ones."""
+"""The devices that run ops: CUDA streams, unified memory, or an emulated GPU."""

@@ -1,4 +1,4 @@
-"""The interface that the executor needs of a device. The base class keeps device memory in host memory."""
+"""The interface that the executor needs of a device. The base class is a device with unified memory."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,13 @@ DEVICE_LANES = (
 
 
 class Device:
-    """Base of the three, and itself the one for unified memory.
+    """The base class of devices, and the device for unified memory, where host memory is device memory.
 
-    Buffers belong to who asked for them; any thread may call `copy`.
+    A buffer belongs to the code that requested it. Any thread may call `copy`.
 
     Attributes:
-        unified: the parameters on the device are host memory, so that the host kernel writes them
-            in place and gradients need no copy.
+        unified: True if the device's parameters are in host memory. The CPU kernel then writes them in place,
+            and gradients need no copy.
     """
 
     name = "unified"
@@ -39,38 +39,43 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Return one worker for each lane of the update."""
+        """Start one worker thread per lane of the optimizer update, and return the workers by lane name."""
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
-        """Give back what the lanes and buffers hold."""
+        """Release the resources that the device's lanes and buffers hold."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory that copies may run from at full speed, of exact size."""
+        """Return uninitialised host memory of exact size, which copies to and from the device use at full speed."""
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself, or a copy of it in memory as `host_empty` gives it."""
+        """Return ``tensor`` itself, or a copy of it in host memory that `host_empty` allocates."""
         return tensor
 
     def host_release(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is about to be dropped: what `host_empty` did to its memory is undone."""
+        """Undo what `host_empty` did to a tensor's memory, such as page-locking, before the tensor is dropped."""
 
     def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copies on ``lane``; returns once the copy is issued to ``stream`` (or done)."""
+        """Copy a tensor on a lane. Return when the copy is issued to ``stream``, or is complete."""
         del lane, stream
         host.copy(to, source)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Copies on the lane of fetches to memory that its owner may drop before the copy ends."""
+        """Copy parameters to device memory that its owner may drop before the copy ends."""
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Make ready what `update` needs, so that no training step pays for it: ``steps`` of every
-        form, ``tensors`` of state.
+        """Compile the kernels that `update` needs in advance, so that no training step waits for it.
+
+        Args:
+            steps: An optimizer step of every form that the kernels must handle.
+            tensors: Number of tensors in a subgroup's optimizer state.
+            gradient: Dtype of gradients.
+            wire: Dtype of the model's parameters.
         """
 
     def update(
@@ -83,35 +88,35 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """Update one step in device memory. ``state`` is the fp32 master and its moments."""
+        """Run one optimizer step on tensors in device memory. ``state`` has the fp32 master parameters and moments."""
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
     def current_event(self) -> Event | None:
-        """Return the moment up to which the training stream has been filled, or None."""
+        """Return an event that marks the present end of the training stream's work. None without a stream."""
         return None
 
     def mark(self, event: Event | None) -> Mark | None:
-        """``event`` dates what comes after it; returns what dates the events before it.
+        """Make a GPU event the reference for the times of later events. Return the previous reference.
 
-        None where the host's clock is the device's.
+        None if device and host use the same clock.
         """
         del event
         return None
 
     def moment(self) -> Moment:
-        """Now, for the training stream: when it has done what it was given so far."""
+        """Return the moment at which the training stream will have finished the work issued to it so far."""
         return Moment(time.perf_counter())
 
     def training_streams(self) -> list[Any]:
-        """Streams that a reader of parameters may be on; empty: the calling thread itself."""
+        """Return the streams on which parameters may be read. Empty if the calling thread itself reads them."""
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
-        """Make the training streams wait for ``ends``; without any, the calling thread.
+        """Make the training streams wait for the given ops. Without streams, the calling thread waits.
 
         Raises:
-            BackgroundError: one of them failed.
+            BackgroundError: One of the ops failed.
         """
         streams = self.training_streams() or [None]
         for end in ends:
@@ -119,28 +124,29 @@ class Device:
                 end.wait_on(stream)
 
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
-        """Entered around the host kernel's update of so many parameters."""
+        """Return a context that surrounds the CPU kernel's update of ``elements`` parameters."""
         del elements, out_of_place
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """``source`` as a lane may still read it when its owner has dropped it, or written it
-        again after `before_reuse`.
+        """Return a tensor that a lane can still read after the owner of ``source`` has dropped it.
+
+        The owner may overwrite ``source`` only after `before_reuse`.
         """
         del stream
         return source
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is about to be dropped, but work issued to the current stream reads it."""
+        """Keep a tensor's memory allocated until work issued to the current stream has read it."""
 
     def before_reuse(self, copied: Completion) -> None:
-        """Called before the source of a gradient's copy is written again."""
+        """Wait until a gradient's copy has ended, before the memory of the gradient is overwritten."""
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory of a shape and dtype, for the training thread."""
+        """Return uninitialised memory with the shape and dtype of ``like``, for the training thread."""
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """``total`` = ``base``, from the host, + ``gradient``, on the lane of gradients."""
+        """Set ``total`` to ``base``, which is in host memory, plus ``gradient``, on the lane of gradient copies."""
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

@@ -1,4 +1,4 @@
-"""The choice of the device that a plan runs on."""
+"""The choice of the device that runs a plan: CUDA, unified memory or an emulated device."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -10,14 +10,17 @@ from ebbtide.runtime.devices.emulated import EmulatedDevice
 
 
 def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Sequence[Collection[int]] = ()) -> Device:
-    """``auto``: CUDA where training runs on it, unified host memory elsewhere.
+    """Return the device that runs a plan: CUDA, unified memory or an emulated device.
+
+    ``auto`` selects CUDA if training runs on CUDA, otherwise unified memory.
 
     Args:
-        on_cuda: whether it does, which the training framework decides; None: if there is CUDA.
-        masks: the cores that each rank of this host may use, in their order.
+        on_cuda: Whether training runs on CUDA, which the training framework decides. None: whether CUDA
+            is available.
+        masks: The allowed cores of each rank on this host, in the order of ranks.
 
     Raises:
-        ValueError: an unknown kind, CUDA where there is none, or ROCm.
+        ValueError: The kind is unknown, CUDA is missing, or PyTorch is built for ROCm.
     """
     if on_cuda is None:
         on_cuda = torch.cuda.is_available()

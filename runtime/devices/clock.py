@@ -1,4 +1,4 @@
-"""The device's clock, in seconds of the host's, however long the training runs."""
+"""Times of GPU events in seconds of the host's clock, precise even in long training runs."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Mark:
-    """A moment of the device: an event, and when it was once that is known."""
+    """A GPU event and, once known, the time at which the GPU reached it."""
 
     __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
@@ -20,7 +20,9 @@ class Mark:
 
     @property
     def reached_s(self) -> float:
-        """Return the time on the host's clock at which the event was reached. It must have been reached."""
+        """Return the time, on the host's clock, at which the GPU reached this event. The event must have been
+        reached.
+        """
         if self._reached_s is None:
             assert self._before is not None
             dated_s = self._before.date_s(self.event)
@@ -31,13 +33,13 @@ class Mark:
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
-        """Return the time at which another event was reached, preferably one within seconds of this mark."""
+        """Return the time at which the GPU reached another event, preferably one within seconds of this event."""
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time of the training stream.
+    """A point in time of the training stream, on which forward and backward run.
 
     Attributes:
         event: the event on that stream. None: the device uses the host's clock.
@@ -50,31 +52,36 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Return whether the moment is past, without waiting."""
+        """Return whether the training stream has passed this moment, without waiting."""
         return self.event is None or bool(self.event.query())
 
     @property
     def reached_s(self) -> float:
-        """Return the time on the host's clock. The moment must be past."""
+        """Return the time of this moment on the host's clock. The moment must be past."""
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
 
 class DeviceClock:
-    """Dates events by the mark before them.
+    """A clock that dates each GPU event relative to a reference event shortly before it.
 
-    CUDA tells the time between two events in milliseconds and single precision: after an hour in
-    steps of 0.25 ms, after ten in steps of 4 ms. So each training step leaves a mark that is dated
-    from the one before, and sums are kept in double precision. Owned by the training thread.
+    CUDA returns the time between two events in milliseconds in single precision: in steps of 0.25 ms
+    after an hour, and of 4 ms after ten hours. Each training step therefore leaves a reference event,
+    dated relative to the previous one, and sums have double precision. Only the training thread uses it.
     """
 
     def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:
-        """Args: event: has just been synchronised with. host: tells the time."""
+        """Start a clock for GPU events.
+
+        Args:
+            event: A GPU event that has just been synchronised with.
+            host: A function that returns the time on the host's clock.
+        """
         self._host = host
         self.latest = Mark(event, host(), None, host)
         self._undated: deque[Mark] = deque()
 
     def mark(self, event: Any) -> None:
-        """A moment that later events are dated by; reached or not."""
+        """Make a GPU event the reference for the times of later events. It need not have been reached yet."""
         self.latest = Mark(event, None, self.latest, self._host)
         self._undated.append(self.latest)
         # Dated as soon as can be, so that no chain of marks grows.

@@ -1,4 +1,4 @@
-"""A device that is not there: real copies and real arithmetic on threads, at given rates."""
+"""An emulated device: threads make real copies and real arithmetic at given rates, without a GPU."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +17,10 @@ from ebbtide.simulator.schedule import Lane as LaneName
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRates:
-    """Speeds the emulated device is slowed down to; None: as fast as the host does it.
+    """Rates to which an emulated device is slowed down. None leaves the host's own speed.
 
-    ``duplex_factor``: what both directions of the link carry together, over the sum of the two.
+    Attributes:
+        duplex_factor: Rate of both directions of the link together, divided by the sum of both rates.
     """
 
     h2d_bytes_per_s: float | None = None
@@ -31,11 +32,11 @@ class EmulatedRates:
 
 
 class EmulatedDevice(Device):
-    """A device that is not there: its memory is other host memory, its streams are threads.
+    """An emulated device without a GPU: its memory is host memory and its streams are threads.
 
-    Real copies and real arithmetic, optionally slowed to given rates, for development and tests.
-    No figure taken on it is a GPU figure. Copies share the link, and updates share the device with
-    what `compute` stands for, by max-min fairness: the simulator's model, in real time.
+    It makes real copies and real arithmetic, optionally slowed down to given rates, for development
+    and tests. No figure measured on it is a GPU figure. Copies share the link, and updates share the
+    device with the work of `compute`, by max-min fairness: the simulator's model, in real time.
     """
 
     name = "emulated"
@@ -53,7 +54,10 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Stand for a kernel of the training loop that takes so long with the device to itself."""
+        """Return a context that lasts as long as a training kernel of ``seconds`` on the emulated device.
+
+        It lasts longer if updates use the device at the same time.
+        """
         return self._pacer.work(seconds, {"device": 1.0})
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:

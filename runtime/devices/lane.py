@@ -1,4 +1,4 @@
-"""Lanes: in-order workers that run ops, and the completions they wait for."""
+"""Lanes, which are threads or streams that run ops in order, and completions, which are the ends of ops."""
 
 import queue
 import threading
@@ -10,22 +10,22 @@ WAIT_DEADLINE_S = 600.0
 
 
 class Event(Protocol):
-    """The used part of ``torch.cuda.Event``."""
+    """The part of ``torch.cuda.Event``'s interface that lanes use."""
 
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
 
 
 class BackgroundError(RuntimeError):
-    """An update failed in the background; the training state is no longer usable."""
+    """An update failed in the background. The training state is no longer usable."""
 
 
 class Completion:
-    """The end of one op.
+    """The end of one op on a lane.
 
     ``issued`` is set by the lane's thread once the op has been handed to its stream (device lanes)
-    or has ended (host lanes). On a device lane ``event`` then stands for the op's end; waiting for
-    it from another stream does not block the host.
+    or has ended (host lanes). On a device lane ``event`` then marks the op's end. Another stream can
+    wait for it without blocking the host.
     """
 
     __slots__ = ("end_s", "error", "event", "issued", "label", "start_event", "start_s")
@@ -41,17 +41,17 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return a completion that has been issued already."""
+        """Return the completion of an op that has already been issued."""
         completion = cls()
         completion.event = event
         completion.issued.set()
         return completion
 
     def wait_issued(self) -> None:
-        """Block until the op is on its stream.
+        """Block until the op has been issued to its stream.
 
         Raises:
-            BackgroundError: it failed, or did not get there within the deadline.
+            BackgroundError: The op failed, or was not issued within the deadline.
         """
         if not self.issued.wait(WAIT_DEADLINE_S):
             raise BackgroundError(
@@ -63,13 +63,13 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
-        """Block until the op has ended."""
+        """Block the calling thread until the op has ended."""
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()
 
     def wait_on(self, stream: Any | None) -> None:
-        """Make ``stream`` wait for the op; without a stream, the calling thread."""
+        """Make ``stream`` wait for the op. If ``stream`` is None, block the calling thread."""
         if stream is None:
             self.wait_host()
             return
@@ -79,17 +79,17 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """True once the op has ended, without waiting."""
+        """Return whether the op has ended, without waiting."""
         return self.issued.is_set() and (self.event is None or self.event.query())
 
 
 class Lane:
-    """A worker that runs its ops in order, on its own thread or on the submitting thread.
+    """A worker that runs its ops in order, on a thread of its own or on the submitting thread.
 
-    With a ``stream`` the thread only issues work to it. Without one the op's body is the work (host
-    lane, emulated streams). The thread owns the order: no other thread submits to its stream.
+    With a ``stream`` the thread only issues work to the stream. Without a stream the thread does the op's
+    work itself (host lane, emulated streams). No other thread submits work to the stream.
 
-    The first error stops the lane. Every later op, and everything that waits for one, gets the error.
+    The first error stops the lane. Every later op, and everything that waits for one, raises that error.
     """
 
     def __init__(
@@ -101,9 +101,11 @@ class Lane:
         *,
         own_thread: bool = True,
     ) -> None:
-        """Args:
-        begin: called first in the thread: binds it to cores, chooses its GPU.
-        own_thread: False: `submit` issues the op itself, for a stream that one thread fills.
+        """Start a lane, which runs ops in order.
+
+        Args:
+            begin: Function that the lane's thread calls first, to bind itself to cores and select its GPU.
+            own_thread: If False, `submit` issues ops on the calling thread. Only one thread may then call it.
         """
         self.name = name
         self._begin = begin
@@ -117,7 +119,7 @@ class Lane:
             self._thread.start()
 
     def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
-        """Queue ``body`` to run after everything submitted before and after ``waits``."""
+        """Queue an op on the lane. It runs after all ops submitted earlier and after the completions in ``waits``."""
         if self._thread is None:
             self._execute(body, waits, completion)
             return
@@ -154,7 +156,7 @@ class Lane:
             del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End the thread after what is queued."""
+        """End the lane's thread after all queued ops."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

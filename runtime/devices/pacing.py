@@ -1,4 +1,4 @@
-"""Real time, shared among emulated ops as the simulator shares it."""
+"""Real time for emulated ops, shared among concurrent ops as in the simulator."""
 
 import threading
 import time
@@ -17,14 +17,18 @@ class _Job:
 
 
 class FluidPacer:
-    """Makes each piece of work last as long as it would on a device of given capacities.
+    """A pacer that makes concurrent work last as long as on a device with given capacities.
 
-    Work that runs at the same time shares the capacities by max-min fairness, like the simulator's
-    ops (`ebbtide.simulator.engines.sharing`). Thread-safe; waiting threads sleep.
+    Concurrent work shares the capacities by max-min fairness, like the simulator's ops
+    (`ebbtide.simulator.engines.sharing`). The pacer is thread-safe. Waiting threads sleep.
     """
 
     def __init__(self, capacities: Mapping[str, float]) -> None:
-        """Args: capacities: per second, by name; one that is not named is unlimited."""
+        """Start a pacer, which makes emulated work last as long as on a device with given capacities.
+
+        Args:
+            capacities: Capacity per second by name. A name that is missing is unlimited.
+        """
         self._capacities = dict(capacities)
         self._active: list[_Job] = []
         self._changed = threading.Condition()
@@ -32,10 +36,10 @@ class FluidPacer:
 
     @contextmanager
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
-        """Make the block last at least ``seconds`` of full speed, stretched by what runs at the same time.
+        """Make a block of code last at least ``seconds``, or longer while other work shares its capacities.
 
         Args:
-            demand: the share of each capacity at full speed, per second.
+            demand: Amount of each capacity that the work uses per second at full speed.
         """
         job = _Job(seconds, demand)
         self._begin(job)
@@ -68,7 +72,6 @@ class FluidPacer:
         return min((job.left_s / job.speed for job in self._active), default=0.0)
 
     def _advance(self) -> None:
-        """Take what has been done since the last call off every job, from end to end."""
         now_s = time.perf_counter()
         passed_s, self._now_s = now_s - self._now_s, now_s
         while passed_s > 0 and self._active:

@@ -1,1 +1,1 @@
-"""Executes a plan's schedule on streams; knows no training framework."""
+"""The runtime's execution of a plan's schedule on streams. It depends on no training framework."""

@@ -1,4 +1,4 @@
-"""Updates that begin before the norm is known, and what becomes of them at the barrier."""
+"""Early updates: updates that start before the gradient norm is known, and are then committed or dropped."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class SubgroupJob:
-    """The work of one step on one subgroup."""
+    """The optimizer update of one subgroup in one step: hyperparameters and gradients."""
 
     step: UpdateStep
     segments: list[Segment]
 
     def equals(self, other: SubgroupJob) -> bool:
-        """To the bit: the same kernel reads the same scalars and the same gradient."""
+        """Return whether two updates give identical bits: the same kernel, the same scalars, the same gradient."""
         return _scalars(self) == _scalars(other)
 
 
 @dataclass(slots=True)
 class EarlyUpdate:
-    """An update out of place: ``source`` stays, ``into`` is the subgroup's state if it was right.
+    """An early update of one subgroup, which writes to spare buffers instead of the live state.
 
-    ``dropped`` is set by the training thread; what has not begun by then does nothing.
+    ``source`` is the live state. ``into`` becomes the live state if the early update was right. The training
+    thread sets ``dropped``, and parts of the update that have not started by then do nothing.
     """
 
     job: SubgroupJob
@@ -41,14 +42,15 @@ class EarlyUpdate:
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """A subgroup in a staging slot.
+    """A subgroup in a staging buffer in GPU memory.
 
     Attributes:
-        home: Its state when it came, which goes back there unless the update is early.
-        into: The slot's buffers for its state.
-        wire: The slot's buffer for an early update's new parameters.
-        came: The end of the copy that brings the state.
-        guess: The early update. None: it waits for the norm.
+        origin: The subgroup's state in host memory. The new state is copied back there unless the update
+            is early.
+        into: The staging buffer's tensors for the state.
+        wire: The staging buffer's tensor for new parameters of an early update.
+        came: The end of the copy of the state to the staging buffer.
+        early: The early update. None if the update waits for the gradient norm.
     """
 
     origin: tuple[torch.Tensor, ...]
@@ -59,22 +61,24 @@ class StagedUpdate:
 
     @classmethod
     def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
-        """Return the visit of a subgroup to a slot."""
+        """Build the staged update of a subgroup, which is in a staging buffer in GPU memory."""
         wire = None if slot.wire is None else slot.wire[: state.elements]
         return cls(state.state, slot.views(state.elements), wire, came)
 
     @property
     def dropped(self) -> bool:
-        """True if the early update was wrong. What of the visit has not begun then does nothing."""
+        """Return whether an early update was wrong and dropped. Its ops that have not started then do nothing."""
         return self.early is not None and self.early.dropped
 
 
 class EarlyUpdates:
-    """Called by the training thread alone; the host lane fills the spares.
+    """The early updates of a step, and their spare buffers in host memory.
+
+    Only the training thread calls it. The host lane fills the spare buffers.
 
     Attributes:
-        wires: by subgroup, where its new parameters wait for the norm.
-        begun: of this step.
+        wires: By subgroup, the buffer in which its new parameters wait for the gradient norm.
+        begun: By subgroup, the early updates that have begun in the present step.
     """
 
     def __init__(self, device: Device, states: Sequence[SubgroupState], *, shared: bool = False) -> None:
@@ -92,29 +96,29 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all that is there twice."""
+        """Return the bytes of host memory that the spare buffers of early updates take."""
         spares = (t for spare in self._spares.values() for t in spare)
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> EarlyUpdate:
-        """To be submitted by who calls."""
+        """Create a subgroup's early update, for the caller to submit to a lane."""
         early = EarlyUpdate(job, state.state, self._spares[state.index])
         self.begun[state.index] = early
         return early
 
     def drop(self, subgroups: Iterable[int]) -> dict[int, EarlyUpdate]:
-        """Those of them that had begun."""
+        """Drop the early updates of the given subgroups. Return those that had begun, by subgroup."""
         dropped = {s: self.begun.pop(s) for s in list(subgroups) if s in self.begun}
         for early in dropped.values():
             early.dropped = True
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Whose guess is not what ``jobs``, by subgroup, ask for."""
+        """Return the subgroups with an early update that differs from the update in ``jobs``."""
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Commit the remaining early updates: swap state and spare. Return those subgroups in order."""
+        """Commit the remaining early updates by exchanging live state and spare buffers. Return their subgroups."""
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
             early = self.begun.pop(state.index)

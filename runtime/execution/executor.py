@@ -1,4 +1,4 @@
-"""Runs the update's DAG on lanes, one template per step."""
+"""The executor, which runs each step's graph of update ops on lanes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ Body = Callable[[int], None]  # of a subgroup
 
 
 class UpdateGate(Protocol):
-    """Who must be asked before a subgroup's state is overwritten (the checkpoint engine)."""
+    """An object to ask before a subgroup's state is overwritten, such as the checkpoint engine."""
 
     def before_update(self, subgroup: int) -> None:
-        """Return once the state may be overwritten; raise if the asker has failed."""
+        """Wait until a subgroup's state may be overwritten. Raise if the code that reads the state has failed."""
 
 
 @dataclass(slots=True)
 class StepRecord:
     """The ops of one step with their completions, for the measured timeline.
 
-    ``origin`` dates their events: the step before this one on the device's clock.
+    ``origin`` is the GPU event of the previous step from which the events of this step are dated.
     """
 
     number: int
@@ -58,10 +58,11 @@ class StepRecord:
 
 
 class Executor:
-    """Owns the lanes. `prefetch` and `launch` are called by the training thread alone.
+    """The executor of a plan, which owns the lanes.
 
-    A step's ops run in the background after `launch` returns; `wait_parameters`, `wait_state` and
-    `wait_all` wait for just what they need and raise what went wrong.
+    Only the training thread calls `prefetch` and `launch`. A step's ops run in the background after
+    `launch` returns. `wait_parameters`, `wait_state` and `wait_all` wait only for the ops that they
+    need, and raise the errors of these ops.
     """
 
     def __init__(
@@ -78,14 +79,20 @@ class Executor:
         early_updates: EarlyUpdates | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
-        """Start the lanes.
+        """Start the executor's lanes, which run the ops of a plan.
 
         Args:
-            plan: The plan that memory allowed: its ways are those of ``states``.
-            slots: Staging slots.
-            store: Holds the stored subgroups, whose state passes through ``host_slots``.
-            guesses: Memory of early updates.
-            arrival: The order in which gradients come; None: the last subgroup's first.
+            device: The device that runs the plan.
+            states: The subgroups' tensors.
+            plan: The plan that memory allowed. Its placements are those of ``states``.
+            slots: Staging buffers in GPU memory.
+            threads: Number of threads of the CPU update.
+            rule: The optimizer's update rule.
+            gradients: The template of a step's gradient ops.
+            store: Store for the stored subgroups, whose state passes through ``host_slots``.
+            host_slots: Host buffers for stored subgroups.
+            early_updates: Memory for early updates. None if no update is early.
+            arrival: Order in which subgroups' gradients become complete. None: the last subgroup's first.
         """
         self.device, self.states, self.slots = device, states, slots
         self.threads = threads
@@ -131,7 +138,7 @@ class Executor:
     def _keep_spent(
         self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob, stream: object = None
     ) -> None:
-        """Of the elements whose gradient stock spends, what an update is about to overwrite."""
+        """Save the last elements of a subgroup's state before an update, if DeepSpeed overwrites their gradient."""
         elements = self.states[subgroup].elements
         begin = self.rule.tail_begin(elements) if self.rule.spends else elements
         if begin < elements:
@@ -157,9 +164,9 @@ class Executor:
         self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
     def _begin_ahead(self) -> None:
-        """Issue what the step before the first one would have begun for it.
+        """Issue the ops that a step before the first one would have started for the first step.
 
-        That is not before training begins, since a load may still come.
+        This waits until training begins, because a checkpoint may be loaded before.
         """
         if not self._begun:
             self._begun = True
@@ -172,7 +179,6 @@ class Executor:
         buffers: Mapping[Slot, int],
         empty: Callable[[int, torch.dtype], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Return buffers of new parameters that subgroups take in turn."""
         users = [state for state, recipe in zip(self.states, recipes, strict=True) if slot in recipe.slots]
         if self.device.unified or not users:
             return []
@@ -181,7 +187,7 @@ class Executor:
 
     @property
     def before_op(self) -> Callable[[Op], None] | None:
-        """Called first in every op, on its lane: fault and delay injection."""
+        """Return the function that every op calls first on its lane, to inject faults and delays in tests."""
         return self.gradients.before_op
 
     @before_op.setter
@@ -191,19 +197,22 @@ class Executor:
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self, *, early_updates: bool = True) -> None:
-        """Start the copies that need no norm but the activations' room: visiting subgroups'
-        state, of those that are updated early in this step first.
+        """Start copying staged subgroups' state to the GPU, as far as possible before the gradient norm is known.
+
+        Subgroups that are updated early in this step come first.
         """
         self._begin_ahead()
         self.issue.backward(None, early=early_updates)
 
     def come_in(self) -> None:
-        """Start the next visits, as far as slots are free."""
+        """Start copying state of further staged subgroups to the GPU, as far as staging buffers are free."""
         self.issue.come_in()
 
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
-        """Start a subgroup's update in backward, out of place, behind its gradient's arrival; that
-        of a visit when it is in a slot. `settle` says whether ``job`` was right.
+        """Start a subgroup's early update during backward. It runs after the subgroup's gradient has arrived.
+
+        It writes to spare buffers. A staged subgroup must also be in its staging buffer first. `settle` decides
+        whether ``job`` was right.
         """
         self._begin_ahead()
         self._ready[subgroup] = job
@@ -212,16 +221,15 @@ class Executor:
         self.issue.gradient(subgroup)
 
     def _arrived(self, subgroup: int) -> list[Completion]:
-        """Return what completes a subgroup's gradient. The norm is behind those that stay on the device."""
         if subgroup in self._complete:
             return [self._complete[subgroup]]
         return self.gradients.arrived(subgroup) if self.issue.recipes[subgroup].gradient_steps else []
 
     def drop_early_updates(self, subgroups: Iterable[int] | None = None) -> bool:
-        """Drop early updates, which are wrong. Return whether there were any.
+        """Drop early updates that are wrong. Return whether there were any to drop.
 
         Args:
-            subgroups: None: all.
+            subgroups: The subgroups whose early updates to drop. None drops all of them.
         """
         some = list(self.early_updates.wires if subgroups is None else subgroups)
         waiting = [s for s in some if self._ready.pop(s, None)]
@@ -232,22 +240,25 @@ class Executor:
         return bool(dropped or waiting)
 
     def skip(self) -> bool:
-        """End a step that updates nothing. Return whether there were early updates."""
+        """End an optimizer step without updates and drop early updates. Return whether there were any."""
         dropped = self.drop_early_updates()
         self.issue.skip()
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Before `launch` of ``jobs``: wrong guesses are dropped, the others' state and spare
-        change places; those subgroups, whose state is now elsewhere.
+        """Commit the early updates that equal ``jobs`` and drop the others. Call it before `launch`.
+
+        Return the subgroups whose state has changed places with spare buffers.
         """
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)
 
     def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
-        """Start this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
+        """Start the updates of an optimizer step. All gradients must have been sent to the place of their update.
 
-        ``iteration`` is the training loop's number, for the measured timeline.
+        Args:
+            jobs: The update of each subgroup.
+            iteration: Number of the training iteration, for the measured timeline.
         """
         self._begin_ahead()
         self._ready.clear()
@@ -267,7 +278,6 @@ class Executor:
         self._ended = 0
 
     def _add(self, step: Step, subgroup: int, waits: list[Completion]) -> Completion:
-        """Submit an op."""
         if self.device.unified and step.kind in WRITTEN_BY:  # the kernel wrote where parameters are read
             return self._latest[subgroup]
         work = self.states[subgroup].elements * step.work(self._amounts)
@@ -281,7 +291,6 @@ class Executor:
         return completion
 
     def _body(self, step: Step, subgroup: int, end: Completion) -> Body:
-        """Return what an op does, with the buffers that its subgroup has now."""
         match step.kind:
             case OpKind.STATE_READ:
                 self._reads[subgroup] = end
@@ -315,13 +324,14 @@ class Executor:
         return self.early_updates.begin(self.states[subgroup], self._ready.pop(subgroup))
 
     def _host_slot(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return the buffers of a stored subgroup's state."""
         number = self.issue.holds[Slot.STATE, subgroup]
         return self.host_slots[number].views(self.states[subgroup].elements)
 
     def _parameter_out(self, subgroup: int) -> torch.Tensor:
-        """Return where an update writes new parameters: to a buffer of the subgroup's own if it may be
-        early, to a slot, or in place.
+        """Return the buffer to which an update writes a subgroup's new parameters.
+
+        It is the subgroup's spare buffer if its update may be early, otherwise a shared buffer, or the parameters
+        themselves.
         """
         own, state = self.early_updates.wires.get(subgroup), self.states[subgroup]
         if own is not None:
@@ -392,7 +402,7 @@ class Executor:
             )
 
     def _was_stale(self, subgroup: int) -> bool:
-        """Return whether a subgroup's state was written behind its prefetch. From now on it was not."""
+        """Return whether a subgroup's state was overwritten after its prefetch, and reset this mark."""
         with self._stale_lock:
             stale = subgroup in self._stale
             self._stale.discard(subgroup)
@@ -445,24 +455,24 @@ class Executor:
     # -- waiting -----------------------------------------------------------------------------
 
     def wait_parameters(self, subgroups: Iterable[int]) -> None:
-        """Make the caller (on CUDA: the training streams) wait for these subgroups' parameters.
+        """Make the training streams, or the calling thread without CUDA, wait for subgroups' new parameters.
 
         Raises:
-            BackgroundError: the update failed.
+            BackgroundError: An update failed.
         """
         if not self.busy:
             return  # the rest of the iteration reads without a word to the device
         self.device.training_waits(self._published[s] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
-        """Return what has to end before these subgroups' parameters are new. Empty if they are."""
+        """Return the completions after which subgroups' parameters are new. Empty if they are new already."""
         return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
-        """Start a copy of parameters from host to device memory, behind ``waits``.
+        """Start a copy of parameters from host to device memory that runs after ``waits``. The caller does not wait.
 
-        In the order of the calls; nobody waits here. ``to`` may be dropped at any time, the source
-        is overwritten by no update before it has been read.
+        Copies run in the order of calls. ``to`` may be dropped at any time. No update overwrites ``source``
+        before the copy has read it.
         """
         lane = self.lanes[LaneName.H2D_FETCH]
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
@@ -478,7 +488,7 @@ class Executor:
         return completion
 
     def wait_state(self, subgroup: int) -> None:
-        """Block until the latest update of the subgroup is back where its state lives."""
+        """Block until a subgroup's latest update has ended and its new state is in its host or drive location."""
         for op, completion in reversed(self._own):
             if op.subgroup == subgroup and op.kind in STATE_ENDS:
                 completion.wait_host()
@@ -489,32 +499,32 @@ class Executor:
     def wait_all(self) -> None:
         """Block until every op of the launched steps has ended. Raise the first failure.
 
-        What has begun for the next step goes on (`wait_ahead`).
+        Ops that have begun for the next step continue (see `wait_ahead`).
         """
         for _, completion in self._own:
             completion.wait_host()
         self._latest_fetch.wait_host()
 
     def wait_ahead(self) -> None:
-        """Block until what the latest step has begun for the next one has ended."""
+        """Block until the ops that the latest step started for the next step have ended."""
         for _, completion in self._ahead:
             completion.wait_host()
 
     def wait_memory(self) -> None:
-        """Block until the ops of the subgroups with state in memory have ended. What is stored goes on."""
+        """Block until the ops of subgroups with state in memory have ended. Ops of stored subgroups continue."""
         for op, completion in (*self._own, *self._ahead):
             if op.subgroup not in self._stored:
                 completion.wait_host()
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:
-        """Block until the ops that were issued for the coming step have ended."""
+        """Block until the ops issued for the coming optimizer step have ended."""
         for _, completion in self._issued:
             completion.wait_host()
 
     @property
     def busy(self) -> bool:
-        """True while an op of the latest step has not ended, or has failed."""
+        """Return whether an op of the latest step is still running or has failed."""
         # What has ended stays so: each op is asked until then, not again at every reader.
         while self._ended < len(self._own):
             _, completion = self._own[self._ended]
@@ -524,14 +534,16 @@ class Executor:
         return False
 
     def raise_if_failed(self) -> None:
-        """Raise what has failed so far, without waiting for the rest."""
+        """Raise the error of an op that has failed so far, without waiting for other ops."""
         for _, completion in (*self._own, *self._ahead):
             if completion.issued.is_set() and completion.error is not None:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Read these subgroups' state again: it was written from outside, while no update of them was
-        running. What was prefetched of it is void, and what is stored goes to storage; blocks.
+        """Adopt optimizer state that was written from outside while no update of these subgroups was running.
+
+        Prefetched copies of the state become invalid. Stored subgroups are written to storage. Block until
+        this is done.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -543,16 +555,19 @@ class Executor:
         self._outdate(subgroups)
 
     def state_loaded(self) -> None:
-        """Do as `state_written` for all subgroups, but for those whose state was adopted on storage."""
+        """Adopt the optimizer state of all subgroups after a checkpoint load, as `state_written` does.
+
+        Subgroups whose state the load adopted on storage are not written again.
+        """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
         self.state_written(state.index for state in self.states if state.index not in adopted)
         self._outdate(adopted)
 
     def state_shown(self) -> None:
-        """Have what has come into a slot come once more, since the caller may write to state that is shown.
+        """Mark prefetched state as outdated, because the caller may write to the state. It is then copied again.
 
-        Blocks until what is on its way into a slot is there: it may be neither old nor new.
+        Block until copies to staging buffers that are in progress have ended.
         """
         self.drop_early_updates()
         for staged in self._staged.values():
@@ -583,10 +598,12 @@ class Executor:
             self._stale.update(subgroups)
 
     def close(self, *, with_device: bool = True) -> None:
-        """End the lanes' threads after what is queued; the device stays for a successor's sake.
+        """End the lanes' threads after all queued ops.
 
-        What was prefetched for a step that was skipped may still be on its way into slots, and from
-        host memory, that are given back after this: it is waited for.
+        Wait for copies that were started for a skipped step, because their buffers are released afterwards.
+
+        Args:
+            with_device: If False, keep the device open for the executor of the next plan.
         """
         try:
             for _, completion in (*self._issued, *self._beside):

@@ -1,4 +1,4 @@
-"""The ops of gradients that cross to the host, on the schedule's lanes and with its waits."""
+"""The copies of gradients between device and host, on the schedule's lanes and in its order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KEPT_PARTS = 65536  # of one step, for the measured timeline
 
 
 class GradientOps:
-    """Called by the training thread alone.
+    """The ops that copy gradients between device and host. Only the training thread calls it.
 
-    An op is run for each parameter of a subgroup that arrives. A lane runs its ops in order, so
-    that a gradient is complete when the latest one has ended.
+    One op runs for each parameter of a subgroup whose gradient arrives. A lane runs its ops in order,
+    so a subgroup's gradient is complete when its latest op has ended.
 
     Attributes:
-        parts: since they were last taken, for the measured timeline.
-        latest: the way home that was begun last, of all subgroups.
+        parts: Ops and their completions since the last `take_parts`, for the measured timeline.
+        latest: The device-to-host copy of a gradient that was started last, of any subgroup.
     """
 
     def __init__(self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]) -> None:
@@ -39,19 +39,20 @@ class GradientOps:
         self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
 
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
-        """Start the way home of a part of a subgroup's gradient.
+        """Start the device-to-host copy of a part of a subgroup's gradient.
 
         Args:
             offset: First element of the part in the subgroup.
-            source: It may be dropped immediately, but written again only after `before_reuse`.
-            summed: True if `fetch_sum` gave ``source``, and each micro-batch's sum goes home.
+            source: The gradient. It may be dropped immediately, but overwritten only after `before_reuse`.
+            summed: True if ``source`` comes from `fetch_sum`, so that each micro-batch's sum is copied.
         """
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Send a gradient of the previous window home, like `send`.
+        """Copy a gradient of the previous accumulation window to host memory.
 
-        No schedule has this op. An update reads it only if the last micro-batch does not reach its parameter.
+        No schedule has this op. An update reads this gradient only if the last micro-batch does not reach
+        the parameter.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
@@ -68,10 +69,10 @@ class GradientOps:
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
-        """Keep the bytes in flight within `GRADIENTS_UNDER_WAY_BYTES`, or at one gradient.
+        """Wait until the gradient bytes in flight are within `GRADIENTS_UNDER_WAY_BYTES`, or one gradient.
 
-        The host waits, not a stream: the host hands out the memory of the next gradients, and it cannot
-        reuse memory that is still being copied. It is no more than that ahead of backward.
+        The host waits, not a stream. The host allocates the memory of the next gradients, and it cannot
+        reuse memory that is still being copied. This limits how far the host runs ahead of backward.
         """
         left = sum(n for _, n in self._under_way) + size_bytes
         while self._under_way:
@@ -83,10 +84,10 @@ class GradientOps:
             left -= n
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """``base + gradient`` on the device, for the caller (on CUDA: its stream) to read.
+        """Return ``base + gradient`` in device memory, for the caller's stream to read. ``base`` is in host memory.
 
-        Of a sum that stays there no schedule has it: it was left at home by another plan, or is of
-        a parameter that the window's first micro-batch did not reach.
+        If the subgroup's gradient is summed on the device, no schedule has this op. The sum is in host memory
+        because another plan left it there, or because the first micro-batch did not reach the parameter.
         """
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
@@ -115,27 +116,27 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the completions to await before all sent gradients of a subgroup are home."""
+        """Return the completions after which all gradients sent for a subgroup are in host memory."""
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:
-        """Called before the memory of what was sent so far is written again."""
+        """Wait until the gradients sent to host memory so far are copied, before their source is overwritten."""
         if self.latest is not None:
             self._device.before_reuse(self.latest)
 
     def wait(self) -> None:
-        """Block until nothing is under way: a step that was skipped has waited for no gradient."""
+        """Block until no gradient copy between device and host is in progress."""
         for completion in self._ends.values():
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """``parts``, which begin anew."""
+        """Return the gradient copies recorded since the last call, with their completions, and clear the record."""
         taken = list(self.parts)
         self.parts.clear()
         return taken
 
 
 def _fetched_once(subgroup: int) -> GradientOp:
-    """Return the op that fetches a sum once, after everything on its way home."""
+    """Return the op that copies a gradient sum to the device once, after all copies of this sum to the host."""
     op = Op(-1, OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, 0, subgroup=subgroup)
     return GradientOp(op, summed=True, reduced=True, after=(OpKind.GRADIENT_D2H,))

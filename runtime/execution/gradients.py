@@ -1,4 +1,4 @@
-"""Gradients on their way home: one crossing each, in their own precision."""
+"""The collection of gradients for their updates: each gradient is copied once, in its own precision."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ebbtide.simulator.update.recipes import RECIPES
 
 @dataclass(slots=True)
 class ParameterSlice:
-    """A parameter's part of its subgroup on this rank.
+    """The part of a parameter that lies in a subgroup of this rank.
 
     Attributes:
-        real: this rank's partition holds elements of the parameter, not just padding.
-        touched: a gradient arrived at the boundary of this accumulation window.
-        held: the sum is in the subgroup's own device memory for it; at home too, but where
-        unsent: it has grown since it was sent there.
+        real: True if this rank's partition holds elements of the parameter and not only padding.
+        touched: True if the last micro-batch of the accumulation window has produced a gradient.
+        held: True if the gradient sum is in the subgroup's GPU memory for sums. The host has a copy,
+            unless ``unsent`` is True.
+        unsent: True if the sum on the GPU has grown since it was last copied to the host.
     """
 
     subgroup: int
@@ -36,7 +37,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``end`` of a subgroup and the gradient that updates them."""
+    """Elements ``start`` to ``end`` of a subgroup, and the gradient that updates them."""
 
     start: int
     end: int
@@ -49,14 +50,12 @@ Piece = TypeVar("Piece", bound=ParameterSlice)
 
 @dataclass
 class HostGradients(Generic[Piece]):
-    """Takes each reduced gradient to its subgroup's buffer.
+    """A collection of the reduced gradients of all parameters in their subgroups' gradient buffers.
 
-    The training thread calls everything here; what crosses does so by ``ops``. A home
-    is read by the subgroup's update, which starts after `arrived` and ends before the parameters
-    can be gathered for the next backward, so that no gradient is overwritten before its use. Where
-    the sum of micro-batches has memory of its own on the device, it stays there until the boundary.
-
-    A framework that keeps more of its gradients than their sum extends this.
+    Only the training thread calls it. Copies to host memory run as ``ops``. A subgroup's update reads the
+    buffer after `arrived`, and ends before parameters can be gathered for the next backward. No gradient
+    is therefore overwritten before its use. If GPU memory for sums exists, the sum of micro-batches stays
+    there until the last micro-batch. A framework that keeps more than gradient sums extends this class.
     """
 
     device: Device
@@ -80,12 +79,13 @@ class HostGradients(Generic[Piece]):
     # -- arriving ----------------------------------------------------------------------------
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Store or accumulates one partition; return it as the device sees it, for its norm.
+        """Store or accumulate a gradient partition. Return the sum in device memory, for the gradient norm.
 
         Args:
-            gradient: flat, in the accumulation dtype, on the device. It may be shorter than the
-                slice: what is beyond it is padding and stays zero.
-            first: first micro-batch of the window, which replaces; later ones are added.
+            gradient: Flat gradient in the accumulation dtype, on the device. It may be shorter than the
+                slice: the rest of the slice is padding and stays zero.
+            first: True for the window's first micro-batch, which replaces the sum. Others are added to it.
+            boundary: True for the window's last micro-batch.
         """
         total = self._take(piece, gradient, first=first, boundary=boundary)
         if boundary:
@@ -95,7 +95,11 @@ class HostGradients(Generic[Piece]):
     def _take(
         self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """``alone``: it replaces what is at home and is no part of a sum that goes on."""
+        """Store or accumulate a gradient partition and return the sum in device memory.
+
+        Args:
+            alone: If True, the gradient replaces the one in host memory and is not part of an ongoing sum.
+        """
         self._open = True
         base = None if first else self._sum_so_far(piece, gradient.numel())
         if self.states[piece.subgroup].sum is not None:
@@ -104,7 +108,6 @@ class HostGradients(Generic[Piece]):
         return self._store(piece, buffer, gradient.view(buffer.shape), base)
 
     def _reached(self, piece: Piece) -> None:
-        """Note that the window's last micro-batch has reached the parameter."""
         self._missing[piece.subgroup] -= not piece.touched
         piece.touched = True
         if self.complete is not None and not self._missing[piece.subgroup]:
@@ -116,7 +119,7 @@ class HostGradients(Generic[Piece]):
     def _store(
         self, piece: Piece, buffer: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
-        """Bring ``base + gradient`` home, summed on the device."""
+        """Store ``base + gradient``, computed on the device, in the gradient's host buffer."""
         if not self._crosses[piece.subgroup]:
             return buffer.copy_(gradient) if base is None else torch.add(base, gradient, out=buffer)
         if base is not None:
@@ -127,7 +130,7 @@ class HostGradients(Generic[Piece]):
     def _hold(
         self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None, *, boundary: bool, alone: bool
     ) -> torch.Tensor:
-        """Store a partition like `_store`, with a sum that stays on the device until the boundary."""
+        """Store or accumulate a gradient partition. The sum stays on the device until the last micro-batch."""
         total = gradient
         if not (alone or (boundary and base is None)):
             total = self._sum_up(piece, gradient, base)
@@ -140,7 +143,6 @@ class HostGradients(Generic[Piece]):
         return total
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        """Add the gradient to the subgroup's sum in device memory, and return the sum."""
         total = self._held(piece, gradient.numel())
         if not piece.unsent:  # what is there may still be on its way home
             self.device.training_waits(self.arrived(piece.subgroup))
@@ -163,7 +165,6 @@ class HostGradients(Generic[Piece]):
         return gradient.narrow(0, piece.offset, piece.elements if elements is None else elements)
 
     def _sum_so_far(self, piece: Piece, elements: int) -> torch.Tensor:
-        """Return the sum to which the next micro-batch is added."""
         return self._held(piece, elements) if piece.held else self._host_buffer(piece, elements)
 
     # -- another plan ------------------------------------------------------------------------
@@ -172,17 +173,17 @@ class HostGradients(Generic[Piece]):
         """Allocate what backward will need, so that no allocation falls into a backward."""
 
     def spare_bytes(self) -> int:
-        """Return the host memory in addition to the home buffers."""
+        """Return the bytes of host memory that gradients take in addition to the subgroups' gradient buffers."""
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return the same gradients for states that have moved."""
+        """Return a collection of the same gradients for subgroups that have moved to other buffers."""
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open
         return moved
 
     def close(self) -> None:
-        """Give the device's sums back, once what is on its way has arrived."""
+        """Release the GPU memory for gradient sums, after gradient copies in progress have ended."""
         self.ops.wait()
         for piece in self.slices.values():
             if piece.unsent:  # the next micro-batch goes on from it
@@ -192,7 +193,7 @@ class HostGradients(Generic[Piece]):
             state.sum = None
 
     def before_reuse(self) -> None:
-        """Called before the memory of the gradients accepted so far is written again."""
+        """Wait until the gradients accepted so far are copied to the host, before their source is overwritten."""
         self.ops.before_reuse()
 
     # -- stepping ----------------------------------------------------------------------------
@@ -201,14 +202,18 @@ class HostGradients(Generic[Piece]):
         return self.ops.arrived(subgroup)
 
     def close_window(self) -> None:
-        """Close the window of micro-batches. Called at each step, after its last gradient."""
+        """Close the accumulation window of micro-batches. Called at each step, after its last gradient."""
         for piece in self.slices.values():
             piece.touched = False
         self._missing = self._awaited()
         self._open = False
 
     def check_closed(self) -> None:
-        """Raises: RuntimeError: gradients have arrived that `close_window` does not know of."""
+        """Check that no gradient has arrived since the accumulation window was closed.
+
+        Raises:
+            RuntimeError: A gradient has arrived since `close_window`.
+        """
         if self._open:
             raise RuntimeError(
                 "close_window() must be called after the last gradient of a step and before "
@@ -216,9 +221,9 @@ class HostGradients(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Note the factor by which the step multiplies gradients. None: the step is skipped."""
+        """Note the factor by which the optimizer step multiplies gradients. None if the step is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Runs that cover the subgroup, with what their updates apply."""
+        """Return the ranges of elements of a subgroup, each with the gradient and the scale for its update."""
         state = self.states[subgroup]
         return [Segment(0, state.elements, state.gradient, scale)]

@@ -1,4 +1,4 @@
-"""A check that a plan was made for the present subgroups."""
+"""A check that a plan matches the subgroups of the training engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ebbtide.simulator.schedules.ebbtide import check_locations
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
-    """Checks that a plan was made for these subgroups, at this stage.
+    """Check that a plan was made for the engine's subgroups and ZeRO stage.
 
     Raises:
-        PlanError: says what differs and which key brings them together.
+        PlanError: The plan does not match. The message says what differs and which config key to change.
     """
     if plan.subgroups and plan.subgroups != subgroups:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The measured timeline: what the runtime did, in the simulator's type."""
+"""The measured timeline: ops that the runtime executed, in the simulator's type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A span of the training thread, from one moment of the device to another."""
+    """A measured span of the training thread, from one moment of the device to another."""
 
     kind: OpKind
     iteration: int
@@ -33,10 +33,10 @@ class _Noted:
 
 @dataclass
 class Recorder:
-    """Notes when forward, backward and step began and ended.
+    """A recorder of the times at which forward, backward and optimizer step begin and end.
 
-    On CUDA the training thread runs ahead of the device: there they are events on its stream, as
-    the lanes' ops are, and tell how long the device took; elsewhere it is the host's clock.
+    On CUDA the training thread runs ahead of the GPU. The recorder therefore uses events on the training
+    stream there, which measure the GPU's time. Elsewhere it uses the host's clock.
     """
 
     device: Device
@@ -73,8 +73,9 @@ class Recorder:
             self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
-        """Return the spans of the steps in ``history`` and of the training thread around them; what the
-        device has not reached yet is left out.
+        """Return the measured timeline of the steps in ``history`` and of the training thread around them.
+
+        Spans that the device has not reached yet are left out.
         """
         records = list(history)
         first = records[0].number if records else 0

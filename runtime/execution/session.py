@@ -1,4 +1,4 @@
-"""A plan at work on one training engine: what lies between the framework and the executor."""
+"""The link between a training framework's engine and the executor that runs a plan on it."""
 
 from __future__ import annotations
 
@@ -39,33 +39,35 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 class TrainingEngine(Protocol):
     """The interface that a session needs of a training framework's optimizer.
 
-    Every call comes from the training thread. The framework keeps its own references to the state
-    (for checkpoints and readers). `adopt` tells it the new place of a subgroup.
+    Every call comes from the training thread. The framework keeps its own references to the optimizer
+    state, for checkpoints and for readers. `adopt` gives it the new tensors of a subgroup.
 
     Attributes:
-        shares_state: the framework's state buffers outlive a plan; only gradients are given back.
-        overlaps_forward: readers of parameters can be made to wait, so that a step need not wait.
+        shares_state: True if the framework's buffers of optimizer state outlive a plan. Only gradients
+            are then released.
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
+            wait for its updates.
     """
 
     shares_state: bool
     overlaps_forward: bool
 
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each subgroup."""
+        """Return the number of elements of each subgroup."""
         ...
 
     def wire_dtype(self) -> WireDtype:
-        """Return the precision in which the model computes."""
+        """Return the precision of the model's computation: bf16, fp16 or fp32."""
         ...
 
     def parameter_location(self) -> ParameterLocation:
-        """Return the memory in which the framework itself keeps partitions of parameters."""
+        """Return the memory (host or device) where the training framework itself keeps partitions of parameters."""
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return the parameters gathered in forward and backward, keyed as in `slices`.
+        """Return the partitioned parameters that forward and backward gather, keyed as in `slices`.
 
-        None if they are unknown so far, or if parameters are never partitioned.
+        None if these parameters are unknown so far, or if parameters are never partitioned.
         """
         ...
 
@@ -74,105 +76,113 @@ class TrainingEngine(Protocol):
         ...
 
     def first_use(self) -> list[int]:
-        """Return when forward first needs each subgroup's parameters, on any scale."""
+        """Return, for each subgroup, a number that grows with the moment at which forward first needs its
+        parameters.
+        """
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Return the rule of the optimizer. The plan's updates have its bits."""
+        """Return the optimizer's update rule. A plan's updates give bit-identical results."""
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return the place of each parameter's part, by a number of the framework's own."""
+        """Return the location of each parameter in its subgroup, keyed by the framework's parameter number."""
         ...
 
     def host_gradients(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> HostGradients[Any]:
-        """Return the way home of all parameters' gradients, of the session's first plan."""
+        """Build the object that collects the gradients of all parameters under a session's first plan."""
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare for the first plan: split the framework's joined buffers.
+        """Prepare the framework for its first plan: split buffers that several subgroups share.
 
-        Otherwise an old buffer would stay until its last subgroup has moved.
+        Otherwise a shared buffer would stay in memory until its last subgroup has moved.
         """
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return the subgroup's tensors where they are: ``now`` under a plan; None: the framework's."""
+        """Return the tensors of a subgroup. If ``now`` is None, no plan runs yet and they are the framework's own."""
         ...
 
     def adopt(self, state: SubgroupState) -> None:
-        """The framework's references follow to where the subgroup is now."""
+        """Point the training framework's references to the present tensors of a subgroup."""
         ...
 
     def settle(self) -> None:
-        """Release unused buffers after all subgroups have been adopted."""
+        """Release the training framework's unused buffers, after all subgroups have moved to a plan's buffers."""
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
-        """Return the next step's scalars by subgroup; the framework's step counters go up."""
+        """Return the next step's optimizer hyperparameters per subgroup, and advance the framework's step counters."""
         ...
 
     def expected_step(self) -> tuple[list[UpdateStep], float]:
-        """Return the next step's hyperparameters without advancing counters, and the gradient scale for a step
-        without clipping or overflow.
+        """Return the next step's optimizer hyperparameters and the gradient scale, without advancing step counters.
+
+        The scale is that of a step without clipping or overflow.
         """
         ...
 
     def unclipped_scale(self) -> float:
-        """Return the gradient scale of a step that neither clips nor overflows."""
+        """Return the factor that unscales gradients in a step that neither clips nor overflows."""
         ...
 
     def early_updates_allowed(self) -> bool:
-        """False: what is known of the gradients so far says that the step clips or overflows."""
+        """Return whether early updates may start. False if gradients already show that the step clips or overflows."""
         ...
 
     def publish(self) -> None:
-        """The framework's own references show what the latest step has made; waits for it."""
+        """Wait for the latest step's updates, then show their results in the framework's own references."""
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return the master and moments that a checkpoint reads."""
+        """Return the tensors of a subgroup's master parameters and moments that a checkpoint reads."""
         ...
 
     def gradient_bytes(self) -> int:
-        """Return the bytes per parameter of an accumulated gradient."""
+        """Return the number of bytes per parameter of an accumulated gradient."""
         ...
 
     def micro_batches(self) -> int:
-        """Return the number of micro-batches per step."""
+        """Return the number of micro-batches per optimizer step."""
         ...
 
     def clips(self) -> bool:
-        """Gradients are clipped to a norm."""
+        """Return whether training clips gradients to a maximum norm."""
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Call ``wait`` with the parameters before any code reads them. Return an undo function."""
+        """Call ``wait`` with the parameters before any code reads parameters. Return a function that undoes this."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
-        """True on every rank if ``flag`` is true on one; a collective call."""
+        """Return True on every rank if ``flag`` is True on any rank. This is a collective call."""
         ...
 
 
 class Session:
-    """Owned by the training thread.
+    """The execution of a plan on one training engine. Only the training thread uses it.
 
     Attributes:
-        after_step: called, in order, when the framework's whole step is done, its counters and
-            its schedule included: live re-planning first, checkpoints last.
-        before_switch: called before subgroups move: who still reads the old buffers ends it.
-        stored: what a checkpoint commits where it lies.
-        watch: the `ebbtide.runtime.replan.watch.Watch` of this session, if there is one.
-        set_aside: the plan that the present one, which leaves device memory free for somebody
-            else, stands in for; steps meanwhile are not planned by.
-        overlaps: a plan's updates may go on in the next forward.
+        after_step: Functions to call, in order, when the framework's step is complete with its counters
+            and its schedule: live re-planning first, checkpoints last.
+        before_switch: Functions to call before subgroups move to other buffers. Each one makes a reader
+            of the old buffers finish.
+        stored: Steps of stored subgroups that a checkpoint commits in place, without a copy.
+        watch: The `ebbtide.runtime.replan.watch.Watch` of this session. None if there is none.
+        set_aside: The plan to return to after the present plan, which leaves more GPU memory free. Steps
+            are not used for planning while it is set.
+        overlaps: True if a plan's updates may continue during the next forward.
     """
 
     def __init__(self, engine: TrainingEngine, plan: Plan, device: Device, *, overlap_forward: bool = True) -> None:
-        """``overlap_forward`` False: steps wait for their updates, whatever a plan says."""
+        """Start the execution of a plan on a training engine.
+
+        Args:
+            overlap_forward: If False, every step waits for its updates, whatever the plan says.
+        """
         self.engine = engine
         self.device = device
         self.overlaps = overlap_forward and engine.overlaps_forward
@@ -206,8 +216,9 @@ class Session:
             self.host_gradients.make_spares()
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
-        """Return the plan that memory allowed, and its executor. One subgroup moves after the other, so
-        that the old and the new state of one is all that is there twice.
+        """Build an executor and return it with the plan that memory allows.
+
+        Subgroups move one at a time, so that only one subgroup is ever in memory twice.
         """
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
@@ -255,12 +266,11 @@ class Session:
         )
 
     def _account_for(self, plan: Plan) -> None:
-        """Begin a new account of early updates, with the times that the plan predicts."""
         times = plan.prediction.step_times if plan.prediction else None
         self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
-        """How many sums of micro-batches stay on the device: none where none would leave it."""
+        """Return the plan with on-device gradient accumulation limited to the subgroups that fit in GPU memory."""
         sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
         leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
         if self.device.unified or self.engine.update_rule().own_step or not leave:
@@ -271,8 +281,10 @@ class Session:
         return plan.model_copy(update={"ways": ways})
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
-        """Forward order means the order of first use. Subgroups lie group by group: where norms
-        and biases are a group of their own (no weight decay), the last subgroup has layer 0's.
+        """Return the plan with its update order sorted by the first use of each subgroup's parameters in forward.
+
+        The order of subgroups differs from the order of use if parameter groups are separate. For example,
+        with a group of norms and biases without weight decay, the last subgroup has parameters of layer 0.
         """
         if plan.order != FORWARD or self.engine.update_rule().own_step:  # in stock's order
             return plan
@@ -283,7 +295,7 @@ class Session:
         return plan.placed(plan.placements, order=order_of(used, plan.placements))
 
     def _arrival(self, plan: Plan) -> list[int] | None:
-        """In which order gradients come, where that counts; None: the last subgroup's first."""
+        """Return the order in which subgroups' gradients become complete, or None if the plan does not need it."""
         if Way("device", early=True) not in plan.ways:
             return None
         needed = self.engine.first_use()
@@ -317,11 +329,14 @@ class Session:
 
     @property
     def saves_in_flight(self) -> bool:
-        """A checkpoint is being made while updates of what it commits on storage may go on."""
+        """Return whether a checkpoint is in progress while updates of its subgroups on storage may still run."""
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Wait until readers can be shown everything. During a checkpoint stored state is not shown."""
+        """Wait until optimizer state can be read.
+
+        While a checkpoint is being saved, only state in memory is waited for: state on storage cannot be read then.
+        """
         if self.saves_in_flight:
             self.executor.wait_memory()
         else:
@@ -338,18 +353,25 @@ class Session:
     # -- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Raises: BackgroundError: an earlier update or checkpoint failed in the background."""
+        """Note the beginning of an optimizer step in the measured timeline.
+
+        Raises:
+            BackgroundError: An earlier update or checkpoint failed in the background.
+        """
         self.executor.raise_if_failed()
         self.recorder.step_begins()
 
     def prefetch(self) -> None:
-        """The first gradient of the last micro-batch is about to arrive; may be called again."""
+        """Start the copies that a step's updates can begin with, before the last micro-batch's first gradient arrives.
+
+        Repeated calls are allowed.
+        """
         self.executor.prefetch(early_updates=self.pausing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Start the update if the plan updates the subgroup early: its gradient is complete.
+        """Start a subgroup's early update after its gradient is complete, if the plan updates it early.
 
-        Another gradient for the same window cancels it.
+        A further gradient for the same micro-batches cancels it.
         """
         self._begin_early(subgroup)
         self.executor.come_in()
@@ -376,10 +398,13 @@ class Session:
             self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def update(self, scale: float) -> None:
-        """Launch the updates; ``scale`` unscales and clip the gradients.
+        """Launch the updates of an optimizer step.
+
+        Args:
+            scale: Factor that unscales and clips the gradients.
 
         Raises:
-            RuntimeError: the engine has not closed the window of its gradients.
+            RuntimeError: The engine has not closed the accumulation window of its gradients.
         """
         self.host_gradients.check_closed()
         self.host_gradients.stepped(scale)
@@ -390,25 +415,25 @@ class Session:
         self.executor.launch(jobs, self.recorder.iteration)
 
     def _clipped(self, scale: float) -> bool:
-        """Return whether the step's gradient scale is another than without clipping."""
         return scale != self.engine.unclipped_scale()
 
     def skip(self) -> None:
-        """Skip this step's updates, because a gradient was not finite."""
+        """Skip the updates of an optimizer step, because a gradient was not finite."""
         self.host_gradients.stepped(None)
         self._expected_step = None
         self.pausing.counted(clipped=True)
         self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
-        """The framework's step is done."""
+        """Call the functions of ``after_step``, since the framework's optimizer step is complete."""
         for call in self.after_step:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """Return the ops of the latest steps, in the simulator's own type.
+        """Return the measured timeline of the latest steps' ops, in the simulator's type.
 
-        ``wait`` False: only steps with all ops ended by now, without waiting for the others.
+        Args:
+            wait: If False, include only steps whose ops have all ended, without waiting.
         """
         if wait:
             self.executor.wait_all()
@@ -420,16 +445,16 @@ class Session:
     # -- another plan ------------------------------------------------------------------------
 
     def switch(self, plan: Plan) -> None:
-        """Move every subgroup to where ``plan`` wants it; no bit of training changes.
+        """Move every subgroup to the place that another plan gives it. No bit of the training result changes.
 
-        To be called by the training thread outside of forward and backward: between two steps, or
-        in the midst of a step's micro-batches. Waits for running updates and for a running
-        checkpoint, whose bytes are still in the old buffers.
+        Call it from the training thread outside of forward and backward: between two steps, or between
+        micro-batches of a step. It waits for running updates and for a running checkpoint, which still
+        reads the old buffers.
 
         Raises:
-            PlanError: the plan is for other subgroups.
-            StorageError: there is no room for what it stores.
-            BackgroundError, CheckpointError: something failed in the background before.
+            PlanError: The plan was made for other subgroups.
+            StorageError: The drives have no room for the state that the plan stores.
+            BackgroundError, CheckpointError: An update or a checkpoint failed in the background before.
         """
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
@@ -465,7 +490,7 @@ class Session:
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
-        """A checkpoint's registry follows; it must not keep alive what is given back."""
+        """Give the checkpoint engine the current tensors of optimizer state, so that it holds no old buffer."""
         register = getattr(self.executor.gate, "register_all", None)
         if callable(register):
             register(tensors)
@@ -473,7 +498,7 @@ class Session:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the executor; raise what failed in the background, after that."""
+        """Stop the executor of a session and close its store. Afterwards raise any error of a background update."""
         if self.closed:
             return
         try:
@@ -485,7 +510,7 @@ class Session:
                 self._store.close()
 
     def host_bytes(self) -> int:
-        """Host memory of state, gradients, staging and parameters that live there, in bytes."""
+        """Return the bytes of host memory that state, gradients, staging buffers and host parameters take."""
         unified = self.device.unified
         total, wires = 0, dict[int, int]()  # some may share theirs
         for state in self.executor.states:
@@ -506,14 +531,14 @@ class Session:
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """Return the plan with the placements, homes and slots that memory allowed."""
+    """Return the plan with the placements, parameter locations and staging buffers that fit in memory."""
     pairs = zip(plan.ways, states, strict=True)
     ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]
     return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))
 
 
 def threads_of(plan: Plan, device: Device) -> int:
-    """Return the threads of the host update: the plan's, or the number of available cores."""
+    """Return the number of threads of the CPU update: the plan's, or the number of available cores."""
     if plan.threads:
         return plan.threads
     if device.cores:

@@ -1,4 +1,4 @@
-"""State that lives on storage: the store that holds it, and the host memory it passes through."""
+"""Optimizer state on storage: the store that holds it and the host buffers that it passes through."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ logger = logging.getLogger("ebbtide")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of host memory that each local rank may still take, less a margin."""
+    """Return the bytes of host memory that each local rank may still allocate, less a safety margin."""
     mine = usable()
     return max(0, int(mine.free_bytes - UNKNOWN_MARGIN * mine.memory_bytes)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Return the elements of each subgroup with its state on storage."""
+    """Return the number of elements of each subgroup whose optimizer state a plan keeps on storage."""
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
@@ -44,14 +44,14 @@ def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
 
 
 def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """This rank's store in the plan's folders; None: the plan stores nothing.
+    """Open this rank's store of optimizer state in the plan's folders. Return None if the plan stores nothing.
 
     Args:
-        tensors: of a subgroup's state.
+        tensors: Number of tensors in a subgroup's state.
 
     Raises:
-        StorageError: a folder is another run's, or has no room.
-        PlanError: the calling trainer loads a checkpoint in the end that may be written over by then.
+        StorageError: A folder belongs to another run, or has no room.
+        PlanError: The Trainer loads a checkpoint at the end of training that may be overwritten by then.
     """
     if not stored:
         return None
@@ -73,13 +73,13 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
 
 
 def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
-    """Return the number of finished steps with stored state that the drives hold at once.
+    """Return the number of finished steps for which the drives keep stored state.
 
-    It is `CheckpointPlan.keep`. If that is 0, it is the number of the run that made the store, else
-    the trainer's own limit, and at least 2 if the trainer loads its best checkpoint in the end.
+    It is `CheckpointPlan.keep`. If that is 0, it is the number that the run used that made the store,
+    otherwise the Trainer's own limit, and at least 2 if the Trainer loads its best checkpoint at the end.
 
     Raises:
-        PlanError: the trainer loads its best checkpoint, and the drives hold the newest one alone.
+        PlanError: The Trainer loads its best checkpoint, but the drives keep only the newest one.
     """
     keep, best = plan.checkpoint.keep, limit is not None and limit.loads_best
     held = keep or _held_before(Path(next(iter(plan.drives))))
@@ -107,7 +107,7 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
 
 
 def _held_before(folder: Path) -> int:
-    """Return the number of steps that an earlier run's store in the folder holds. 0 without a step."""
+    """Return the number of finished steps that an earlier run's store in a folder keeps. 0 if it has no step."""
     rank, files = int(os.environ.get("RANK") or 0), Files()
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, files)
     page = read_page(file_of(folder, rank, STORE), StorePage, files)
@@ -115,11 +115,11 @@ def _held_before(folder: Path) -> int:
 
 
 def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """Return the store of a running training with room for what another plan stores; nothing is moved.
+    """Return a running training's store, with room for the state that another plan stores. No state moves.
 
     Raises:
-        StorageError: there is no room; a folder that is new to this run is another's, or has
-            checkpoints that would be written over.
+        StorageError: There is no room, or a folder that is new to this run belongs to another run or
+            has checkpoints that would be overwritten.
     """
     if store is not None:
         store.grow({subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()})
@@ -135,8 +135,9 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
 
 
 def host_slots(count: int, stored: Mapping[int, int], tensors: int) -> list[StagingSlot]:
-    """Host memory for the state of up to so many stored subgroups on its way, each slot as large as
-    the largest of them; direct I/O takes it as it is.
+    """Return up to ``count`` host buffers through which stored subgroups' state is read and written.
+
+    Each buffer is as large as the largest stored subgroup and is aligned for direct I/O.
     """
     if not stored:
         return []

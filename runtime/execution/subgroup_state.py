@@ -1,4 +1,4 @@
-"""The place of each subgroup's optimizer state."""
+"""The tensors of each subgroup and their movement to the memory that a plan chooses."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ logger = logging.getLogger("ebbtide")
 
 @dataclass(slots=True)
 class SubgroupState:
-    """One subgroup's state.
+    """One subgroup's optimizer state, gradient and parameters on this rank.
 
-    The lane that updates the subgroup owns ``state`` from the step's launch until the
-    completion of its last op; everybody else reads or writes them only outside of that.
+    The lane that updates the subgroup owns ``state`` from the launch of a step's updates until the
+    completion of its last op. Other threads read or write these tensors only outside of that time.
 
     Attributes:
-        state: fp32 master and the rule's moments: host memory, device memory if resident; of what
-            is stored a view, which shows what was written last.
-        wire: this rank's partition of the parameters as the model computes with them: the
-            framework's own buffer, or one in the memory that the plan wants it in.
-        gradient: in accumulation precision; where the placement's recipe has it.
-        parameter_location: the memory that ``wire`` is in.
-        sum: device memory in which micro-batches are added up, the last of which goes to
-            ``gradient``; None: they are added up in ``gradient``.
+        state: The fp32 master parameters and the update rule's moments: in GPU memory if resident, otherwise
+            in host memory. For a stored subgroup, views that show the state written last.
+        wire: This rank's partition of the parameters in the precision of the model: the framework's own
+            buffer, or a buffer in the memory that the plan chooses.
+        gradient: The gradient in accumulation precision, in the memory that the placement requires.
+        parameter_location: The memory that ``wire`` is in.
+        sum: GPU memory in which gradients of micro-batches are summed. The last sum is copied to
+            ``gradient``. None if gradients are summed in ``gradient``.
     """
 
     index: int
@@ -48,7 +48,7 @@ class SubgroupState:
 
     @property
     def p(self) -> torch.Tensor:
-        """Return the master."""
+        """Return a subgroup's fp32 master parameters."""
         return self.state[0]
 
     @property
@@ -58,8 +58,10 @@ class SubgroupState:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One subgroup's tensors wherever they are: state in fp32, the gradient in the precision in
-    which it accumulates, the parameters as the model computes with them and the memory they are in.
+    """One subgroup's tensors, in whatever memory they are.
+
+    The state is fp32, the gradient has the accumulation precision, and the parameters have the
+    precision in which the model computes.
     """
 
     state: tuple[torch.Tensor, ...]
@@ -71,15 +73,16 @@ class Buffers:
 
 @dataclass(slots=True)
 class StagingSlot:
-    """A buffer that holds one visiting subgroup, of the device, or one stored subgroup, of the
-    host; reused in turn.
+    """A buffer for one staged subgroup in GPU memory, or for one stored subgroup in host memory.
+
+    Subgroups use it in turn.
     """
 
     parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
     wire: torch.Tensor | None = None  # where visits are guessed, for new parameters
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors for the master and the moments of a subgroup of this size."""
+        """Return views of a staging buffer for the master and moments of a subgroup with ``elements`` elements."""
         return tuple(part[:elements] for part in self.parts)
 
     @property
@@ -88,34 +91,39 @@ class StagingSlot:
 
 
 class StateStore(Protocol):
-    """A store of the stored subgroups' state. Any thread may call; for one subgroup, one at a time."""
+    """The interface of a store that keeps the optimizer state of stored subgroups on drives.
+
+    Any thread may call it, but only one thread at a time for the same subgroup.
+    """
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's first state; return tensors that show it, whatever is written."""
+        """Write a subgroup's initial state to the store. Return tensors that always show its latest state."""
         ...
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Block until the state is there."""
+        """Read a stored subgroup's state into tensors. Block until it is read."""
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify restored state that was never read, before it is read."""
+        """Verify optimizer state on a drive that was restored from a checkpoint and not read since."""
         ...
 
     def tick(self) -> int:
-        """Return the version of the update that is launched now, which writes every subgroup."""
+        """Return the version number for the update being launched, which writes every stored subgroup."""
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write new state without touching the last one's, and show it from then on. Blocks.
+        """Write a subgroup's new state without overwriting its previous state. Block until it is written.
+
+        Readers see the new state from then on.
 
         Args:
-            version: None: of this subgroup alone.
+            version: Number of the update that wrote the state. None if only this subgroup is written.
         """
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that a load has just adopted in place."""
+        """Return the subgroups that a checkpoint load has just adopted with their state on a drive."""
         ...
 
 
@@ -129,16 +137,16 @@ def place(
     apart: bool = False,
     store: StateStore | None = None,
 ) -> SubgroupState:
-    """Move a subgroup's tensors to where the plan wants them; those that can stay do.
+    """Move a subgroup's tensors to the memory that the plan chooses. Tensors that are already there stay.
 
-    A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
-    with a warning: the device may be fuller than it was when the plan was made. Parameters that it
-    has no memory for stay in host memory.
+    A ``resident`` or ``device`` subgroup that does not fit into GPU memory becomes ``host``, with a
+    warning: the GPU may be fuller than when the plan was made. Parameters that do not fit into GPU
+    memory stay in host memory.
 
     Args:
-        home: of the parameters.
-        apart: parameters that stay where they are leave a buffer that they share with others.
-        store: for state that lives on storage; None: no such state, or it is there already.
+        location: Memory for the subgroup's parameters: host or device.
+        apart: If True, parameters that stay are copied out of a buffer that they share with others.
+        store: Store for the subgroup's state. None if the state is not stored, or is in the store already.
     """
     state, gradient = before.state, before.gradient
     recipe = RECIPES[placement]
@@ -162,7 +170,6 @@ def place(
 def _parameters(
     device: Device, index: int, location: ParameterLocation, before: Buffers, apart: bool
 ) -> tuple[ParameterLocation, torch.Tensor]:
-    """Return the parameters' new location, and the tensor that holds them."""
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:
@@ -205,11 +212,13 @@ def _to_device(
 def staging_slots(
     device: Device, count: int, staged: list[int], tensors: int, wire: torch.dtype | None = None
 ) -> list[StagingSlot]:
-    """Up to ``count`` slots, each for the ``tensors`` of the largest of the visiting subgroups
-    (elements); fewer if device memory is short.
+    """Allocate up to ``count`` staging buffers in GPU memory, or fewer if GPU memory is short.
+
+    Each has room for the ``tensors`` of state of the largest staged subgroup.
 
     Args:
-        wire: of new parameters that wait for the norm there; None: none do.
+        staged: Number of elements of each staged subgroup.
+        wire: Dtype of new parameters that wait in the buffer for the gradient norm. None if none do.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(staged))
@@ -226,10 +235,10 @@ def staging_slots(
 
 
 def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
-    """One of `staging_slots`.
+    """Allocate one staging buffer in GPU memory, for the state of the largest staged subgroup.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for it.
+        torch.OutOfMemoryError: GPU memory is short.
     """
     each = slot_elements(max(staged))
     buffer = device.device_empty(tensors * each, torch.float32)
@@ -238,8 +247,9 @@ def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dt
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
-    """Give these subgroups memory of the device for their sums of micro-batches, one after the
-    other as far as there is some; returns how many have it.
+    """Allocate GPU memory for gradient sums of the given subgroups in turn, until GPU memory is short.
+
+    Return the number of subgroups that received memory.
     """
     for done, state in enumerate(states):
         try:

@@ -1,7 +1,7 @@
-"""Unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON asks for a plan.
+"""The use of plans in unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON names a plan.
 
-``enable`` wraps ``deepspeed.initialize`` in this process; ``tune run`` does it in every process of
-a launcher. An engine whose config lacks the key is stock DeepSpeed's.
+``enable`` wraps ``deepspeed.initialize`` in this process. ``tune run`` does this in every process of
+a launcher. An engine whose config lacks the key is an unmodified DeepSpeed engine.
 """
 
 from ebbtide.runtime.frontdoor import hook
@@ -11,5 +11,5 @@ __all__ = ["disable", "enable"]
 
 
 def enable() -> None:
-    """`hook.enable` with ebbtide's own front door."""
+    """Wrap ``deepspeed.initialize``. Engines with the key ``"ebbtide"`` in their config then run under a plan."""
     hook.enable("ebbtide.runtime.frontdoor.initialize")

@@ -1,8 +1,8 @@
-"""Wraps ``deepspeed.initialize``, now or when DeepSpeed is imported.
+"""A wrapper of ``deepspeed.initialize``, installed now or when DeepSpeed is imported.
 
-Python's own library only: under `tune run` this file is loaded by every interpreter as it starts,
-and most of them never import DeepSpeed. Nothing else of ebbtide is imported before a config with
-the key ``"ebbtide"`` turns up.
+This module imports only Python's standard library: under `tune run` every interpreter loads it at
+startup, and most interpreters never import DeepSpeed. No other module of ebbtide is imported before
+a config with the key ``"ebbtide"`` appears.
 """
 
 import base64
@@ -26,13 +26,13 @@ _door = ""  # see `enable`
 
 
 def enable(door: str) -> None:
-    """Put every engine with the key ``"ebbtide"`` in its DeepSpeed config under its plan.
+    """Make every engine with the key ``"ebbtide"`` in its DeepSpeed config run under the plan given there.
 
     Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from
-    DeepSpeed earlier (``from deepspeed import initialize``) stays DeepSpeed's own.
+    DeepSpeed earlier (``from deepspeed import initialize``) remains DeepSpeed's unmodified function.
 
     Args:
-        door: the ebbtide module with the ``initialize`` that handles such a call. `own` imports it then.
+        door: Name of the ebbtide module whose ``initialize`` handles such calls. It is imported on first use.
     """
     global _door
     _door = door
@@ -50,8 +50,9 @@ def _watch_listings() -> None:
 
 
 def _before_listing(event: str, args: tuple[Any, ...]) -> None:
-    """Trainers resume from the highest number in a folder, before they build an engine: what a
-    killed save left there is ended first.
+    """Clean up after a killed checkpoint save before a folder is listed.
+
+    Trainers resume from the checkpoint with the highest number in a folder before they build an engine.
     """
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
@@ -92,7 +93,7 @@ def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
 
 
 def disable() -> None:
-    """Undo `enable`: ``deepspeed.initialize`` is DeepSpeed's own again."""
+    """Restore DeepSpeed's own ``deepspeed.initialize``, which `enable` has wrapped."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
     modules = sys.modules.get
     _unwrap(modules("deepspeed"), "initialize")
@@ -104,7 +105,7 @@ def _is_ours(finder: Any) -> bool:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``wrapper``, which gets the original as its first argument."""
+    """Replace ``owner.name`` by ``wrapper``, which receives the original function as its first argument."""
     original = getattr(owner, name, None)
     if original is None or hasattr(original, ORIGINAL):
         return
@@ -130,7 +131,10 @@ def _initialize(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """False: surely not. A cheap look, so that stock engines stay stock to the last import."""
+    """Return False if a call of ``deepspeed.initialize`` surely has no key ``"ebbtide"`` in its config.
+
+    The check imports nothing, so that engines without a plan run without ebbtide's modules.
+    """
     first = kwargs.get("args", args[0] if args else None)
     places = [*args, kwargs.get("config"), kwargs.get("config_params")]
     places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
@@ -140,7 +144,6 @@ def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _text(config: str) -> str:
-    """Return the text that DeepSpeed would read: a file, or JSON in base64."""
     try:
         if os.path.exists(config):
             return Path(config).read_text(encoding="utf-8")
@@ -150,8 +153,9 @@ def _text(config: str) -> str:
 
 
 def also(name: str, wrap: Callable[[Any], None]) -> None:
-    """Has ``wrap`` called with the module of this name too, after what is here already; before
-    `enable`.
+    """Register a function to call with a module after the module is imported, after earlier functions.
+
+    This must be called before `enable`.
     """
     before = _WRAPPED.get(name)
 
@@ -164,7 +168,7 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 
 def own(name: str) -> Any:
-    """Import a module of ebbtide, also in an interpreter that has it neither installed nor on its path."""
+    """Import an ebbtide module, even in an interpreter where ebbtide is neither installed nor on the path."""
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
         packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
         is_checkout = (packages / "ebbtide" / "__init__.py").exists()
@@ -177,15 +181,18 @@ def _plugin_of(accelerate: Any) -> Any:
 
 
 def _fill_match(original: Callable[..., Any], plugin: Any, key: str, /, *args: Any, **kwargs: Any) -> None:
-    """Accelerate takes every ``"auto"`` in the config for a value that it should fill in."""
+    """Keep Accelerate from filling in ``"auto"`` below the config's key ``"ebbtide"``.
+
+    Accelerate treats every ``"auto"`` in the config as a value that it should fill in.
+    """
     if key.split(".")[0] != KEY:
         original(plugin, key, *args, **kwargs)
 
 
 def _numbers_ranks(_: Any) -> None:
-    """Take back the rank that `tune run` gave a bare ``python``: Lightning starts its ranks itself.
+    """Remove the rank variables that `tune run` set for a plain ``python`` process.
 
-    Lightning starts none if ``LOCAL_RANK`` is set.
+    Lightning starts its own ranks, but starts none if ``LOCAL_RANK`` is set.
     """
     for name in filter(None, os.environ.pop("EBBTIDE_ALONE", "").split(",")):
         os.environ.pop(name, None)
@@ -200,7 +207,7 @@ _WRAPPED: dict[str, Callable[[Any], None]] = {
 
 
 class _AfterImport:
-    """A finder for the modules of `_WRAPPED` only: the others find, this one comes after."""
+    """An import finder for the modules of `_WRAPPED` that wraps what the other finders find."""
 
     is_ebbtides = True
 
@@ -217,7 +224,7 @@ class _AfterImport:
 
 
 class _ThenWrap:
-    """The module's loader, and the wrapping after it; then only the loader is left."""
+    """A module loader that wraps a function of the loaded module, then restores the original loader."""
 
     def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:
         self._loader, self._wrap = loader, wrap

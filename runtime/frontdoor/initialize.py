@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` for a config that may have the key ``"ebbtide"``."""
+"""A replacement of ``deepspeed.initialize`` for configs that may have the key ``"ebbtide"``."""
 
 import base64
 import copy
@@ -25,13 +25,14 @@ _CONFIGS = ("config", "config_params")
 def initialize(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """Call ``original`` as it was called, under the plan that the config names, if any.
+    """Call DeepSpeed's ``initialize`` with the given arguments, under the plan in the config, if any.
 
-    An engine without an optimizer (a reference model, an evaluation) is left as it is: a library
-    may well build it from a copy of the training engine's config.
+    An engine without an optimizer (a reference model, an evaluation) is left unchanged, because a
+    library may build it from a copy of the training engine's config.
 
     Raises:
-        RequestError, ConfigError, PlanError: before the model is touched, naming what to change.
+        RequestError, ConfigError, PlanError: The config or plan is invalid. Raised before the model is
+            touched. The message says what to change.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)
@@ -71,7 +72,7 @@ def _under(
 
 
 def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """DeepSpeed's config as it was given, and the attribute of ``args`` it came from."""
+    """Return DeepSpeed's config as the caller gave it, and the attribute of ``args`` that held it, if any."""
     given = call.get("config")
     if given is None:
         given = call.get("config_params")
@@ -85,7 +86,10 @@ def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
 
 
 def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return the config as DeepSpeed reads it, and its file's folder; None: DeepSpeed will refuse it."""
+    """Return a DeepSpeed config as a dict, and the folder of its file if it is a file.
+
+    The dict is None if DeepSpeed will refuse the config.
+    """
     if isinstance(given, dict):
         return given, None
     if not isinstance(given, str):
@@ -111,7 +115,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without(args: Any, name: str) -> Any:
-    """Return the script's arguments less their config file, since DeepSpeed takes one config only."""
+    """Return the script's arguments without their config file, since DeepSpeed accepts only one config."""
     mine = copy.copy(args)
     setattr(mine, name, None)
     return mine

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine with recorded steps, for one side of `tune verify`."""
+"""A recorder of the steps of a DeepSpeed engine, for one of the runs that `tune verify` compares."""
 
 import copy
 import inspect
@@ -21,11 +21,14 @@ OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_pa
 def initialize(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], job: Job, done: Callable[[], None]
 ) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` on the job's side; the first engine that trains is recorded.
+    """Build a DeepSpeed engine for one of the runs that `tune verify` compares, and record its steps.
+
+    Only the first engine that trains is recorded.
 
     Args:
-        original: DeepSpeed's own, or the front door's.
-        done: called after the last step, on every rank.
+        original: The ``initialize`` function to call: DeepSpeed's, or ebbtide's replacement.
+        job: The run to record.
+        done: Function to call after the last step, on every rank.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)
@@ -47,7 +50,7 @@ def initialize(
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether this config keeps optimizer state or parameters off the device."""
+    """Return whether a DeepSpeed config keeps optimizer state or parameters outside of GPU memory."""
     zero = config.get("zero_optimization") or {}
     return any(
         zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none") for key in OFFLOADS[:3]
@@ -55,7 +58,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
-    """Return the config of a side; None: as it was given."""
+    """Return the DeepSpeed config for one run of `tune verify`. None if the given config stays unchanged."""
     if side == "plan":
         return None
     made = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
@@ -66,15 +69,17 @@ def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the key ``"ebbtide"`` and without values that are not JSON."""
     kept = {name: value for name, value in config.items() if name != KEY}
     return json.loads(json.dumps(kept, default=str))
 
 
 def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:
-    """Write the engine's state now and after every step; after ``steps`` of them calls ``done``.
+    """Record a DeepSpeed engine's state now and after every step, for `tune verify`.
 
-    Reads through what waits for updates in flight; the order of what is computed stays.
+    Reads wait for updates in progress. The order of computations does not change.
+
+    Args:
+        steps: Number of steps after which ``done`` is called.
     """
     losses: list[torch.Tensor] = []
     backward, step = engine.backward, engine.step
@@ -111,10 +116,10 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
 
 
 def perturb(engine: Any) -> None:
-    """Flip one bit of a parameter that all outputs depend on.
+    """Flip one bit of a model parameter that all outputs depend on, to test `tune verify` itself.
 
-    The parameter is the last small one that is not zero, otherwise the last one. Every rank that has
-    it whole flips the same bit. Collective.
+    The parameter is the last small one that is not all zeros, or the last one if there is none. Every
+    rank that holds the whole parameter flips the same bit. This is a collective call.
     """
     settle(engine)
     own = {p.name: p for p in pieces(engine, frozen=False) if not p.name.endswith("/fp32")}

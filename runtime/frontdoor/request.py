@@ -1,4 +1,4 @@
-"""The content of the key ``"ebbtide"`` of a DeepSpeed config."""
+"""The content of the key ``"ebbtide"`` in a DeepSpeed config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ DEVICES = ("auto", "emulated")
 
 
 class RequestError(PlanError):
-    """A value under the key that cannot be used; the message says which, and what it may be."""
+    """An unusable value under the config's key ``"ebbtide"``. The message names it and the allowed values."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request to the runtime for one engine.
+    """The content of the config's key ``"ebbtide"`` for one DeepSpeed engine, parsed.
 
     Attributes:
-        plan: ``"auto"`` measures, plans and switches while training. None: DeepSpeed's own
-            optimizer stays, and only checkpoints are ebbtide's.
-        checkpoint: replaces the plan's checkpoint settings. None: the plan's own.
-        device: ``emulated`` runs real copies to a device that does not exist, for trials.
+        plan: The plan. ``"auto"`` measures, plans and switches plans during training. None keeps
+            DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
+        checkpoint: Checkpoint settings that replace the plan's. None keeps the plan's settings.
+        device: ``emulated`` makes real copies to an emulated device, for trials.
     """
 
     plan: Plan | Literal["auto"] | None
@@ -34,14 +34,14 @@ class Request:
 
 
 def read_request(value: Any, base: Path | None = None) -> Request:
-    """Check what stands under the key.
+    """Check and parse the value of the key ``"ebbtide"`` in a DeepSpeed config.
 
     Args:
-        value: as the JSON has it.
-        base: the folder of DeepSpeed's config file, where a plan's file is looked for too.
+        value: The value as parsed from JSON.
+        base: The folder of DeepSpeed's config file, in which a plan's file is also looked for.
 
     Raises:
-        RequestError: the rule, the value received and the key to change.
+        RequestError: The value is invalid. The message has the rule, the value and the key to change.
     """
     if not isinstance(value, dict):
         raise RequestError(
@@ -81,7 +81,6 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
 
 
 def _file(value: str, base: Path | None) -> Path:
-    """Return the path relative to the working directory, or to DeepSpeed's config file if it is not there."""
     path = Path(value)
     if base is not None and not path.exists() and (base / path).exists():
         return base / path

@@ -1,6 +1,6 @@
-"""A process of a run that `tune verify` started: seeded, on its side, recorded, and ended in time.
+"""The setup of a process that `tune verify` started: random seeds, config, recording and a timely exit.
 
-Python's own library only, as `hook`, beside which `sitecustomize` loads it.
+This module imports only Python's standard library, because `sitecustomize` loads it in every process.
 """
 
 import functools
@@ -14,7 +14,7 @@ VARIABLE = "EBBTIDE_VERIFY"
 
 
 def enable(hook: Any) -> None:
-    """Has the generators seeded as their libraries are imported, and training recorded."""
+    """Seed the random generators of libraries when they are imported, and record training for `tune verify`."""
     job = json.loads(os.environ[VARIABLE])
     random.seed(job["seed"])
     hook.also("numpy.random", lambda module: module.seed(job["seed"]))
@@ -33,7 +33,7 @@ def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
 
 
 def _trains_alone() -> bool:
-    """Return whether this process is no launcher. Launchers are programs of torch, DeepSpeed and Accelerate."""
+    """Return whether this process is not a launcher. Launchers are programs of torch, DeepSpeed and Accelerate."""
     words = [sys.argv[0] if sys.argv else "", *getattr(sys, "orig_argv", [])]
     return not any(
         name in word
@@ -72,7 +72,7 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
 
 
 def end() -> None:
-    """Leave the job and the process: nothing that the script would do next is part of the run."""
+    """End the process immediately after the recorded steps, so that the script does nothing more."""
     import torch.distributed as dist
 
     sys.stdout.flush()

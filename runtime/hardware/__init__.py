@@ -1,1 +1,1 @@
-"""Facts about this host: cores and their NUMA nodes."""
+"""Facts about this host: its cores, their NUMA nodes, memory, ranks and PCI addresses."""

@@ -1,7 +1,7 @@
-"""Builds that wait for each other: torch guards each with a file ``lock`` that outlives its owner.
+"""A warning for processes that wait for another process to compile a DeepSpeed op.
 
-A process that is killed while an op of DeepSpeed's compiles leaves the file, and everybody after it
-waits for ever, without a word.
+torch guards each build by a file named ``lock``. If a process is killed while it compiles, its lock
+file remains, and later processes wait forever without a message.
 """
 
 import contextlib
@@ -20,19 +20,18 @@ _YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
 
 
 def locks(root: Path) -> list[Path]:
-    """Return the locks in torch's extensions folder, or in one of an interpreter's below it."""
+    """Return the lock files of builds in torch's extensions folder and in its folders per interpreter."""
     return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
 
 
 def is_stale(lock: Path) -> bool:
-    """Return whether no process of this machine builds there any more."""
+    """Return whether a build's lock file is left over from a process that does not run any more."""
     with contextlib.suppress(OSError):
         return time.time() - lock.stat().st_mtime > _YOUNG_S and not _built_in(lock.parent)
     return False
 
 
 def _built_in(folder: Path) -> bool:
-    """Return whether a process has the folder as its working directory, as ninja has."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
             if link.readlink() == folder.resolve():
@@ -41,7 +40,7 @@ def _built_in(folder: Path) -> bool:
 
 
 def told(lock: Path) -> str:
-    """Return a message: the awaited build, since when, and what to do."""
+    """Return a message about a build's lock file: the build, the lock's age and the remedy."""
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
     except OSError:
@@ -55,7 +54,7 @@ def told(lock: Path) -> str:
 
 @contextlib.contextmanager
 def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Warn, inside the block, about the build that this thread waits for, and again if its builder died."""
+    """Warn while this thread waits for another process's build, and again if the building process died."""
     over = threading.Event()
     threading.Thread(
         target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds", daemon=True
@@ -76,7 +75,6 @@ def _watch(thread: int, over: threading.Event, every_s: float) -> None:
 
 
 def _waited_for(thread: int) -> Path | None:
-    """Return the lock at which a thread is inside torch's `FileBaton.wait`."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if (

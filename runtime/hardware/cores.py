@@ -1,4 +1,4 @@
-"""The host's cores, and the choice of cores for host updates: near the GPU, without the training thread's."""
+"""The choice of CPU cores for host updates: near the GPU, and apart from the training thread's core."""
 
 import os
 import platform
@@ -14,19 +14,19 @@ SYSFS = Path("/sys")
 def update_cores(
     pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
 ) -> list[int]:
-    """Return the cores for one rank's host updates, by physical core; empty: wherever the system likes.
+    """Return the CPU cores for one rank's host updates, ordered by physical core. Empty if not restricted.
 
-    Those of the GPU's NUMA node that this process may use, shared among the ranks that may use the
-    same ones, less one physical core for the rank's training thread. A launcher that has bound each
-    rank to other cores (``deepspeed --bind_cores_to_rank``) has divided them already. A container's
-    cores are the same for all ranks and are divided here, and its CPU quota limits the number.
+    These are the allowed cores of the GPU's NUMA node, divided among the ranks that share them, less
+    one physical core for the rank's training thread. A launcher that binds each rank to different cores
+    (``deepspeed --bind_cores_to_rank``) has divided the cores already. A container's cores are the same
+    for all ranks and are divided here. Its CPU quota limits their number.
 
     Args:
-        pci_address: the GPU's, like ``0000:3b:00.0``; None: any NUMA node.
-        gpus: of all ranks on this host, in their order, if this process sees them all. Else the
-            ranks count as dealt to the nodes evenly.
-        masks: the cores that each rank of this host may use, in their order. Without them, fewer
-            cores than the machine has count as divided by a launcher.
+        pci_address: PCI address of the GPU, like ``0000:3b:00.0``. None selects any NUMA node.
+        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees
+            them all. Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
+        masks: Allowed cores of each rank on this host, in the order of ranks. Without masks, a process
+            that may use fewer cores than the machine has is assumed to have been bound by a launcher.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -43,12 +43,11 @@ def update_cores(
 
 
 def _most(quota: float | None) -> int | None:
-    """Return the number of update threads that a CPU quota leaves to each rank; None without a quota."""
+    """Return the number of update threads that a CPU quota leaves to each rank. None without a quota."""
     return None if quota is None else max(1, int(quota / local_ranks()) - 1)
 
 
 def _physical(cores: Sequence[int], sysfs: Path) -> list[list[int]]:
-    """Group logical cores by physical core, in order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         groups.setdefault(_siblings(core, sysfs), []).append(core)
@@ -68,13 +67,12 @@ def _local_rank() -> int:
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
-    """Return the usable cores of the GPU's NUMA node, or all usable cores if there are none."""
+    """Return the CPU cores of the GPU's NUMA node that this process may use, or all allowed cores if none."""
     allowed = sorted(os.sched_getaffinity(0))
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 
 
 def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int) -> tuple[int, int]:
-    """Return the number of ranks on this rank's NUMA node, and this rank's position among them."""
     ranks, rank = local_ranks(), _local_rank()
     node = _node_of(pci_address, sysfs)
     if node is None or len(gpus) < ranks:
@@ -85,7 +83,7 @@ def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None]
 
 
 def _share(whole: list[list[int]], neighbours: tuple[int, int]) -> list[list[int]]:
-    """Return this rank's part of the physical cores; of the logical ones if there are fewer than ranks."""
+    """Return this rank's share of the physical cores, or of the logical cores if there are fewer than ranks."""
     on_node, number = neighbours
     if len(whole) < on_node:
         whole = [[core] for together in whole for core in together]
@@ -112,7 +110,7 @@ def _node_cores(pci_address: str | None, sysfs: Path) -> list[int]:
 
 
 def parse_cpulist(text: str) -> list[int]:
-    """``0-3,8`` -> [0, 1, 2, 3, 8]: the kernel's notation."""
+    """Parse a list of cores in the Linux kernel's notation: ``0-3,8`` gives [0, 1, 2, 3, 8]."""
     cores: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -122,13 +120,13 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def bind(cores: list[int]) -> None:
-    """Bind the calling thread, and the OpenMP threads it will start; an empty list does not."""
+    """Bind the calling thread, and the OpenMP threads that it starts later, to cores. An empty list does nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def cpu_name() -> str:
-    """Return the CPU's model name."""
+    """Return the model name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

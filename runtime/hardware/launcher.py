@@ -1,4 +1,4 @@
-"""Traces of launchers and DeepSpeed jobs on a host: ranks, ports, shared memory."""
+"""Traces that launchers and DeepSpeed jobs leave on a host: numbers of ranks, ports, shared memory."""
 
 import contextlib
 import os
@@ -20,10 +20,10 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
 
 def local_ranks() -> int:
-    """Ranks on this host, as their launcher says; 1 where none does.
+    """Return the number of ranks on this host from the launcher's environment variables, or 1 without them.
 
-    Accelerate writes torchrun's variable in processes that torchrun did not start, so it counts
-    before another launcher's only where torchrun's run has a name.
+    Accelerate writes torchrun's variable in processes that torchrun did not start. That variable therefore
+    has priority over other launchers' variables only if torchrun's run has an id.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
     said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))
@@ -31,7 +31,7 @@ def local_ranks() -> int:
 
 
 def one_node() -> bool:
-    """Return whether all ranks of the job run on this host."""
+    """Return whether all ranks of the training job run on this host."""
     return int(os.environ.get("WORLD_SIZE") or 1) <= local_ranks()
 
 
@@ -44,10 +44,10 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Remove the shared memory that DeepSpeed leaves for the job on this port.
+    """Remove the shared memory that the DeepSpeed job with this port leaves in ``/dev/shm``.
 
-    Its collectives on the host keep 66 MiB per rank there. Neither a killed rank nor one that
-    ends normally removes them: some hundred runs fill the machine's memory.
+    DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it
+    ends normally or is killed: a few hundred runs fill the machine's memory.
     """
     for buffer in SHARED.glob(f"deepspeed_*_{port}_*"):
         buffer.unlink(missing_ok=True)
@@ -56,8 +56,8 @@ def remove_shared_buffers(port: int) -> None:
 def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
     """Return this user's DeepSpeed buffers in shared memory that no process uses any more.
 
-    A killed rank leaves 66 MiB there. The name says the port of the job and not its process, so all
-    of this user's processes are asked for what they have mapped.
+    A killed rank leaves 66 MiB there. A buffer's name contains the job's port but no process id, so the
+    memory maps of all processes are searched for it.
     """
     found = [path for path in sorted(SHARED.glob("deepspeed_*")) if _is_ours(path)]
     if not found:
@@ -78,7 +78,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def remove_left_buffers() -> int:
-    """Remove the buffers of ended processes (`left_shared_buffers`) and return the number of bytes."""
+    """Remove DeepSpeed's shared-memory buffers of ended processes. Return the number of bytes freed."""
     freed = 0
     for path in left_shared_buffers():
         with contextlib.suppress(OSError):

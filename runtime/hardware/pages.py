@@ -1,4 +1,4 @@
-"""Host memory page by page."""
+"""Functions that allocate, release and page-lock host memory by whole pages."""
 
 import contextlib
 import ctypes
@@ -16,14 +16,14 @@ _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappi
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate host memory that shares no page with other memory.
 
-    Page locks then touch no other tensor, and O_DIRECT writes of a checkpoint can read it in place.
-    The memory is in large pages where the system offers them: locking is faster, and a host update
-    takes 7 to 10% less time (two cores).
+    Page-locking then affects no other tensor, and a checkpoint can write it with O_DIRECT without a copy.
+    The memory uses huge pages if the system offers them: locking is faster, and a host update takes
+    7 to 10% less time (measured on two cores).
 
     A forked process (a dataloader's worker) does not get these pages. A fork would copy each page
-    that either process writes to, and the GPU would go on with the old page. A child must therefore
-    not touch the optimizer's state: it gets a SIGSEGV. Start workers that save or read state by
-    ``spawn``, or use threads.
+    that either process writes to, and the GPU would continue to use the old page. A child process that
+    accesses the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or
+    use threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -33,11 +33,11 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Give the whole pages of a range back to the system; what was in them is lost.
+    """Return the whole pages of an address range to the system. Their content is lost.
 
-    For the parts of a large buffer whose contents have gone elsewhere, when it cannot be freed
-    before the last of them has. The range stays mapped: it reads as zeros, or as it was where the
-    system takes no such advice. Not for page-locked memory.
+    Use it for parts of a large buffer whose content has been moved, while other parts are still in use.
+    The range stays mapped. It reads as zeros, or keeps its content if the system ignores the request.
+    The memory must not be page-locked.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
@@ -47,10 +47,10 @@ def discard(address: int, length_bytes: int) -> None:
 
 
 def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
-    """Has the system back a range with memory of these cores' NUMA node; what was in it is lost.
+    """Allocate the pages of an address range on the NUMA node of the given cores. Their content is lost.
 
-    A page is the node's whose core touches it first. That is done by threads that end here: those
-    of OpenMP, which torch would use, are bound to wherever they were started, for ever.
+    A page belongs to the node of the core that touches it first. Temporary threads touch the pages here,
+    because OpenMP's threads, which torch would use, stay bound to the cores on which they were started.
     """
     threads = max(1, min(len(cores), _MOST_THREADS))
     share = -(-size_bytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -63,10 +63,10 @@ def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
 
 
 def lock(address: int, size_bytes: int) -> int:
-    """Page-locks a range for the current GPU; 0, or the number of CUDA's error.
+    """Page-lock an address range for the current GPU. Return 0, or CUDA's error number.
 
-    A failure stays the thread's last error, which PyTorch would raise at its next kernel, far from
-    here: so a kernel is launched that takes it.
+    An error remains the thread's last CUDA error, which PyTorch would raise at its next kernel. A small
+    kernel is therefore launched here to clear it.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:
@@ -76,5 +76,5 @@ def lock(address: int, size_bytes: int) -> int:
 
 
 def unlock(address: int) -> None:
-    """The inverse; no copy may be on its way from or to the range."""
+    """Undo the page lock of an address range. No copy from or to the range may be in progress."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,17 +1,17 @@
-"""The PCI address of a GPU, as sysfs names it."""
+"""PCI addresses of GPUs, in the notation of Linux's sysfs."""
 
 from typing import Any
 
 
 def pci_address(index: int) -> str | None:
-    """Return the address of GPU number ``index``, like ``0000:3b:00.0``, or None if torch does not know it."""
+    """Return the PCI address of the GPU with this index, like ``0000:3b:00.0``. None if torch does not give it."""
     import torch
 
     return address_of(torch.cuda.get_device_properties(index))
 
 
 def address_of(properties: Any) -> str | None:
-    """Return the same, of ``torch.cuda.get_device_properties``' answer."""
+    """Return the PCI address in the result of ``torch.cuda.get_device_properties``. None if it has none."""
     try:
         domain, bus = int(properties.pci_domain_id), int(properties.pci_bus_id)
         return f"{domain:04x}:{bus:02x}:{int(properties.pci_device_id):02x}.0"

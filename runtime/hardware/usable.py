@@ -1,4 +1,4 @@
-"""The memory and cores that this process may use: the machine's, less what a container takes away.
+"""The memory and CPU cores that this process may use: the machine's, reduced by a container's limits.
 
 Programs that ask the machine see neither a control group's memory limit nor its CPU quota.
 """
@@ -17,16 +17,17 @@ _NO_LIMIT = 2**60  # version 1 of control groups writes a huge number for "none"
 
 @dataclass(frozen=True)
 class Usable:
-    """The memory and cores of this process, shared by all ranks of the container.
+    """The memory and CPU cores that this process may use, shared by all ranks of the container.
 
     Attributes:
-        memory_bytes: host memory in NUMA nodes that have cores, at most the container's limit.
-        free_bytes: the part of that memory that is free, or that the kernel can free.
-        cores: number of threads that can work at a time: `allowed_cores`, at most the CPU quota.
-        allowed_cores: number of cores to which the scheduler confines this process.
-        machine_bytes, machine_cores: figures of the whole machine.
-        limit_bytes: the container's memory limit; None if there is none.
-        quota: CPUs per second of wall time that the container may use; None if there is no quota.
+        memory_bytes: Host memory in NUMA nodes that have cores, at most the container's limit.
+        free_bytes: The part of this memory that is free, or that the kernel can free.
+        cores: Number of threads that can work at a time: `allowed_cores`, at most the CPU quota.
+        allowed_cores: Number of cores to which the scheduler confines this process.
+        machine_bytes: Host memory of the whole machine.
+        machine_cores: Number of cores of the whole machine.
+        limit_bytes: The container's memory limit. None if there is none.
+        quota: CPUs per second of wall time that the container may use. None if there is no quota.
     """
 
     memory_bytes: int
@@ -40,7 +41,7 @@ class Usable:
 
 
 def usable(root: Path | None = None) -> Usable:
-    """Return the memory and cores that this process may use now."""
+    """Return the host memory and CPU cores that this process may use now."""
     root = root or ROOT
     limit_bytes, used_bytes = memory_limit(root)
     total, free = _of_host_nodes(root)
@@ -58,7 +59,7 @@ def usable(root: Path | None = None) -> Usable:
 
 
 def allowed_cores() -> set[int]:
-    """Return the cores to which the scheduler confines this process."""
+    """Return the CPU cores to which the scheduler confines this process."""
     try:
         return os.sched_getaffinity(0)
     except AttributeError:  # not on Linux
@@ -66,7 +67,7 @@ def allowed_cores() -> set[int]:
 
 
 def _of_host_nodes(root: Path) -> tuple[int, int]:
-    """Return total and free memory, without NUMA nodes that have no cores: those are a GPU's."""
+    """Return total and free host memory, without NUMA nodes that have no cores, since those are GPU memory."""
     memory = psutil.virtual_memory()
     total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), int(memory.available)
     for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
@@ -77,7 +78,7 @@ def _of_host_nodes(root: Path) -> tuple[int, int]:
 
 
 def _meminfo(node: Path, name: str) -> int:
-    """Return a line of a NUMA node's memory information in bytes; 0 without it."""
+    """Return a field of a NUMA node's memory information, in bytes. 0 if the field is missing."""
     for line in (_text(node / "meminfo") or "").splitlines():
         if f" {name}:" in line:
             return int(line.split()[-2]) * 1024
@@ -85,10 +86,10 @@ def _meminfo(node: Path, name: str) -> int:
 
 
 def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
-    """Return this process's memory limit in bytes and the used part of it; (None, 0) without a limit.
+    """Return this process's memory limit and the used part of it, both in bytes. (None, 0) without a limit.
 
-    The limit is the tightest one of its control group and all above it, versions 2 and 1. Page cache
-    that the kernel can drop does not count as used.
+    The limit is the tightest one of the process's control group and of its parents, in version 2 or 1.
+    Page cache that the kernel can drop does not count as used.
     """
     limits = []
     for folder, limit, usage, prefix in _memory_folders(root or ROOT):
@@ -122,7 +123,7 @@ def _memory_folders(root: Path) -> list[tuple[Path, str, str, str]]:
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
-    """Return the CPUs that this control group and all above it may use; None without a quota."""
+    """Return the number of CPUs that this process's control group and its parents allow. None without a quota."""
     root, quotas = root or ROOT, list[float | None]()
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

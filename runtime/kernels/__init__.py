@@ -1,1 +1,1 @@
-"""The update kernels: one step of an optimizer on host and device. Imports nothing of ours."""
+"""The update kernels: one optimizer step on the CPU or the GPU. They import no other part of ebbtide."""

@@ -1,4 +1,4 @@
-"""The scalars of one Adam step, computed exactly as DeepSpeedCPUAdam computes them."""
+"""The hyperparameters of one Adam step, computed exactly as DeepSpeedCPUAdam computes them."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """Hyperparameters of one step of one parameter group; every value is an fp32 number.
+    """Hyperparameters of one Adam step for one parameter group. Every value is an fp32 number.
 
     Attributes:
-        bias1: 1 - beta1^t. bias2: 1 / sqrt(1 - beta2^t). Both 1 without bias correction.
-        adamw: decoupled weight decay (AdamW) instead of L2 (Adam).
+        bias1: 1 - beta1^t, or 1 without bias correction.
+        bias2: 1 / sqrt(1 - beta2^t), or 1 without bias correction.
+        adamw: True for decoupled weight decay (AdamW), False for L2 (Adam).
     """
 
     kernel: ClassVar[str] = "adam"
@@ -28,16 +29,17 @@ class AdamStep:
 
     @property
     def variant(self) -> int:
-        """Weight decay: 0 none, 1 L2, 2 decoupled."""
+        """Return the kind of weight decay: 0 for none, 1 for L2, 2 for decoupled weight decay."""
         if np.float32(self.weight_decay) <= 0:
             return 0
         return 2 if self.adamw else 1
 
     def scalars(self, scale: float) -> np.ndarray:
-        """Return the nine fp32 scalars of the kernels, in their order.
+        """Return the nine fp32 scalars of an Adam step in the order that the update kernels expect.
 
-        ``scale`` is the factor that unscales and clips the gradient; it is rounded to fp32 as
-        ``tensor.mul_(scale)`` does.
+        Args:
+            scale: Factor that unscales and clips the gradient. It is rounded to fp32 as
+                ``tensor.mul_(scale)`` does.
         """
         one = np.float32(1)
         lr, beta1, beta2 = np.float32(self.lr), np.float32(self.beta1), np.float32(self.beta2)
@@ -59,16 +61,16 @@ class AdamStep:
 
 
 class BiasCorrection:
-    """The powers of the betas, as DeepSpeedCPUAdam's one optimizer object keeps them.
+    """Powers of Adam's betas for bias correction, computed exactly as DeepSpeedCPUAdam does.
 
-    It multiplies running fp32 products while the step grows by one, and falls back on ``pow`` when
-    the betas change, which they do at every subgroup of another parameter group. Older builds
-    (0.18.6) fall back on ``pow`` at every subgroup after a step's first, too. Calls must come in
-    the order of the subgroups. Replaying a step count (`resume`) makes a resumed run continue with
-    the bits of the uninterrupted one; stock, which uses ``pow`` there, does not.
+    DeepSpeedCPUAdam multiplies running fp32 products while the step grows by one. It uses ``pow`` when
+    the betas change, which happens at every subgroup of another parameter group. Older builds
+    (0.18.6) also use ``pow`` at every subgroup of a step except the first. Calls must come in the
+    order of subgroups. `resume` replays the steps, so that a resumed run is bit-identical to an
+    uninterrupted one. Stock DeepSpeed, which uses ``pow`` on resume, is not.
 
     Args:
-        recounts: as those older builds do.
+        recounts: If True, compute as the older builds do.
 
     Source: deepspeed/ops/csrc/includes/cpu_adam.h, ``IncrementStep`` and ``update_state``.
     """
@@ -83,7 +85,7 @@ class BiasCorrection:
         self._step = 0
 
     def advance(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """(1 - beta1^step, 1 / sqrt(1 - beta2^step)) in fp32."""
+        """Return Adam's bias corrections (1 - beta1^step, 1 / sqrt(1 - beta2^step)) in fp32 for a subgroup's step."""
         betas = (np.float32(beta1), np.float32(beta2))
         if betas != self._betas:
             self._betas = betas
@@ -107,9 +109,10 @@ class BiasCorrection:
         return np.float32(math.pow(float(b1), step)), np.float32(math.pow(float(b2), step))
 
     def resume(self, step: int, betas_in_order: list[tuple[float, float]]) -> None:
-        """Bring the powers to where ``step`` uninterrupted steps would have left them.
+        """Set the powers of Adam's betas to their values after ``step`` uninterrupted steps.
 
-        ``betas_in_order`` are the subgroups' betas, in subgroup order.
+        Args:
+            betas_in_order: Betas of each subgroup, in subgroup order.
         """
         first = betas_in_order[0]
         self._begin(*first)

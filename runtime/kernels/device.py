@@ -1,7 +1,7 @@
-"""The device update kernels in Triton: the host kernels' operations, in the same order.
+"""The update kernels for the GPU, in Triton: the CPU kernels' operations in the same order.
 
-Every operation is an IEEE one (fma, round-to-nearest sqrt and division, no flush to zero) and
-automatic fusion is off, so that the bits are those of ``host_update``.
+Every operation is an IEEE operation (fma, round-to-nearest sqrt and division, no flush to zero), and
+automatic fusion is off. The results are therefore bit-identical to those of ``host_update``.
 """
 
 import itertools
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def _root(x):
-    """The instruction itself: Triton 3.2's `sqrt_rn` and `div_rn` flush subnormals."""
+    """Return the square root by the GPU's own instruction, since Triton 3.2's `sqrt_rn` flushes subnormals."""
     if _INTERPRETED:  # which knows no assembler
         return tl.sqrt_rn(x)
     else:  # noqa: RET505 - Triton takes the branch when it compiles
@@ -42,7 +42,6 @@ def _quotient(a, b):
 
 @triton.jit
 def _average(in_tail, a, x, b, y):
-    """A * x + b * y"""
     return tl.where(in_tail, tl.fma(x, a, y * b), tl.fma(y, b, x * a))
 
 
@@ -169,7 +168,7 @@ def device_update(
     scale: float = 1.0,
     tail: int = 0,
 ) -> None:
-    """`ebbtide.runtime.kernels.host.host_update` on CUDA tensors, on the current stream."""
+    """Run one optimizer step on CUDA tensors, on the current stream, with the arguments of `host_update`."""
     n = grad.numel()
     if n == 0:
         return

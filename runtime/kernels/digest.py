@@ -1,7 +1,7 @@
-"""Digests of tensor pieces: a few numbers that add up over pieces, whichever rank holds them.
+"""Digests of tensor parts: a few numbers per part that can be added up over all parts of a tensor.
 
-`digest.cpp` defines the numbers. Host tensors go through it, at the speed of memory. Tensors on a
-device come down in pieces, at the speed of the link, and go through it too.
+`digest.cpp` defines the numbers and computes them at the speed of memory. GPU tensors are copied
+to the host in parts, at the speed of the link, and are computed there too.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ class Digest:
     """The digest of the elements ``start`` to ``start + count`` of a tensor.
 
     Attributes:
-        hash: equal for equal bits; one changed bit always changes it. Pieces' hashes are added
-            modulo 2^64, and so are ``narrow`` ones.
-        narrow: the hash of the elements rounded to 16 bits, to nearest even. 0: not requested.
-        bits: all words, or-ed.
-        not_finite: the number of infinities and NaNs, which count as 0 below.
-        squares: the sum of the elements' squares.
-        largest: the largest absolute value.
-        sketch: sums of the elements with random signs. Pieces' sketches are added.
+        hash: A number that is equal for equal bits. One changed bit always changes it. Hashes of parts
+            are added modulo 2^64, and so are ``narrow`` hashes.
+        narrow: The hash of the elements rounded to 16 bits, to nearest even. 0 if not requested.
+        bits: The bitwise or of all words.
+        not_finite: The number of infinities and NaNs, which count as 0 in the fields below.
+        squares: The sum of the elements' squares.
+        largest: The largest absolute value.
+        sketch: Sums of the elements with random signs. Sketches of parts are added.
     """
 
     hash: int
@@ -47,14 +47,14 @@ class Digest:
     sketch: tuple[float, ...]
 
     def packed(self) -> str:
-        """Return the digest as text for a file. `unpacked` reads it."""
+        """Return a tensor's digest as text for a file. `unpacked` reads the text."""
         return struct.pack(
             LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares, self.largest, *self.sketch
         ).hex()
 
 
 def unpacked(text: str) -> Digest:
-    """Return the digest that `Digest.packed` made this text of."""
+    """Parse a tensor's digest from the text that `Digest.packed` wrote."""
     first = struct.unpack(LAYOUT, bytes.fromhex(text))
     whole, narrow, bits, not_finite, squares, largest = first[:6]
     return Digest(whole, narrow, bits, not_finite, squares, largest, first[6:])
@@ -88,15 +88,15 @@ def _library() -> Any:
 
 
 def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
-    """Return the digest of a flat piece that begins at element ``start`` of its tensor.
+    """Return the digest of a flat part of a tensor, which begins at element ``start`` of the tensor.
 
     Args:
-        piece: fp32, bf16 or fp16, contiguous; on a device, two times `PIECE_BYTES` are copied at a time.
-        narrow: the elements of an fp32 piece are also hashed as rounded to it (bf16, fp16, fp32).
-        threads: of the host kernel.
+        piece: Contiguous fp32, bf16 or fp16 part. From a GPU, two times `PIECE_BYTES` are copied at a time.
+        narrow: Dtype (bf16, fp16, fp32) to which the elements of an fp32 part are rounded for another hash.
+        threads: Number of threads of the CPU kernel.
 
     Raises:
-        ValueError: a dtype or strides that cannot be hashed.
+        ValueError: The dtype or the strides cannot be hashed.
     """
     if piece.dtype not in _KINDS or not piece.is_contiguous():
         raise ValueError(
@@ -125,7 +125,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
 
 
 def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
-    """Return the digest of a flat piece on a device, hashing one part while the next one comes down."""
+    """Return the digest of a flat tensor part on a GPU. One chunk is hashed while the next one is copied."""
     on_cuda = piece.is_cuda
     size = max(1, min(piece.numel(), PIECE_BYTES // piece.element_size()))
     parts = piece.split(size)
@@ -133,7 +133,7 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
 
     def bring(number: int) -> Callable[[], object]:
-        """Begin the copy of a part; return the function that waits for its end."""
+        """Start the copy of one chunk of a GPU tensor to the host. Return a function that waits for the copy."""
         buffers[number % 2][: parts[number].numel()].copy_(parts[number], non_blocking=on_cuda)
         if not on_cuda:
             return lambda: None
@@ -151,7 +151,7 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
 
 
 def added(one: Digest, other: Digest) -> Digest:
-    """Return the digest of two pieces of one tensor."""
+    """Return the digest of two parts of a tensor together, from their digests."""
     return Digest(
         (one.hash + other.hash) & _MASK,
         (one.narrow + other.narrow) & _MASK,

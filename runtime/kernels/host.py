@@ -1,4 +1,4 @@
-"""The host update kernels: compiled once per machine, called without the GIL."""
+"""The update kernels for the CPU, which are compiled once per machine and called without the GIL."""
 
 import ctypes
 import functools
@@ -32,7 +32,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class MissingCompilerError(RuntimeError):
-    """A missing or failing C++ compiler: the host kernel cannot be built."""
+    """The CPU kernels cannot be built, because a C++ compiler is missing or fails."""
 
 
 def _compiler() -> str:
@@ -47,7 +47,7 @@ def _compiler() -> str:
 
 
 def _cpu_model() -> str:
-    """-march=native code must not be reused on another CPU that shares the home folder."""
+    """Return the CPU's model and features. Code built with -march=native must not run on another CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,10 +61,10 @@ def _build() -> Path:
 
 
 def build(source: Path) -> Path:
-    """Return the library built from one C++ file of this folder. It is compiled once per machine.
+    """Compile one of ebbtide's C++ files, once per machine, and return the path of the library.
 
     Raises:
-        MissingCompilerError: there is no compiler, or it refused the source.
+        MissingCompilerError: There is no compiler, or it refused the source.
     """
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -86,10 +86,10 @@ def build(source: Path) -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Return the compiled library (about 2 s the first time on a machine).
+    """Return the library of compiled CPU kernels. Compiling takes about 2 s the first time on a machine.
 
     Raises:
-        MissingCompilerError: no compiler, or it refused the source.
+        MissingCompilerError: There is no compiler, or it refused the source.
     """
     library = ctypes.CDLL(str(_build()))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -126,21 +126,22 @@ def host_update(
     tail: int = 0,
     source: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Update ``state`` in place and write the wire parameter to ``out``; one pass over memory.
+    """Run one optimizer step on the CPU in one pass over memory, and write the model's new parameters to ``out``.
+
+    The GIL is released. The result is bit-identical to DeepSpeed's CPU optimizer on ``grad.float() * scale``.
 
     Args:
-        state: fp32 master parameter and the rule's moments; flat, contiguous, same length, host.
-        grad: bf16, fp16 or fp32 gradient of the same length; not changed.
-        out: bf16, fp16 or fp32 parameter to write, or None. It may share no memory with the rest.
-        scale: factor applied to the gradient in fp32 first (unscale and clip).
-        threads: OpenMP threads; the result does not depend on it.
-        tail: how many of the last elements stock's scalar loop would update (`UpdateRule.tail`).
-        source: the old state, which then stays: ``state`` is only written.
+        state: fp32 master parameters and the rule's moments, updated in place. All are flat, contiguous host
+            tensors of the same length.
+        grad: bf16, fp16 or fp32 gradient of the same length, which stays unchanged.
+        out: bf16, fp16 or fp32 tensor for the new parameters, or None. It shares no memory with the others.
+        scale: Factor that is first applied to the gradient in fp32 (unscale and clip).
+        threads: Number of OpenMP threads. The result does not depend on it.
+        tail: Number of last elements that DeepSpeed's scalar loop would update (`UpdateRule.tail`).
+        source: The old state, which then stays unchanged: ``state`` is only written.
 
     Raises:
-        ValueError: lengths, dtypes, devices or strides that the kernel does not take.
-
-    The GIL is released. Bits equal those of DeepSpeed's CPU optimizer on ``grad.float() * scale``.
+        ValueError: The kernel does not support the lengths, dtypes, devices or strides.
     """
     _check(state, grad, out)
     if source is not None:
@@ -164,7 +165,6 @@ def host_update(
 
 
 def _addresses(state: Sequence[torch.Tensor]) -> Any:
-    """Return the addresses of the master and two moments, null for a missing second moment."""
     return (ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in state))
 
 
@@ -185,9 +185,9 @@ def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor 
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """2-norm of a flat host tensor in float64, with the bits of torch's, without its float64 copy.
+    """Return the 2-norm of a flat host tensor, bit-identical to torch's norm in float64 but without a copy.
 
-    Where torch adds up in an order that is not known here, torch itself is asked.
+    If the order in which torch adds squares is unknown on this machine, torch computes the norm.
     """
     lanes = _norm_lanes()
     if lanes == 0 or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
@@ -198,7 +198,7 @@ def norm(tensor: torch.Tensor) -> float:
 
 @functools.cache
 def _norm_lanes() -> int:
-    """Find by trial the number of lanes in which torch sums squares on this machine. 0: none fits."""
+    """Return the number of lanes in which torch sums squares on this machine, found by trial. 0 if unknown."""
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(n, generator=generator) for n in (5, 1003, 40009)]
     for lanes in (8, 4, 2):
@@ -213,8 +213,9 @@ def _same_norm(sample: torch.Tensor, lanes: int) -> bool:
 
 
 def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
-    """``a = b + 2 c`` on fp32 host tensors: 12 bytes of DRAM traffic per element, 16 where a
-    store first reads its line (write-allocate).
+    """Compute ``a = b + 2 c`` on fp32 host tensors, to measure DRAM bandwidth.
+
+    Each element takes 12 bytes of DRAM traffic, or 16 if a store first reads its cache line.
     """
     _check_copy(a, b)
     load().ebbtide_triad(a.data_ptr(), b.data_ptr(), c.data_ptr(), 2.0, a.numel(), threads)

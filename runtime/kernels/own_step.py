@@ -1,10 +1,10 @@
-"""Any optimizer by its own step, one subgroup at a time, on the host, where stock runs it too.
+"""Optimizers that run their own step on the CPU, one subgroup at a time, as stock DeepSpeed runs them.
 
-For optimizers whose arithmetic has no kernel here: torch's (`torch_adam`, a client's), others
-that DeepSpeed takes with ``zero_allow_untested_optimizer``, and every one whose masters DeepSpeed
-keeps in 16 bits (``*_master_weights_and_grads``). The bits are stock's by construction:
-the same code on the same tensors, with as many of torch's threads, since torch divides a tensor
-among them and rounds the last elements of each share otherwise.
+They are optimizers without a kernel in ebbtide: torch's (`torch_adam`, a client's), others that
+DeepSpeed accepts with ``zero_allow_untested_optimizer``, and all whose masters DeepSpeed keeps in
+16 bits (``*_master_weights_and_grads``). Results are bit-identical to stock by construction: the same
+code runs on the same tensors with the same number of torch threads. The number matters because torch
+divides a tensor among threads and rounds the last elements of each share differently.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """One step of one master, with the parameter groups as they were when it was launched."""
+    """One step of an optimizer's own code on one master, with the parameter groups at its launch."""
 
     kernel: ClassVar[str] = "own"
     master: torch.nn.Parameter
@@ -39,11 +39,11 @@ class OwnStep:
 
 
 class OwnStepRule(UpdateRule):
-    """A rule that runs the step of a private copy of the optimizer with one master in its groups.
+    """An update rule that runs the step of a private copy of the optimizer, with one master in its groups.
 
-    The training thread makes steps, and the lane of host updates runs them one after the other. The
-    optimizer's state of a master stays in the live optimizer's ``state``, where checkpoints and
-    readers look for it. Only the optimizer knows which tensors belong to it.
+    The training thread creates steps, and the lane of host updates runs them in order. The state of a
+    master stays in the live optimizer's ``state``, where checkpoints and readers look for it. Only the
+    optimizer knows the tensors in its state.
     """
 
     name = "own step"
@@ -54,8 +54,11 @@ class OwnStepRule(UpdateRule):
     own_step = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
-        """``group_by_group``: a step is shown its master's parameter group alone, as stock has it
-        below ZeRO-3.
+        """Create the rule of an optimizer that runs its own step.
+
+        Args:
+            group_by_group: If True, a step sees only the parameter group of its master, as in stock DeepSpeed
+                below ZeRO-3.
         """
         self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)
@@ -89,9 +92,7 @@ class OwnStepRule(UpdateRule):
         out.copy_(step.master.detach())
 
     def _unscaled(self, master: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
-        """Return the gradient in the master's precision, unscaled and clipped as
-        `unscale_and_clip_grads` does it.
-        """
+        """Return the gradient in the master's precision, unscaled and clipped as `unscale_and_clip_grads` does."""
         elements = master.numel()
         if self._gradient.numel() < elements:
             self._gradient = torch.empty(elements, dtype=master.dtype)
@@ -121,8 +122,9 @@ class OwnStepRule(UpdateRule):
             shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})
 
     def _follow(self, groups: list[dict[str, Any]]) -> None:
-        """Copy the changes that a schedule made since the last step. Entries that the optimizer itself keeps in its
-        groups stay.
+        """Copy the changes of a learning-rate schedule since the last step to the optimizer's private copy.
+
+        Entries that the optimizer itself stores in its groups are kept.
         """
         mine = self._mine
         if len(mine.param_groups) != len(groups):
@@ -143,9 +145,9 @@ class OwnStepRule(UpdateRule):
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
-    """Return the optimizer's state bytes for each element of a master, without the master itself.
+    """Return the bytes of optimizer state per element of a master, without the master itself.
 
-    torch's own optimizers are asked, with a parameter of two elements. Others are assumed to be like Adam.
+    torch's own optimizers are run once with a parameter of two elements. Others are assumed to be like Adam.
     """
     rule = rule_class(optimizer)
     if rule is not None:
@@ -164,7 +166,10 @@ def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Shares all but groups and state; its end frees nothing that the original still uses."""
+    """Return a copy of an optimizer that shares everything except groups and state with the original.
+
+    Deleting the copy frees nothing that the original still uses.
+    """
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
     # Not `copy.copy`: of an optimizer that takes its state alone.

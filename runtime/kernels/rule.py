@@ -1,10 +1,10 @@
-"""An optimizer's update rule: its state, its scalars, its kernels, and the stock op that it repeats.
+"""An optimizer's update rule: its state, scalars and kernels, and the DeepSpeed op that it reproduces.
 
 DeepSpeed's CPU ops update a tensor in a loop over whole vectors and leave the last ``length mod
 width`` elements to a scalar loop. There the compiler fuses other products than in the vector loop.
-The width is that of the *build* (16 floats for AVX-512, 8 for AVX2, 4 for NEON; its scalar
-build has no vector loop at all). It need not be the widest that this machine knows: an op may
-have been built on another machine, by another compiler or for another CPU. So the loaded op itself is asked.
+The width is that of the *build*: 16 floats for AVX-512, 8 for AVX2, 4 for NEON, and no vector loop in
+a scalar build. It need not be the widest that this machine supports: an op may have been built on
+another machine, by another compiler or for another CPU. The loaded op itself is therefore tested.
 """
 
 import copy
@@ -30,24 +30,24 @@ _OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
 
 
 class UnknownRoundingError(RuntimeError):
-    """DeepSpeed's op rounds in an order that the kernels do not repeat."""
+    """DeepSpeed's loaded op rounds in an order that ebbtide's kernels cannot reproduce."""
 
 
 class UpdateRule(ABC):
-    """An optimizer as stock runs it on the host, element by element.
+    """The update rule of an optimizer that stock DeepSpeed runs on the CPU, element by element.
 
-    Owned by the training thread. `ebbtide.runtime.kernels.rules` has the table of those that exist.
+    Only the training thread uses it. `ebbtide.runtime.kernels.rules` has the table of rules.
 
     Attributes:
-        name: of the rule and of its kernels.
-        moments: keys of torch's optimizer state beside the fp32 master, in the kernels' order.
-        unused: keys that stock keeps, and saves, and never changes.
-        stock: class names of DeepSpeed's optimizer whose bits these are.
-        types: what it is called in the config's ``optimizer.type``, in lower case.
-        trials: (arguments of the rule, a parameter group): what the loaded op is asked with.
-        own_step: the optimizer runs its own code, on the host only, and keeps its moments itself.
-        spends: stock's scalar loop leaves something else in the place of a gradient (`spent`).
-        vector_width: of the loaded op.
+        name: Name of the rule and of its kernels.
+        moments: Keys of torch's optimizer state apart from the fp32 master, in the kernels' order.
+        unused: Keys of state that DeepSpeed keeps and saves but never changes.
+        stock: Class name of the DeepSpeed optimizer that the rule reproduces bit by bit.
+        types: Names of the optimizer in the config's ``optimizer.type``, in lower case.
+        trials: Pairs of rule arguments and a parameter group with which the loaded op is tested.
+        own_step: True if the optimizer runs its own code, on the CPU only, and keeps its moments itself.
+        spends: True if DeepSpeed's scalar loop overwrites the gradient (see `spent`).
+        vector_width: Vector width of the loaded op, in elements.
     """
 
     name: ClassVar[str]
@@ -62,10 +62,10 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Return the rule of a live optimizer, for the op that it has loaded.
+        """Build the update rule of a live DeepSpeed optimizer, for the op that the optimizer has loaded.
 
         Raises:
-            UnknownRoundingError: the op was built in a way whose bits are not known.
+            UnknownRoundingError: The op was built in a way that the kernels cannot reproduce.
         """
         op, rule = getattr(optimizer, f"ds_opt_{cls.name}"), cls(**cls.settings(optimizer))
         rule.vector_width = vector_width(cls, op)
@@ -73,20 +73,24 @@ class UpdateRule(ABC):
         return rule
 
     def ask(self, op: Any) -> None:
-        """Learn from the loaded op the other differences between DeepSpeed versions.
+        """Adapt the update rule to DeepSpeed's version, by running the loaded op and comparing results.
 
         Raises:
-            UnknownRoundingError: no known variant has this op's bits.
+            UnknownRoundingError: No known variant gives this op's bits.
         """
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's settings that belong to no parameter group."""
+        """Return the DeepSpeed optimizer's settings that belong to no parameter group."""
         del optimizer
         return {}
 
     def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> UpdateStep:
-        """Return the next step of a master of parameter group ``group``; its step counter goes up."""
+        """Return the next step of a master parameter, and advance its step counter.
+
+        Args:
+            group: Index of the master's parameter group.
+        """
         state = optimizer.state[master]
         state["step"] += 1
         return self.step(optimizer.param_groups[group], state["step"])
@@ -100,10 +104,10 @@ class UpdateRule(ABC):
         threads: int,
         source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Update a subgroup's ``state`` on the host and write its parameters to ``out``.
+        """Update a subgroup's ``state`` on the host and write its new parameters to ``out``.
 
         Args:
-            source: the old state, which then stays: ``state`` is only written.
+            source: The old state, which then stays unchanged: ``state`` is only written.
         """
         elements = state[0].numel()
         for start, end, gradient, scale in parts:
@@ -120,39 +124,50 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Return the host bytes of state that a plan does not place, for subgroups of these sizes and
-        masters of this precision.
+        """Return the bytes of host memory for optimizer state that a plan does not place.
+
+        Args:
+            sizes: Number of elements of each subgroup.
+            master: Dtype of the masters.
         """
         del sizes, master
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the fp32 ``gradient`` as stock's scalar loop leaves it after its update of ``state``.
+        """Return an fp32 gradient as DeepSpeed's scalar loop leaves it after its update of ``state``.
 
-        Only for rules that overwrite the gradient.
+        Only rules that overwrite the gradient implement this.
         """
         raise NotImplementedError
 
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:
-        """Step ``number`` (from 1) of a group; to be called in the order of the subgroups."""
+        """Return the hyperparameters of an optimizer step for a parameter group. Call it in the order of subgroups.
+
+        Args:
+            number: Number of the step, from 1.
+        """
 
     @abstractmethod
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the additional arguments of the op's ``create_NAME`` and ``NAME_update``."""
+        """Return the additional arguments of the DeepSpeed op's ``create_NAME`` and ``NAME_update`` functions."""
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
-        """Go on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
+        """Continue an optimizer as if ``number`` steps had run in this process.
+
+        Args:
+            groups: Parameter group of each subgroup.
+        """
 
     def forms(self) -> list[UpdateStep]:
-        """Return a step of each variant that parameter groups may bring about."""
+        """Return an optimizer step of each variant that parameter groups may cause, to compile kernels for."""
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())
 
     def tail(self, elements: int, begin: int, end: int) -> int:
-        """Return the number of last elements of ``begin:end`` that stock's scalar loop updates.
+        """Return the number of last elements of ``begin:end`` that stock DeepSpeed's scalar loop updates.
 
-        Stock updates ``elements`` elements as one tensor.
+        Stock DeepSpeed updates ``elements`` elements as one tensor.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 
@@ -162,12 +177,12 @@ class UpdateRule(ABC):
 
 @functools.cache
 def vector_width(rule: type[UpdateRule], op: Any) -> int:
-    """Elements of the vectors that DeepSpeed's loaded op works on; `NO_VECTORS` without.
+    """Return the vector width of DeepSpeed's loaded op in elements. `NO_VECTORS` for a scalar build.
 
-    Takes milliseconds, once per op.
+    The test takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: none of the orders that are known has this op's bits.
+        UnknownRoundingError: No known order of rounding gives this op's bits.
     """
     equal = [width for width in WIDTHS if _has_width(rule, op, width)]
     if len(equal) != 1:
@@ -189,7 +204,7 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 
 
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
-    """Return whether the rule and DeepSpeed's op give the same bits for subgroups of ``lengths`` elements."""
+    """Return whether an update rule and DeepSpeed's op give identical bits for subgroups of these lengths."""
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]
     created, updated = rule.stock_arguments(group)
@@ -209,7 +224,6 @@ def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequ
 
 
 def _telling(rule: UpdateRule, group: Group, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """State and gradient of elements that the two loops leave with different bits."""
     generator = torch.Generator().manual_seed(length)
     grad = torch.randn(_POOL, generator=generator)
     state = [torch.randn(_POOL, generator=generator)]

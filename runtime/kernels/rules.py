@@ -1,4 +1,4 @@
-"""The optimizers that a plan can run: DeepSpeed's CPU ones, bit for bit."""
+"""The optimizers that a plan can run, bit-identical to DeepSpeed's CPU optimizers."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _STEPS = 12  # by then pow and the running product of these betas have differed
 
 
 class AdamRule(UpdateRule):
-    """Adam and AdamW (``adamw``)."""
+    """The update rule of Adam and AdamW. ``adamw`` selects AdamW."""
 
     name = "adam"
     moments = ("exp_avg", "exp_avg_sq")
@@ -58,12 +58,12 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Return whether the loaded op uses ``pow`` at a step's second subgroup (see `BiasCorrection`).
+    """Return whether DeepSpeed's loaded Adam op uses ``pow`` from a step's second subgroup on.
 
-    It takes milliseconds, once per op.
+    See `BiasCorrection`. The test takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: neither variant has this op's bits.
+        UnknownRoundingError: Neither variant gives this op's bits.
     """
     width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
     # A large step, so that the last bit of a bias correction shows in the parameter.
@@ -82,7 +82,7 @@ def recounts(op: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LionStep:
-    """Hyperparameters of one step of Lion."""
+    """The hyperparameters of one step of the optimizer Lion."""
 
     kernel: ClassVar[str] = "lion"
     lr: float
@@ -104,7 +104,7 @@ class LionStep:
 
 
 class LionRule(UpdateRule):
-    """Lion: the sign of an average moves the parameter. One moment; no bias correction."""
+    """The update rule of Lion: the sign of an average moves the parameter. One moment, no bias correction."""
 
     name = "lion"
     moments = ("exp_avg",)
@@ -125,7 +125,7 @@ class LionRule(UpdateRule):
 
 @dataclass(frozen=True, slots=True)
 class AdagradStep:
-    """Hyperparameters of one step of Adagrad; decay is L2."""
+    """The hyperparameters of one step of Adagrad with L2 weight decay."""
 
     kernel: ClassVar[str] = "adagrad"
     lr: float
@@ -141,7 +141,7 @@ class AdagradStep:
 
 
 class AdagradRule(UpdateRule):
-    """Adagrad: the sum of all squares; no bias correction."""
+    """The update rule of Adagrad. Its moment is the sum of all squared gradients, without bias correction."""
 
     name = "adagrad"
     moments = ("exp_avg_sq",)
@@ -158,7 +158,7 @@ class AdagradRule(UpdateRule):
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the update term, -lr * g / (sqrt(sum) + eps), with decay in the gradient g."""
+        """Return Adagrad's update term, -lr * g / (sqrt(sum) + eps), with weight decay in the gradient g."""
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)
         decayed, unread = torch.zeros_like(master), torch.zeros_like(master)
@@ -179,13 +179,13 @@ RULES: tuple[type[UpdateRule], ...] = (AdamRule, LionRule, AdagradRule)
 
 
 def rule_class(optimizer: Any) -> type[UpdateRule] | None:
-    """Return the rule that repeats this optimizer, if there is one."""
+    """Return the update rule that reproduces an optimizer, or None if there is none."""
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     return next((rule for rule in RULES if rule.stock in names), None)
 
 
 def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    """Return a * b + c, rounded once."""
+    """Return a * b + c rounded once to fp32, as a fused multiply-add does."""
     exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
     near = np.float32(float(exact))  # rounded twice: the result or a neighbour of it
     infinity = np.float32(np.inf)

@@ -1,4 +1,4 @@
-"""The arguments of an optimizer kernel for one step."""
+"""The interface of an optimizer step's arguments for the update kernels."""
 
 from typing import ClassVar, Protocol
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 class UpdateStep(Protocol):
-    """One step of one parameter group, ready for the kernels.
+    """The arguments of one optimizer step for one parameter group, ready for the update kernels.
 
     Attributes:
-        kernel: the rule's name.
-        variant: the form of weight decay (none, L2 or decoupled).
+        kernel: Name of the rule.
+        variant: Form of weight decay: none, L2 or decoupled.
     """
 
     kernel: ClassVar[str]
@@ -19,5 +19,5 @@ class UpdateStep(Protocol):
     def variant(self) -> int: ...
 
     def scalars(self, scale: float) -> np.ndarray:
-        """Return the kernels' fp32 scalars in their order; the first is ``scale``."""
+        """Return the fp32 scalars of an optimizer step in the order that the update kernels expect."""
         ...

@@ -1,1 +1,1 @@
-"""Plans made or changed while training runs."""
+"""Plans that are made or changed while training runs."""

@@ -1,8 +1,8 @@
-"""``plan="auto"``: train the first steps with every subgroup on the host, or as many as its memory
-holds where the others may be stored, then plan and switch.
+"""The option ``plan="auto"``: measure the first steps under a simple plan, then plan and switch.
 
-No stock step is needed: the host plan has stock's bits already, and its steps tell the times of
-forward and backward.
+Under the first plan the CPU updates every subgroup. If host memory is too small for all state and a
+drive is configured, the rest is stored. Results are already bit-identical to stock DeepSpeed, and the
+steps give the times of forward and backward.
 """
 
 import logging
@@ -37,12 +37,13 @@ DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that g
 def host_plan(
     subgroup_size: int, count: int, location: ParameterLocation = "device", *, overlap_forward: bool = False
 ) -> Plan:
-    """Return the plan of the watched steps: every subgroup on the host. They wait for their updates, since
-    a forward that waits for some would seem longer than it is.
+    """Return a plan that updates every subgroup on the CPU, to measure the first steps of training.
+
+    Its steps wait for their updates, since a forward that waits for some would appear longer than it is.
 
     Args:
-        home: of all parameters.
-        overlap_forward: for a plan that stays.
+        location: Memory for all parameters: host or device.
+        overlap_forward: True for a plan that is kept, so that steps do not wait.
     """
     return Plan(
         subgroup_size=subgroup_size,
@@ -53,9 +54,10 @@ def host_plan(
 
 
 def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
-    """Plan anew after `WATCHED_STEPS` steps under a plan.
+    """Make a new plan after the first `WATCHED_STEPS` training steps.
 
-    ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
+    Args:
+        machine: The machine's rates. None measures them once per node, or reads the profiler's cache.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
     if not session.engine.update_rule().own_step:  # the plan that follows may update on the device
@@ -66,7 +68,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
 
 @dataclass
 class _Automatic:
-    """Counts the watched steps, then plans once. Training thread only."""
+    """A counter of the measured first steps that then plans once. Only the training thread uses it."""
 
     session: Session
     machine: Machine
@@ -117,8 +119,9 @@ def _better(workload: Workload, machine: Machine, current: Plan, free_device: in
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
-    """Return one workload for all ranks: those of a node share its links, memory and cores. Passes take as
-    long as in the median. A collective call.
+    """Return one workload for all ranks, which share links, memory and cores. This is a collective call.
+
+    Forward and backward take the median time over ranks.
     """
     nodes, ranks = nodes_and_ranks()
     every = gathered((mine.forward_s, mine.backward_s, mine.subgroups))
@@ -137,19 +140,17 @@ def _agreed(mine: Workload, session: Session) -> Workload:
 
 
 def _medians(rates: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each rate over the ranks that know it."""
     return {name: statistics.median(r[name] for r in rates if name in r) for name in set().union(*rates)}
 
 
 def _folders(plan: Plan) -> list[str]:
-    """Return the folders in which the plan stores state."""
     return list(plan.drives) if plan.stores else []
 
 
 def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
-    """Return the workload as the watched steps show it, a layer for each subgroup.
+    """Return the workload that the measured first steps show, with one layer per subgroup.
 
-    Forward and backward are the medians of the training thread's spans, on the device's clock.
+    Forward and backward times are medians over the training thread's spans, on the device's clock.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
     forward_s = _median_s(timeline, OpKind.FORWARD)
@@ -179,7 +180,6 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
 
 
 def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
-    """`Layer.persistent_params` and `regathered_params` of each subgroup."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in engine.sizes()]
     for key, piece in engine.slices().items():
         pieces[piece.subgroup].append((key, piece.elements))
@@ -187,7 +187,6 @@ def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
 
 
 def _median_s(timeline: Timeline, kind: OpKind) -> float:
-    """Median duration, the first iteration left out; 0 where nothing was recorded."""
     spans = [s for s in timeline.spans if s.kind == kind]
     first = min((s.iteration for s in spans), default=0)
     durations = [s.end_s - s.start_s for s in spans if s.iteration > first]
@@ -195,7 +194,7 @@ def _median_s(timeline: Timeline, kind: OpKind) -> float:
 
 
 def _free_device_bytes(device: Device) -> int:
-    """Return the device bytes that a plan may use: free at the fullest moment so far, less a margin."""
+    """Return the bytes of GPU memory that a plan may use: free memory at the peak so far, less a margin."""
     if device.name != "cuda":
         return 0  # host memory poses as device memory: nothing is won by moving state there
     free, total = torch.cuda.mem_get_info()

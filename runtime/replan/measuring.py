@@ -1,4 +1,4 @@
-"""The machine that ``plan="auto"`` plans for: measured once per node."""
+"""The measurement of the machine for ``plan="auto"``, once per node."""
 
 import socket
 from collections.abc import Sequence
@@ -13,15 +13,16 @@ DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored i
 
 
 def measured_machine(drives: Sequence[str] = ()) -> Machine:
-    """Measured, or read from the profiler's cache, by the first rank of this node while the others
-    wait: at the same time they would measure each other. A collective call.
+    """Measure the machine on the first rank of each node, or read it from the profiler's cache.
+
+    The other ranks wait, because concurrent measurements would disturb each other. A collective call.
 
     Args:
-        drives: folders of stored state, measured each time; the same number on all ranks.
+        drives: Folders for stored state, which are measured each time. All ranks give the same number.
 
     Raises:
-        RuntimeError: on every rank, if one could not measure.
-        OSError: a folder cannot be written to.
+        RuntimeError: One rank could not measure. Raised on every rank.
+        OSError: A folder cannot be written to.
     """
     if alone():
         return _with_drives(drives)

@@ -1,4 +1,4 @@
-"""Ranks that plan together: what each has seen, and one plan for all."""
+"""Ranks that plan together: an exchange of observations, and one plan for all ranks."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ LONGEST = timedelta(minutes=10)  # that ranks wait for one that measures or plan
 
 
 def alone() -> bool:
-    """Return whether no other rank trains with this one."""
+    """Return whether this process trains alone, without other ranks."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 @contextmanager
 def ranks_group() -> Iterator[Any]:
-    """Open a group of all ranks on the host, for as long as they talk. A collective call."""
+    """Open a process group of all ranks on the CPU for the duration of a block. A collective call."""
     group = dist.new_group(backend="gloo", timeout=LONGEST)
     try:
         yield group
@@ -29,14 +29,14 @@ def ranks_group() -> Iterator[Any]:
 
 
 def gathered_in(mine: Any, group: Any) -> list[Any]:
-    """Return what every rank of a group gives, by rank."""
+    """Return the objects that all ranks of a process group pass to this call, by rank. A collective call."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine, group=group)
     return every
 
 
 def gathered(mine: T) -> list[T]:
-    """Return what every rank gives, by rank. A collective call."""
+    """Return the objects that all ranks pass to this call, by rank. A collective call."""
     if alone():
         return [mine]
     with ranks_group() as group:
@@ -44,23 +44,23 @@ def gathered(mine: T) -> list[T]:
 
 
 def nodes_and_ranks() -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on the fullest one. A collective call."""
+    """Return the number of nodes, and the largest number of ranks on a node. A collective call."""
     hosts = gathered(socket.gethostname())
     return len(set(hosts)), max(map(hosts.count, hosts))
 
 
 def masks_of_this_host() -> list[list[int]]:
-    """Return the cores that each rank of this host may use, in the ranks' order. A collective call."""
+    """Return the allowed cores of each rank on this host, in the order of ranks. A collective call."""
     host = socket.gethostname()
     every = gathered((host, sorted(allowed_cores())))
     return [cores for there, cores in every if there == host]
 
 
 def by_the_first(make: Callable[[], T]) -> T:
-    """Return on every rank what the first one makes. A collective call.
+    """Call a function on rank 0 and return its result on every rank. A collective call.
 
     Raises:
-        RuntimeError: on every rank, if the first one could not make it.
+        RuntimeError: The function failed on rank 0. Raised on every rank.
     """
     if alone():
         return make()

@@ -1,4 +1,4 @@
-"""Watches a running plan: predicted against measured, and a better plan when rates have moved."""
+"""A watch over a running plan: predicted against measured times, and a better plan if rates change."""
 
 import logging
 import statistics
@@ -36,11 +36,11 @@ _EARLY_KINDS = (OpKind.UPDATE_HOST_EARLY, OpKind.UPDATE_DEVICE_EARLY)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
-    """Median rate of each kind of op in a measured timeline, by the machine's field name.
+    """Return the median rate of each kind of op in a measured timeline, by the machine's field name.
 
-    Ops that ran beside others are slower than alone: the rates found are those under the present
-    plan's contention, which is what a neighbouring plan will meet too. Guessed updates tell of host
-    updates, less what ``machine`` loses out of place: where state is not in a slot of storage's.
+    Concurrent ops are slower than single ones. The rates are those under the present plan's
+    contention, which a similar plan will have too. Early updates count as host updates, corrected by the
+    factor that ``machine`` loses out of place, unless the state is in a host buffer for storage.
     """
     amounts = Bytes.of(workload)
     recipes = {early: [way.recipe for way in ways() if way.early is early] for early in (False, True)}
@@ -67,10 +67,10 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
 
 
 def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
-    """Return the machine with the observed rates that can be right; the others stay as measured.
+    """Return the machine with those observed rates that are plausible. Other rates stay as measured.
 
-    Steps of a tiny model, or of a process that the system did not schedule, give any rate at all. A
-    rate that no machine can have is logged and dropped.
+    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that
+    no machine can have is logged and dropped.
     """
     for name, value in rates.items():
         try:
@@ -81,7 +81,7 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
 
 
 def attempted(plan: Callable[[], Planned]) -> Planned | None:
-    """Return the result of ``plan``. If it fails, log why and return None: observations never end a run."""
+    """Return the result of ``plan()``. If it fails, log the error and return None, since training must go on."""
     try:
         return plan()
     except Exception:  # an observation never ends a run
@@ -94,10 +94,12 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
 
 @dataclass
 class Watch:
-    """Called after every step; looks closer every ``period_steps``. Training thread only.
+    """A watch over a running plan that is called after every step and measures every ``period_steps`` steps.
+
+    Only the training thread uses it.
 
     Attributes:
-        show: told what was measured under which plan.
+        show: Function to call with the measured timeline and the plan.
     """
 
     session: Session
@@ -142,10 +144,10 @@ class Watch:
 
 
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
-    """Start watching a plan at work.
+    """Start to compare a running plan's measured times with predictions.
 
     Raises:
-        ValueError: the workload has other subgroups than the engine.
+        ValueError: The workload has other subgroups than the engine.
     """
     sizes = session.engine.sizes()
     if sizes != workload.subgroups:

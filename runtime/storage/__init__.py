@@ -1,4 +1,4 @@
-"""Optimizer state on storage, written out of place, so that a finished step needs no copy to last.
+"""Optimizer state on drives, written out of place, so that a finished step lasts without a copy.
 
-Knows no training framework. `ExtentStore` (`store.py`) is what others call.
+It depends on no training framework. Other code calls `ExtentStore` (`store.py`).
 """

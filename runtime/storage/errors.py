@@ -1,9 +1,9 @@
-"""Errors of stored state."""
+"""Errors of optimizer state that is stored on a drive."""
 
 
 class StorageError(RuntimeError):
-    """State on storage cannot be read, written or used; the message says what to change."""
+    """Optimizer state on a drive cannot be read, written or used. The message says what to change."""
 
 
 class DamagedError(StorageError):
-    """Stored bytes that differ from the written ones."""
+    """Bytes read from a drive differ from the bytes that were written."""

@@ -1,4 +1,4 @@
-"""Export of a checkpoint with stored state to the files that DeepSpeed itself would have written."""
+"""The export of a checkpoint with stored state to the files that DeepSpeed itself would have written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Tensors = dict[tuple[Any, ...], torch.Tensor]
 
 
 def export(directory: Path, tag: str, target: Path) -> Path:
-    """Write ``target``/``tag`` with every byte in its files, and ``latest``; return its folder.
+    """Export a checkpoint to ``target``/``tag`` with all state in its files, and write ``latest``.
 
-    Training may go on meanwhile: where it wrote over the step before all was read, nothing is left
-    behind. A rank's files pass through memory that the system may take back, one after the other.
+    Return the new folder. Training may continue meanwhile. If it overwrites the step's stored state
+    before the end, nothing is left in ``target``. Files are copied one at a time through memory that
+    the system can reclaim.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or ``target`` has one of this name.
-        StorageError: its state is damaged, or was written over.
+        CheckpointError: The checkpoint is not complete, or ``target`` has one with this name.
+        StorageError: The stored state is damaged, or was overwritten.
     """
     source, made = directory / tag, target / tag
     problems = verify(directory, tag)
@@ -52,7 +53,6 @@ def export(directory: Path, tag: str, target: Path) -> Path:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """Yield the files that DeepSpeed knows."""
     ours = {source / GLOBAL_NAME, source / RANKS_FOLDER}
     for path in sorted(source.rglob("*")):
         if path.is_file() and not ours & {path, *path.parents}:
@@ -61,7 +61,6 @@ def _files(source: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stored(source: Path) -> Iterator[Mapping[Path, Tensors]]:
-    """Yield, by file, the tensors without bytes in it, each read from storage and verified."""
     found, readers = dict[Path, Tensors](), list[StepReader]()
     with contextlib.ExitStack() as opened:
         for path in stored_pages(source):

@@ -1,4 +1,4 @@
-"""One drive's file of extents: preallocated, read and written past the page cache."""
+"""A drive's file of extents, preallocated and accessed without the page cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ebbtide.runtime.storage.errors import StorageError
 
 
 class ExtentFile(OutputFile):
-    """Aligned blocks go to it and come from it on any thread.
+    """A preallocated file on a drive, to which any thread reads and writes aligned blocks.
 
     Raises:
-        StorageError: of every method: what the system said, and of which file.
+        StorageError: Raised by every method, with the system's error and the file.
     """
 
     def __init__(self, path: Path, size_bytes: int, files: Files) -> None:
@@ -24,7 +24,7 @@ class ExtentFile(OutputFile):
         self.path = path
 
     def reserve(self) -> None:
-        """Has the disk set the file's blocks aside, so that no later write finds it full."""
+        """Allocate the blocks of a store's file on disk in advance, so that no later write finds the disk full."""
         try:
             folder = os.statvfs(self.path.parent)
             held = self.path.stat().st_blocks * 512 if self.path.exists() else 0
@@ -45,22 +45,22 @@ class ExtentFile(OutputFile):
             raise self._explain(error) from error
 
     def grow(self, size_bytes: int) -> None:
-        """Preallocate more room at the end. The present content stays."""
+        """Extend a store's file and allocate its new blocks on disk. The present content is kept."""
         self._size = size_bytes
         self.reserve()
 
     def check(self) -> None:
-        """Check that the file exists with at least its reserved size.
+        """Check that a store's file exists with at least its reserved size.
 
         Raises:
-            StorageError: it does not.
+            StorageError: The file is missing or too short.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < self._size:
             raise self._cut_short(size)
 
     def read(self, data: memoryview, offset: int) -> None:
-        """Fill ``data``, which is aligned, as is ``offset``."""
+        """Fill ``data`` from a store's file at ``offset``. Both must be aligned."""
         done, descriptor = 0, self._open_direct()
         try:
             if descriptor is not None:
@@ -83,7 +83,7 @@ class ExtentFile(OutputFile):
         )
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Block until all data written to a store's file is on the disk."""
         try:
             self._files.fdatasync(self._open_buffered())
         except OSError as error:
@@ -91,11 +91,11 @@ class ExtentFile(OutputFile):
 
     @property
     def descriptor(self) -> int:
-        """Return a descriptor for mapping the file into memory."""
+        """Return a file descriptor for mapping a store's file into memory."""
         return self._open_buffered()
 
     def close(self) -> None:
-        """Close the file. Errors are ignored: everything committed was synced before."""
+        """Close a store's file. Errors are ignored, because all committed data was synced before."""
         with contextlib.suppress(OSError):
             super().close()
 

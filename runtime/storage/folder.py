@@ -1,4 +1,4 @@
-"""The folders of a store: their owner, and the check that they belong together."""
+"""The folders that a store keeps optimizer state in: their lock, and a check that they belong together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ebbtide.runtime.storage.pages import StepRecord, StepsPage, StorePage
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory to store to.
+    """A directory, usually on an NVMe drive, to store optimizer state in.
 
     Attributes:
-        weight: its bandwidth, in the unit of the others'.
+        weight: The drive's bandwidth, in the same unit as that of the other drives.
     """
 
     directory: Path
@@ -37,10 +37,10 @@ EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
 
 
 class Folders:
-    """One rank's files in the directories of its store, locked while this object exists.
+    """One rank's files in the directories of its store of optimizer state, locked while this object exists.
 
     Raises:
-        StorageError: another process has the lock.
+        StorageError: Another process has the lock.
     """
 
     def __init__(self, drives: Sequence[Drive], rank: int, files: Files) -> None:
@@ -73,12 +73,12 @@ class Folders:
         return self._path(self._drives[0], STEPS)
 
     def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
-        """Return the page and the steps of the existing store, or of a new one if there is none with a step.
+        """Return the layout page and the committed steps of the existing store. Create a store if it has no step.
 
         The existing store may have more or fewer subgroups than wanted.
 
         Raises:
-            StorageError: the store holds steps but does not match, or its pages cannot be read.
+            StorageError: The store holds steps but does not match, or its pages cannot be read.
         """
         pages = [self._read(self._path(d, STORE), StorePage) for d in self._drives]
         self._check_order(pages)
@@ -98,7 +98,7 @@ class Folders:
         return self._page, steps.steps
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Record that the files have room for these subgroups too, after the present ones."""
+        """Record that a store's files have room for further subgroups after the present ones."""
         assert self._page is not None
         more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]
         page = self._page.model_copy(update={"sizes": [*self._page.sizes, *more]})
@@ -112,7 +112,7 @@ class Folders:
         self._page = page
 
     def _check_order(self, pages: Sequence[StorePage | None]) -> None:
-        """Drive 0 has the manifest: with another directory in its place there would be no step."""
+        """Check that the store's directories are in their original order. The first one has the manifest."""
         there = [page.drive for page in pages if page is not None]
         if there != list(range(len(there))):
             names = [str(drive.directory) for drive in self._drives]
@@ -136,10 +136,10 @@ class Folders:
                 _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
 
     def commit(self, nonce: str, steps: list[StepRecord]) -> None:
-        """The steps that are there from now on, durably: the one rename is the commit.
+        """Commit a list of steps of stored optimizer state durably, by one rename of a file.
 
         Raises:
-            StorageError: the manifest could not be written.
+            StorageError: The manifest could not be written.
         """
         self._files.point("extents_synced")
         page = StepsPage(nonce=nonce, steps=steps)
@@ -163,15 +163,15 @@ class Folders:
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of one of a rank's files (`EXTENTS`, `STORE`, `STEPS`)."""
+    """Return the path of one of the files (`EXTENTS`, `STORE`, `STEPS`) of a rank's store."""
     return directory / f"rank_{rank:05d}.{kind}"
 
 
 def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
-    """None: there is no such file.
+    """Read and parse one of a store's JSON files. Return None if the file does not exist.
 
     Raises:
-        StorageError: it cannot be read, or is damaged.
+        StorageError: The file cannot be read, or is damaged.
     """
     try:
         return parse(files.read(path), kind, path.name)
@@ -185,7 +185,7 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
 
 
 def _widest(pages: Sequence[StorePage | None], wanted: StorePage) -> list[tuple[int, list[int]]]:
-    """Return the subgroups of the largest page, if none is wanted in another size."""
+    """Return the subgroup sizes of the largest page, or the wanted ones if a size differs."""
     held = max((page.sizes for page in pages if page is not None), key=len, default=[])
     there = dict(held)
     fits = all(there.get(subgroup, tensors) == tensors for subgroup, tensors in wanted.sizes)
@@ -215,7 +215,11 @@ def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
 
 
 def _lock(path: Path, files: Files) -> int:
-    """Held until it is closed or the process ends."""
+    """Lock a file for this process and return its descriptor. The lock ends with the descriptor or process.
+
+    Raises:
+        StorageError: Another process has the lock.
+    """
     descriptor = files.open(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

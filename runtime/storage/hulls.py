@@ -1,4 +1,4 @@
-"""Checkpoints of which only a hull is left: later steps have written over their stored state."""
+"""A check for checkpoints that cannot be loaded, because later steps have overwritten their state on a drive."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ebbtide.runtime.storage.pages import CheckpointPage, StepsPage
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
-    """Return the checkpoints of a folder, newest first. Hulls have a status that says so."""
+    """Return the checkpoints of a folder, newest first. The status shows if their state on a drive is missing."""
     found = inspect.list_checkpoints(directory)
     return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
 
 
 def missing_state(checkpoint: Path) -> str:
-    """Return why a checkpoint's stored state is not there, by its pages alone. Empty if it is there.
+    """Return the reason why a checkpoint's state on a drive is missing, or an empty string if it is there.
 
-    Also empty if the checkpoint's own files hold everything.
+    Also empty if the checkpoint's own files hold all state.
     """
     rank = 0
     while (path := checkpoint / stored_name(rank)).exists():

@@ -1,4 +1,4 @@
-"""The place of each byte of each subgroup's extents: the drive's file and the offset."""
+"""The layout of stored optimizer state: the file and the offset of each byte of a subgroup."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT
 
 
 def padded(size_bytes: int) -> int:
-    """Direct I/O moves whole sectors."""
+    """Return a number of bytes rounded up to whole sectors, as direct I/O requires."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``size_bytes`` of one tensor from ``begin`` on, in one piece on one drive.
+    """A contiguous part of one stored tensor on one drive, from byte ``begin`` of the tensor on.
 
     Attributes:
-        offset: from the begin of the extent's share in the drive's file.
+        offset: Offset from the start of the extent's share in the drive's file.
     """
 
     tensor: int
@@ -30,13 +30,15 @@ class Block:
 
 
 class Layout:
-    """A subgroup's tensors lie in a row, each padded to `ALIGNMENT`; the drives share the row by
-    weight. A file holds all extents of the first subgroup, then of the next.
+    """The layout of stored subgroups in the files of one or more drives.
+
+    A subgroup's tensors form a row, each padded to `ALIGNMENT`. The drives share the row by weight.
+    A file holds all extents of the first subgroup, then those of the next.
 
     Args:
-        sizes: bytes of each tensor, by subgroup.
-        weights: of the drives: their bandwidths, in any unit.
-        extents: per subgroup.
+        sizes: Bytes of each tensor, by subgroup.
+        weights: Bandwidths of the drives, in any unit.
+        extents: Number of extents per subgroup.
     """
 
     def __init__(
@@ -55,26 +57,26 @@ class Layout:
         self.file_bytes = tuple(ends)
 
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
-        """Return the layout with further subgroups after the present ones, which keep their places."""
+        """Return the layout with further subgroups after the present ones, which keep their offsets."""
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the offsets in the subgroup's row at which each drive's part begins, and the end."""
+        """Return the offsets at which the parts of a subgroup's state on each drive begin, and the total length."""
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
         inner = [round(row * weight / total / ALIGNMENT) * ALIGNMENT for weight in accumulate(self._weights[:-1])]
         return [0, *inner, row]
 
     def shares(self, subgroup: int) -> list[int]:
-        """Bytes of one extent on each drive."""
+        """Return the number of bytes on each drive that one copy (extent) of a subgroup's state takes."""
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:
-        """Offset of the extent's share in the drive's file."""
+        """Return the offset in a drive's file at which one copy (extent) of a subgroup's state begins."""
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
     def blocks(self, subgroup: int) -> Iterator[Block]:
-        """Yield the subgroup's blocks in the order of its row."""
+        """Yield the blocks of a subgroup's stored state, in the order of its tensors."""
         cuts, at = self.cuts(subgroup), 0
         for tensor, size_bytes in enumerate(self.sizes[subgroup]):
             edges = {0, *range(0, size_bytes, self.block_bytes), size_bytes}
@@ -86,5 +88,9 @@ class Layout:
 
 
 def needed_bytes(sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1) -> tuple[int, ...]:
-    """Per drive, of one rank that keeps so many finished steps."""
+    """Return the number of bytes on each drive that one rank's stored optimizer state takes.
+
+    Args:
+        keep: Number of finished steps that the drives keep.
+    """
     return Layout(sizes, weights, ALIGNMENT, keep + 1).file_bytes

@@ -1,4 +1,4 @@
-"""The pages that a store writes about itself: its layout, once, and the steps that it holds."""
+"""The JSON documents that a store of optimizer state writes about itself: its layout and its steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pydantic import Field
 
 
 class StorePage(Page):
-    """The page on each drive. A process that opens the store must want exactly this.
+    """A JSON document on each drive that describes a store's layout. Later runs must open it with the same layout.
 
     Attributes:
-        nonce: identifies the store; the same on all its drives.
-        sizes: subgroup and the bytes of its tensors.
+        nonce: Identifier of the store, which is the same on all its drives.
+        sizes: Each subgroup with the bytes of its tensors.
     """
 
     format: int = Field(1, ge=1)
@@ -26,7 +26,7 @@ class StorePage(Page):
 
 
 class ExtentRecord(Page):
-    """The extent that holds a subgroup's state; of each tensor, the hash of its blocks' hashes."""
+    """The place of a subgroup's state in a store (an extent), with one hash per tensor."""
 
     subgroup: int
     extent: int = Field(ge=0)
@@ -34,11 +34,11 @@ class ExtentRecord(Page):
 
 
 class StepRecord(Page):
-    """A finished step.
+    """A finished optimizer step in a store.
 
     Attributes:
-        name: no other step's.
-        data: what the caller wants to have beside the state, in JSON or any text of its own.
+        name: Unique name of the step.
+        data: Text that the caller stores with the step, such as JSON.
     """
 
     step: int = Field(ge=0)
@@ -48,8 +48,9 @@ class StepRecord(Page):
 
 
 class StepsPage(Page):
-    """The committed steps, newest first. Replaced whole: a step is committed and the oldest one
-    forgotten in one rename.
+    """The JSON document with a store's committed steps, newest first.
+
+    The page is replaced as a whole: one rename commits a step and drops the oldest one.
     """
 
     format: int = Field(1, ge=1)
@@ -58,11 +59,11 @@ class StepsPage(Page):
 
 
 class TensorRecord(Page):
-    """A tensor that a checkpoint's file has no bytes of.
+    """A tensor of a checkpoint that is stored on a drive and not in the checkpoint's file.
 
     Attributes:
-        file, path: the file in the checkpoint, and the tensor's place in its tree.
-        index: among the subgroup's tensors.
+        file, path: The file in the checkpoint, and the tensor's path in the file's tree.
+        index: Index of the tensor among the subgroup's tensors.
     """
 
     file: str
@@ -72,11 +73,11 @@ class TensorRecord(Page):
 
 
 class CheckpointPage(Page):
-    """A checkpoint's page of one rank: the place of the state that is not in its files.
+    """A JSON document in a checkpoint that locates one rank's optimizer state on drives.
 
     Attributes:
-        store: the store's nonce.
-        name: the step's name.
+        store: Identifier (nonce) of the store.
+        name: Name of the step in the store.
     """
 
     format: int = Field(1, ge=1)

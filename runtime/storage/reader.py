@@ -1,4 +1,4 @@
-"""A reader of a committed step that does not own the store."""
+"""A reader of a committed step in a store that another process may own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ebbtide.runtime.storage.view import View, page_aligned
 
 
 def stored_problems(checkpoint: Path) -> list[str]:
-    """Return the reasons why a checkpoint's stored state is not whole. Reads every byte.
+    """Return the reasons why a checkpoint's stored state is not complete. Every byte is read.
 
-    The list is empty if it is whole, or if the checkpoint's files hold everything.
+    The list is empty if it is complete, or if the checkpoint's files hold all state.
     """
     problems = []
     for path in stored_pages(checkpoint):
@@ -37,7 +37,7 @@ def stored_problems(checkpoint: Path) -> list[str]:
 
 
 def stored_pages(checkpoint: Path) -> Iterator[Path]:
-    """Yield the ranks' pages of stored state."""
+    """Yield the paths of a checkpoint's JSON documents that locate the ranks' optimizer state on drives."""
     paths = (checkpoint / stored_name(rank) for rank in count())
     return takewhile(Path.exists, paths)
 
@@ -47,13 +47,13 @@ def read_checkpoint_page(path: Path) -> CheckpointPage:
 
 
 class StepReader:
-    """The stored tensors that a checkpoint's page names. Not thread-safe.
+    """A reader of a checkpoint's tensors on drives. It is not thread-safe.
 
-    Training may go on meanwhile and drop the step after it has committed newer ones. `check_there`
-    at the end says whether everything that was read still belonged to the step.
+    Training may continue meanwhile and drop the step after it has committed newer ones. Call
+    `check_there` at the end to check that everything that was read still belonged to the step.
 
     Raises:
-        StorageError: the step is not there any more, or the folder holds another store.
+        StorageError: The step is not in the store any more, or the folder holds another store.
     """
 
     def __init__(self, page: CheckpointPage) -> None:
@@ -71,10 +71,10 @@ class StepReader:
         self._views: dict[int, View] = {}
 
     def check_there(self) -> StepRecord:
-        """Return the step's record.
+        """Return the record of the checkpoint's step in the store on a drive.
 
         Raises:
-            StorageError: it is not there any more.
+            StorageError: The step is not in the store any more.
         """
         path = file_of(self._directories[0], self._page.rank, STEPS)
         steps = read_page(path, StepsPage, self._files)
@@ -101,13 +101,13 @@ class StepReader:
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:
-        """Read every byte and compare it with what was hashed while it was written.
+        """Read every byte of a checkpoint's stored state and compare it with the hashes taken while writing.
 
         Args:
-            masters_of: subgroups of which the first tensor alone is read.
+            masters_of: Subgroups of which only the first tensor is read.
 
         Raises:
-            DamagedError: a block is torn, or bits have flipped.
+            DamagedError: A block is torn, or bits have flipped.
         """
         buffer = page_aligned(padded(self._layout.block_bytes) // 4)
         for subgroup, record in self._extents.items():
@@ -132,7 +132,7 @@ class StepReader:
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
-        """Return a fp32 tensor, in the page cache as long as the reader is open; to be read only."""
+        """Return an fp32 tensor of a checkpoint on a drive, mapped while the reader is open. Do not write to it."""
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)
             view.show(self._extents[subgroup].extent, self._opened)

@@ -1,4 +1,4 @@
-"""The state of subgroups on storage: read, written out of place, committed step by step."""
+"""Optimizer state of subgroups on drives: read, written out of place, and committed step by step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DEADLINE_S = 300.0
 
 @dataclass
 class _Subgroup:
-    """The extents of one subgroup. Guarded by the store's condition.
+    """The extents of one stored subgroup. The store's condition guards it.
 
     Attributes:
-        versions: version of the state in each extent. None: empty or partly written.
-        hashes: hashes of each extent's tensors.
-        live: the extent written last; -1: none.
-        unchecked: compare the hash at the next read, or before a view is read.
-        reads: number of reads in flight.
+        versions: Version of the state in each extent. None if the extent is empty or partly written.
+        hashes: Hashes of each extent's tensors.
+        live: The extent written last. -1 if none.
+        unchecked: True if the hash must be compared at the next read, or before a view is read.
+        reads: Number of reads in flight.
     """
 
     versions: list[int | None]
@@ -47,7 +47,6 @@ class _Subgroup:
     view: View | None = field(default=None, repr=False)
 
     def of(self, asked: _Announced) -> int | None:
-        """Return the extent that holds an announced version; None: it is not written yet."""
         held = {v: e for e, v in enumerate(self.versions) if v is not None}
         newest = max((v for v in held if v <= asked.version), default=-1)
         return held[newest] if newest >= asked.due else None
@@ -59,11 +58,10 @@ def _new(extents: int) -> _Subgroup:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A version that is to be committed: of each subgroup the newest state up to it, which is not
-    older than ``due``.
+    """A version that is to be committed: each subgroup's newest state up to it, and not older than ``due``.
 
     Attributes:
-        subgroups: those that belong to it.
+        subgroups: Subgroups that belong to the version.
     """
 
     version: int
@@ -72,16 +70,17 @@ class _Announced:
 
 
 class ExtentStore:
-    """Master and moments of one rank's stored subgroups. Made by `open`; thread-safe, but a
-    subgroup is read and written by one thread at a time.
+    """The store of one rank's optimizer state on drives: masters and moments of the stored subgroups.
 
-    A version is what one launched update makes: all subgroups are written once for it (`tick`). A
-    write goes to an extent that no committed step names, and that holds no announced version: so a
-    committed step stays until a newer one is. The first failure to write or to sync ends the
-    store's life: every later write and commit raises it.
+    `open` creates it. It is thread-safe, but only one thread at a time may read and write a subgroup.
 
-    A step is committed alone (`commit`), or as part of something larger: `prepare` makes it durable
-    beside those before it, which go only when `settle` is told what became of the larger one.
+    A version is the result of one launched update, which writes every subgroup once (`tick`). A write
+    goes to an extent that holds no committed step and no announced version, so a committed step stays
+    until a newer one is committed. The first failed write or sync disables the store: every later write
+    and commit raises its error.
+
+    A step is committed alone (`commit`), or as part of a checkpoint: `prepare` makes it durable in addition
+    to earlier steps. These are dropped only by `settle`, after the checkpoint has been committed.
     """
 
     def __init__(
@@ -139,22 +138,22 @@ class ExtentStore:
         stands: Callable[[StepRecord], bool] = lambda _: True,
         protects: Callable[[StepRecord], bool] = lambda _: False,
     ) -> ExtentStore:
-        """Reserve the space, or finds what an earlier run has left there, and grow it.
+        """Open a rank's store: reserve space on the drives, or find an earlier run's store and enlarge it.
 
         Args:
-            sizes: bytes of master and moments, by subgroup.
-            keep: finished steps that stay; there is one extent more per subgroup.
-            depth: threads per drive and direction.
-            block_bytes: moved and hashed at once, a multiple of 4096.
-            verify_reads: every read is compared with the hash that was taken while writing.
-            deadline_s: without a block that arrives, a drive counts as hanging.
-            stands: whether what a step was prepared for is there: a kill may have come between
-                `prepare` and `settle`, or somebody has deleted it. A step that does not stand is
-                the first one to be dropped.
-            protects: whether a step stays longer than newer ones.
+            sizes: Bytes of each subgroup's master and moments.
+            keep: Number of finished steps to keep. Each subgroup has one more extent.
+            depth: Number of threads per drive and direction.
+            block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
+            verify_reads: If True, every read is compared with the hash taken while writing.
+            deadline_s: Seconds without progress after which a drive counts as hanging.
+            stands: Function that returns whether the checkpoint of a prepared step exists. The run may have
+                been killed between `prepare` and `settle`, or the checkpoint deleted. A step without its
+                checkpoint is dropped first.
+            protects: Function that returns whether a step is kept longer than newer ones.
 
         Raises:
-            StorageError: space is missing, another run has the directories, or they hold steps of
+            StorageError: Space is missing, another run uses the directories, or they hold steps of
                 another layout or world size.
         """
         files = files or Files()
@@ -213,15 +212,15 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's first state, that of the latest update; return `view`."""
+        """Write a subgroup's initial state to the store. Return tensors that show its stored state."""
         self.write(subgroup, tensors, self._due)
         return self.view(subgroup)
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Make room for further subgroups after the present ones, while training runs.
+        """Reserve space for further stored subgroups after the present ones, while training runs.
 
         Raises:
-            StorageError: there is no room. The stored state is unchanged.
+            StorageError: There is no room. The stored state is unchanged.
         """
         more = {s: tuple(tensors) for s, tensors in sizes.items() if s not in self._layout.sizes}
         if not more:
@@ -236,9 +235,9 @@ class ExtentStore:
                 self._subgroups |= {s: _new(layout.extents) for s in more}
 
     def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """fp32 tensors at a fixed address that show the subgroup's state on storage, whichever
-        extent it is in. What is written to them lasts until the next `write` of the subgroup, which
-        may be given them.
+        """Return fp32 tensors at a fixed address that always show a subgroup's latest state on the drive.
+
+        Changes to these tensors last until the subgroup's next `write`. They may be passed to that call.
         """
         held = self._subgroups[subgroup]
         if held.view is None:
@@ -248,15 +247,15 @@ class ExtentStore:
         return held.view.tensors
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Fill the tensors with the subgroup's state; blocks.
+        """Read a stored subgroup's state into tensors. Block until it is read.
 
         Args:
-            into: contiguous host tensors, in the order of ``sizes``; page-aligned ones
-                (`page_aligned`) without a copy.
+            into: Contiguous host tensors, in the order of ``sizes``. Page-aligned ones (`page_aligned`) are
+                filled without a copy.
 
         Raises:
-            DamagedError: it is not what was written.
-            StorageError: the drive said no, or nothing for ``deadline_s``.
+            DamagedError: The state differs from what was written.
+            StorageError: The drive failed, or made no progress for ``deadline_s``.
         """
         with self._condition:
             held = self._subgroups[subgroup]
@@ -282,15 +281,15 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify the hashes of state that was restored, or written with ``verify_reads``, and not read since.
+        """Verify the hashes of stored state that was restored (or written, with ``verify_reads``) and not read since.
 
         Views show such state without reading it through the store. Blocks while it reads.
 
         Args:
-            subgroups: None: all.
+            subgroups: Subgroups to verify. None verifies all.
 
         Raises:
-            StorageError: as `read`.
+            StorageError: The state is damaged or cannot be read (see `read`).
         """
         with self._condition:
             late = [
@@ -303,14 +302,14 @@ class ExtentStore:
             self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's state to a free extent; blocks. From then on it is the live one.
+        """Write a subgroup's state to a free place on the drives, and make it the live state. Block until written.
 
         Args:
-            version: of the state, a `tick`; None: a new one of this subgroup alone.
+            version: Version of the state, from `tick`. None creates a new version of this subgroup alone.
 
         Raises:
-            StorageError: the drive said no, or nothing for ``deadline_s``; or no extent became
-                free, since the commit of an announced version never ended.
+            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no extent became free,
+                because the commit of an announced version never ended.
         """
         with self._condition:
             held = self._subgroups[subgroup]
@@ -351,7 +350,7 @@ class ExtentStore:
         return Telling(f"{what} in {self._where()}", self._deadline_s)
 
     def _wait(self, waiting: Telling, rule: str, fact: str) -> None:
-        """Wait for a change. The caller holds the condition and checks again."""
+        """Wait for a change of the store. The caller holds the condition and checks it again."""
         self._raise_failure()
         stuck_s = time.monotonic() - max(waiting.begin_s, self._progress_s)
         waiting.stuck(stuck_s)
@@ -365,7 +364,7 @@ class ExtentStore:
     def _move(
         self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor], workers: Sequence[Workers], job: partial[str]
     ) -> list[str]:
-        """Move all blocks of one extent on all drives concurrently, and return the tensors' hashes."""
+        """Read or write all blocks of an extent on all drives concurrently. Return the hashes of its tensors."""
         sizes = tuple(t.numel() * t.element_size() for t in tensors)
         if sizes != self._layout.sizes[subgroup]:
             raise StorageError(
@@ -411,10 +410,11 @@ class ExtentStore:
     # -- committing
 
     def tick(self) -> int:
-        """Return the version of the update that is launched now, which writes every subgroup.
+        """Return the version number for the update being launched, which writes every stored subgroup.
 
         Raises:
-            StorageError: the directories hold steps that nobody has restored, and that would go.
+            StorageError: The directories hold steps of an earlier run that this run has not restored and
+                would overwrite.
         """
         with self._condition:
             if self._unclaimed:
@@ -427,13 +427,13 @@ class ExtentStore:
             return self._clock
 
     def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """Protect the version's extents until `commit`, `settle` or `abandon`.
+        """Protect the present versions of stored state from being overwritten until they are committed or abandoned.
 
         Call it before the next update is launched. It never blocks.
 
         Args:
-            version: None: the version of everything launched so far.
-            subgroups: the subgroups that belong to it. Empty: all.
+            version: Version to protect. None selects the latest version launched so far.
+            subgroups: Subgroups that belong to the version. Empty selects all.
 
         Returns:
             The version.
@@ -446,22 +446,23 @@ class ExtentStore:
             return version
 
     def abandon(self, version: int) -> None:
-        """Give up what was announced."""
+        """Stop protecting a version of stored state that was announced for a commit."""
         with self._condition:
             self._announced.pop(version, None)
             self._notify()
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
-        """Make an announced version durable: when this returns it survives a power loss, and the
-        oldest kept step's extents are free. Waits for the version's writes and for the commit
-        before; on a thread that may.
+        """Commit an announced version of stored state durably, and free the extents of the oldest kept step.
+
+        When this returns, the step survives a power loss. It waits for the version's writes and for the
+        previous commit, so call it on a thread that may block.
 
         Args:
-            step: the name under which it can be restored; higher than all before.
-            data: kept beside it.
+            step: Number under which the step can be restored, higher than all earlier numbers.
+            data: Text to store with the step.
 
         Raises:
-            StorageError: a write or a sync failed; the steps before are intact.
+            StorageError: A write or a sync failed. Earlier steps are intact.
         """
         with self._committing:
             before = self._not_passed_over()
@@ -475,10 +476,10 @@ class ExtentStore:
             return record
 
     def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
-        """Make a version durable like `commit`, but keep all earlier steps until `settle`.
+        """Make a version of stored state durable like `commit`, but keep all earlier steps until `settle`.
 
         Args:
-            name: a unique name for restoring it.
+            name: Unique name under which the step can be restored.
         """
         with self._committing:
             record = self._make_durable(version, step, name, data)
@@ -486,12 +487,15 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """Commit a prepared step and drop the oldest ones, or drop the prepared step itself.
+        """Commit a prepared step of stored state and drop the oldest steps, or drop the prepared step.
 
-        After the return no power loss restores what was dropped. Only then are its extents overwritten.
+        Dropped steps cannot return after a power loss. Their extents are overwritten only after this returns.
+
+        Args:
+            committed: If False, the prepared step is dropped.
 
         Raises:
-            StorageError: the manifest could not be written.
+            StorageError: The manifest could not be written.
         """
         with self._committing:
             if committed:
@@ -507,7 +511,6 @@ class ExtentStore:
         return [s for s in self._steps if s.name not in self._passed_over]
 
     def _make_durable(self, version: int, step: int, name: str, data: str) -> StepRecord:
-        """Return the version's extents; no manifest names them yet."""
         try:
             extents = self._written(version)
             for file in self._files:
@@ -519,7 +522,7 @@ class ExtentStore:
         return StepRecord(step=step, name=name, extents=extents, data=data)
 
     def _name(self, steps: list[StepRecord], version: int | None = None) -> None:
-        """Write the list of committed steps durably, and release the version's own protection."""
+        """Write the list of committed steps durably, and end the protection of an announced version."""
         try:
             self._folders.commit(self.nonce, steps)
         except BaseException as error:
@@ -532,7 +535,6 @@ class ExtentStore:
             self._notify()
 
     def _written(self, version: int) -> list[ExtentRecord]:
-        """Wait until all extents of the version are written, and return them."""
         with self._condition:
             asked = self._announced.get(version)
             if asked is None:
@@ -545,24 +547,25 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return steps of an earlier run's checkpoints, if none of them was restored."""
+        """Return the steps of an earlier run's checkpoints in the store, or nothing once one of them is restored."""
         return tuple(self._unclaimed)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Return the committed steps, newest first."""
+        """Return the store's committed steps, newest first."""
         with self._condition:
             return list(self._steps)
 
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
-        """Take a committed step's extents as they lie, as version 0; nothing is read yet. The
-        first read of each subgroup is compared with its hash.
+        """Make a committed step of stored state the live state, without reading it.
+
+        The first read of each subgroup compares the state with its hash.
 
         Args:
-            step, name: None and empty: the newest.
+            step, name: Number or name of the step. None and empty select the newest step.
 
         Raises:
-            StorageError: there is no such step.
+            StorageError: There is no such step.
         """
         with self._condition:
             waiting = self._telling("the reads in progress")
@@ -588,7 +591,7 @@ class ExtentStore:
             return record
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups restored since the last call. They need not be written."""
+        """Return the subgroups with stored state that was restored since the last call. They need not be written."""
         with self._condition:
             taken, self._adopted = self._adopted, set()
             return taken
@@ -612,7 +615,7 @@ class ExtentStore:
             raise StorageError(f"the stored state cannot be used after an error: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """End the threads and give the directories to others. Views stay readable."""
+        """Stop the store's threads and release its directories for other runs. Views stay readable."""
         idle = [workers.close() for workers in (*self._readers, *self._writers)]
         if all(idle):  # else what is stuck in the kernel keeps its file
             for file in self._files:
@@ -623,10 +626,10 @@ class ExtentStore:
 def retained(
     steps: Sequence[StepRecord], keep: int, stands: Callable[[StepRecord], bool], protects: Callable[[StepRecord], bool]
 ) -> list[StepRecord]:
-    """Return the ``keep`` steps to retain, newest first.
+    """Return the steps of a store to keep, at most ``keep``, newest first.
 
     Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then
-    the oldest ones. The newest step stays in any case.
+    the oldest ones. The newest step is always kept.
     """
     kept, excess = list(steps), len(steps) - keep
     if excess <= 0:
@@ -638,7 +641,7 @@ def retained(
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
-    """Return, for each tensor, the hash of its blocks' hashes in order."""
+    """Return, for each stored tensor, one hash of its blocks' hashes in order."""
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
         parts.setdefault(block.tensor, []).append(hashed)

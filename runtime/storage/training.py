@@ -1,4 +1,4 @@
-"""A training run's steps on storage as part of its checkpoints."""
+"""The stored optimizer state of a training run, as part of its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from ebbtide.runtime.storage.store import ExtentStore
 
 @dataclass
 class StoredSteps:
-    """A `ebbtide.runtime.checkpoint.live_state.StoredState`; called by the training thread.
+    """The optimizer state that checkpoints keep on drives, for ebbtide's `StoredState` interface.
+
+    Only the training thread uses it.
 
     Attributes:
-        opened: the store; None: this run stores nothing, but may load what another has stored.
-        subgroups: those whose state lives on storage now.
-        updated: returns when no update that was launched writes any more.
-        apart: inside `committed_apart`.
-        loading: what is restored is about to be looked at by nobody but a load.
+        opened: Function that returns the store. None if this run stores nothing. It may still load the
+            state that another run has stored.
+        subgroups: Function that returns the subgroups whose state is on a drive now.
+        updated: Function that waits until no launched update writes to a drive any more.
+        apart: True inside `committed_apart`.
+        loading: True if only a checkpoint load reads restored state.
     """
 
     opened: Callable[[], ExtentStore | None]
@@ -55,7 +58,7 @@ class StoredSteps:
         return StoredStep(self.store, version, target, nonce, step)
 
     def check_restored(self) -> None:
-        """Verify adopted state that no step has read yet, before it is read."""
+        """Verify optimizer state on drives that was restored and that no step has read yet."""
         if self.store is not None and not self.loading:
             self.store.check_restored(self.subgroups())
 
@@ -92,7 +95,7 @@ class StoredSteps:
         return self.store is not None and asked.store == self.store.nonce
 
     def _adoptable(self, asked: CheckpointPage) -> frozenset[int]:
-        """The plan may keep others in memory."""
+        """Return the subgroups whose stored state can be adopted in place. The plan may keep others in memory."""
         held = frozenset(tensor.subgroup for tensor in asked.tensors)
         return held & self.subgroups() if self._ours(asked) else frozenset()
 
@@ -119,7 +122,7 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A `ebbtide.runtime.checkpoint.live_state.AnnouncedStep`."""
+    """The part of a checkpoint in progress that stays on drives, for ebbtide's `AnnouncedStep` interface."""
 
     store: ExtentStore
     version: int
@@ -152,12 +155,12 @@ class StoredStep:
 
 
 def checkpoint_of(record: StepRecord) -> Path:
-    """Return the folder of the checkpoint that a step was prepared for. It may be gone."""
+    """Return the folder of the checkpoint that a stored step belongs to. The folder may be gone."""
     return Path(json.loads(record.data)["checkpoint"])
 
 
 def stands(record: StepRecord) -> bool:
-    """Return whether the checkpoint of a prepared step is where it was committed."""
+    """Return whether the checkpoint that a stored step belongs to still exists."""
     try:
         page = (checkpoint_of(record) / GLOBAL_NAME).read_bytes()
         return parse(page, GlobalManifest, GLOBAL_NAME).nonce == json.loads(record.data)["nonce"]

@@ -1,4 +1,4 @@
-"""A subgroup's state on storage, mapped into memory where readers find it at a fixed address."""
+"""A subgroup's state on a drive, mapped into memory at a fixed address for readers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 
 
 class View:
-    """Tensors that show a subgroup's live extent.
+    """Tensors that show the latest stored state of a subgroup, mapped from a drive.
 
-    The mapping is private: what is written to the tensors goes to no file until it is given to
-    `ExtentStore.write`, so that no committed extent changes under its manifest.
+    The mapping is private: changes to the tensors go to no file until they are passed to
+    `ExtentStore.write`, so that no committed extent changes.
     """
 
     def __init__(self, layout: Layout, subgroup: int, dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class View:
         self._explained = False
 
     def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
-        """Show this extent to readers from now on."""
+        """Show another extent (one of several places of a subgroup's state on the drives) in the view's tensors."""
         if not self._explained:
             self._explained = True
             _explain(self._memory, self._address, [str(file.path) for file in files])
@@ -52,7 +52,7 @@ class View:
 
 
 def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Host memory that direct I/O takes as it is."""
+    """Allocate a page-aligned host tensor, which direct I/O can use without a copy."""
     size_bytes = elements * dtype.itemsize
     return _tensor(mmap.mmap(-1, max(1, padded(size_bytes))), 0, size_bytes, dtype)
 
@@ -65,7 +65,7 @@ def _tensor(memory: mmap.mmap, at: int, size_bytes: int, dtype: torch.dtype) -> 
 
 
 def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:
-    """A page that the drive does not deliver ends the process by SIGBUS; the last words say why."""
+    """Register a message to print if the drive fails to deliver a mapped page, which ends the process by SIGBUS."""
     text = (
         f"ebbtide: state on storage could not be read from {', '.join(paths)}: the drive failed "
         "(see dmesg), or the file was truncated. This process ends by SIGBUS. The last checkpoint "

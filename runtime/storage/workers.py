@@ -1,4 +1,4 @@
-"""Threads that move blocks: the queue depth of a drive in one direction."""
+"""Threads that move blocks of optimizer state to or from a drive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as l
 
 
 class Bounce:
-    """A worker's own aligned buffer, made when it is first needed."""
+    """An aligned host buffer of one worker thread, allocated on first use."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -38,10 +38,10 @@ class Bounce:
 
 
 class Telling:
-    """Says in the log what is waited for, when that takes long.
+    """A warning in the log about waiting for a drive, repeated while the wait lasts.
 
     Attributes:
-        begin_s: when the waiting began.
+        begin_s: Time at which the wait began.
     """
 
     def __init__(self, what: str, deadline_s: float) -> None:
@@ -57,7 +57,7 @@ class Telling:
 
 @contextmanager
 def told_late(what: str) -> Iterator[None]:
-    """Say in the log what is waited for inside, when that takes long; a call that cannot."""
+    """Log a warning if a block of code that waits for a drive takes long."""
     timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
     timer.daemon = True
     timer.start()
@@ -68,7 +68,7 @@ def told_late(what: str) -> Iterator[None]:
 
 
 class Transfer:
-    """Some blocks on their way; the thread that made it waits for them. The first error ends it."""
+    """A transfer of several blocks. The thread that created it waits for it, and the first error ends it."""
 
     def __init__(self, blocks: int) -> None:
         self._condition = threading.Condition()
@@ -77,7 +77,7 @@ class Transfer:
         self._progress_s = time.monotonic()
 
     def run(self, job: Job, bounce: Bounce) -> None:
-        """Run the job on a worker's thread."""
+        """Move one block of a transfer on a worker's thread."""
         error = None
         try:
             if self._error is None:
@@ -91,10 +91,10 @@ class Transfer:
             self._condition.notify_all()
 
     def wait(self, what: str, deadline_s: float) -> None:
-        """Wait until the last block has arrived. The log reports a drive that stalls meanwhile.
+        """Wait until the last block of a transfer has arrived. A drive that makes no progress is logged.
 
         Raises:
-            StorageError: a block failed, or none arrived for ``deadline_s``.
+            StorageError: A block failed, or none arrived for ``deadline_s``.
         """
         telling = Telling(what, deadline_s)
         with self._condition:
@@ -113,8 +113,9 @@ class Transfer:
 
 
 class Workers:
-    """``depth`` threads with one queue. They keep no process alive: one that is stuck in the kernel
-    ends with it.
+    """A pool of ``depth`` threads with one queue, which move blocks to or from a drive.
+
+    The threads are daemons: a thread that is stuck in the kernel does not keep the process alive.
     """
 
     def __init__(self, name: str, depth: int, bounce_bytes: int) -> None:
@@ -136,7 +137,7 @@ class Workers:
             transfer.run(job, bounce)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """False: a thread is stuck."""
+        """Stop the threads that move blocks to or from a drive. Return False if a thread is stuck."""
         for _ in self._threads:
             self._queue.put(None)
         end_s = time.monotonic() + timeout_s

@@ -1,1 +1,1 @@
-"""Digests of a training run, taken inside the process that trains; `tune verify` compares them."""
+"""Digests of a training run, taken inside the training process. `tune verify` compares them."""

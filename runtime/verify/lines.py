@@ -1,7 +1,7 @@
-"""The file that one rank of a verified run writes: a line of JSON per optimizer step.
+"""The file that one rank of a run under `tune verify` writes: a line of JSON per optimizer step.
 
-The first line is about the run, the second (step 0) about the state before the first step. A
-tensor is ``[start, count, total, digest]``, `ebbtide.runtime.kernels.digest.Digest.packed`.
+The first line describes the run, and the second (step 0) the state before the first step. A
+tensor is ``[start, count, total, digest]``, with `ebbtide.runtime.kernels.digest.Digest.packed`.
 """
 
 import json
@@ -19,14 +19,14 @@ VARIABLE = "EBBTIDE_VERIFY"  # also in `ebbtide.runtime.frontdoor.verified`, whi
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of `tune verify` for every process of a run.
+    """The settings of `tune verify` for every process of a recorded run.
 
     Attributes:
-        folder: the folder for the ranks' files.
-        side: ``plan`` (the config as it is), ``stock`` (without the key) or ``no-offload``.
-        steps: optimizer steps, after which the process ends.
-        seed: seed of the generators that a script has not seeded itself.
-        perturb: flip one bit of one parameter before the first step.
+        folder: Folder for the ranks' files.
+        side: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
+        steps: Number of optimizer steps, after which the process ends.
+        seed: Seed of the random generators that a script does not seed itself.
+        perturb: If True, flip one bit of one parameter before the first step.
     """
 
     folder: str
@@ -39,19 +39,19 @@ class Job:
 
 
 def current_job() -> Job:
-    """Return the job of this process, from its environment."""
+    """Return the settings of `tune verify` for this process, from its environment."""
     return Job(**json.loads(os.environ[VARIABLE]))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat view of a part of one tensor.
+    """A part of one named tensor, as a flat view.
 
     Attributes:
-        name: ``NAME`` of a parameter as the model computes with it, ``NAME/fp32`` of its master.
-        values: elements ``start`` to ``start + len(values)`` of the whole, flattened.
-        total: elements of the whole.
-        narrow: of a master: the dtype that the parameter is its rounding to.
+        name: ``NAME`` for a parameter as the model computes with it, ``NAME/fp32`` for its master.
+        values: Elements ``start`` to ``start + len(values)`` of the flattened tensor.
+        total: Number of elements of the whole tensor.
+        narrow: Dtype of the parameter, for the part of a master. None otherwise.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Piece:
 
 
 class Lines:
-    """The file of one rank; a line is on its way to the disk when a call returns.
+    """One rank's file of a run under `tune verify`. Each call flushes its line to the operating system.
 
     Attributes:
-        steps: optimizer steps written.
+        steps: Number of optimizer steps written.
     """
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """The state after one more step (the first call: before any)."""
+        """Write the digests of the training state after one more step. The first call is for the initial state."""
         tensors = {piece.name: self._digest(piece) for piece in pieces}
         self.steps += 1
         self._write({"step": self.steps, **scalars, "tensors": tensors})
@@ -93,7 +93,7 @@ class Lines:
 
 
 def number(value: Any) -> float | None:
-    """Return a scalar of whatever kind as a float; a collective call for one that is spread over ranks."""
+    """Return a scalar of any type as a float. For a tensor distributed over ranks this is a collective call."""
     if isinstance(value, torch.Tensor):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return float(value) if value.numel() == 1 else None
@@ -101,7 +101,7 @@ def number(value: Any) -> float | None:
 
 
 def flip_one_bit(values: torch.Tensor) -> None:
-    """The lowest bit of the largest element of a flat piece."""
+    """Flip the lowest bit of the largest element of a flat tensor in place."""
     at = int(values.abs().argmax())
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Training without DeepSpeed: the losses, norms and parameters of torch's own optimizers.
+"""A recorder of training without DeepSpeed: losses, norms and parameters of torch's own optimizers.
 
-Parameters have no names here, and a sharded one (FSDP2) is what its rank holds of it: sides that
-are compared shard alike.
+Parameters have no names here. A sharded parameter (FSDP2) is recorded as its rank's shard, so the runs
+that are compared must shard alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +15,17 @@ _watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:
-    """Record the first optimizer that takes a step in this process; ``done`` ends it."""
+    """Record the first optimizer that takes a step in this process, for `tune verify`.
+
+    Args:
+        done: Function to call after the last step.
+    """
     if not _watching:
         _watching.append(_Watch(current_job(), done))
 
 
 def leave() -> None:
-    """DeepSpeed trains here: its engine is recorded instead."""
+    """Stop recording torch's optimizers, because DeepSpeed trains here and its engine is recorded instead."""
     for watching in _watching:
         watching.stop()
 
@@ -110,7 +114,6 @@ def _rates(optimizer: Any) -> list[float | None]:
 
 
 def _offloads(optimizer: Any) -> bool:
-    """Parameters live on the host although there is a device."""
     if not torch.cuda.is_available():
         return False
     return any(_local(p).device.type == "cpu" for g in optimizer.param_groups for p in g["params"])

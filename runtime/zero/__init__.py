@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO under a plan: attaches, adopts its buffers, takes over its step."""
+"""DeepSpeed's ZeRO optimizers under a plan: attached to it, with their buffers and steps taken over."""

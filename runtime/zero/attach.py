@@ -1,4 +1,4 @@
-"""Applies a plan to a DeepSpeed engine."""
+"""The functions that apply a plan to a DeepSpeed engine."""
 
 import inspect
 import json
@@ -121,10 +121,10 @@ def initialize(
 
 
 def load_plan(plan: PlanLike) -> Plan:
-    """A `Plan` from whatever a user may hand in.
+    """Return a `Plan`, given a plan, the path of its JSON file, or a dict of its fields.
 
     Raises:
-        PlanError: not a plan this ebbtide can use.
+        PlanError: It is not a plan that this version of ebbtide can use.
     """
     if isinstance(plan, Plan):
         return plan
@@ -165,26 +165,26 @@ def attach(
     checkpoint: CheckpointPlan | None = None,
     overlap_forward: bool = True,
 ) -> Any:
-    """Take over the optimizer of a live ZeRO engine; return the engine.
+    """Run a live ZeRO engine's optimizer under a plan, and return the engine.
 
-    From then on ``engine.optimizer`` is an `EbbtideStage3` (or, for ZeRO-1 and 2, whose steps wait
-    for their updates, an `EbbtideStage2`). Host memory goes down to 14 bytes per parameter (12 of
-    state, 2 of gradient) plus staging, which is logged; on the way there it is 16 at most, as state
-    moves subgroup by subgroup.
+    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`,
+    whose steps wait for their updates. Host memory falls to 14 bytes per parameter (12 of state, 2 of
+    gradient) plus staging, which is logged. It is at most 16 on the way, since state moves one subgroup
+    at a time.
 
     Args:
-        replan: re-fit the machine's rates to what the steps take and switch to a better plan at a
-            step boundary, on all ranks at once; needs ``machine`` and ``workload``.
-        machine: the machine that the plan was made for. With it and ``workload``, predicted and measured times
+        replan: Adapt the machine's rates to measured steps, and switch to a better plan between steps, on
+            all ranks together. Requires ``machine`` and ``workload``.
+        machine: The machine that the plan was made for. With it and ``workload``, predicted and measured times
             go to DeepSpeed's monitor.
-        workload: the workload that the plan was made for.
-        checkpoint: in the place of the plan's own.
-        overlap_forward: False makes steps wait for their updates, whatever a plan says: for code
-            that reads ``p.data`` or ``p.ds_tensor`` right after a step, which nothing can gate.
+        workload: The workload that the plan was made for.
+        checkpoint: Checkpoint settings that replace the plan's.
+        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for
+            code that reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
 
     Raises:
-        ConfigError: the engine is not one a plan can be applied to.
-        PlanError: the plan is for another model or sub_group_size.
+        ConfigError: A plan cannot be applied to the engine.
+        PlanError: The plan is for another model or sub_group_size.
     """
     _check_replan(replan, machine, workload)
     if isinstance(plan, str) and plan == "auto":
@@ -225,9 +225,9 @@ def _attach_automatically(
     overlap_forward: bool,
     storage: Path | None = None,
 ) -> Any:
-    """Attach with all state on the host, watch a few steps, make a plan and switch to it.
+    """Attach with all state on the host, measure a few steps, make a plan and switch to it.
 
-    If the host's memory cannot hold all state, the rest starts in the folder ``storage``.
+    If host memory cannot hold all state, the rest starts in the folder ``storage``.
     """
     from ebbtide.runtime.replan.auto import host_plan, plan_later
 
@@ -253,19 +253,17 @@ def _attach_automatically(
 
 
 def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
-    """Return the smallest subgroup size of a plan. ZeRO-3's own where its subgroups are not cut once more:
-    where an optimizer steps on each itself, and where state is stored or DeepSpeed's swapper has
-    parameters.
+    """Return the smallest subgroup size that a plan may use.
+
+    It is ZeRO-3's own size if ZeRO-3's subgroups cannot be divided: if the optimizer runs its own step,
+    if state is stored, or if DeepSpeed's NVMe swapper holds parameters.
     """
     whole = stores or rule.own_step or swapped(optimizer)
     return getattr(optimizer, "sub_group_size", 1) if whole else 1
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
-    """Return the subgroup size of the plan's cut: DeepSpeed's own if the plan fits its subgroups.
-
-    Otherwise it is the plan's size, for pieces of them.
-    """
+    """Return the subgroup size to use: DeepSpeed's if the plan fits its subgroups, otherwise the plan's."""
     whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     if plan.deepspeed_subgroup_size:
         _check_own_size(plan, whole)
@@ -309,15 +307,14 @@ def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
 
 
 def _partitions(optimizer: Any) -> list[int]:
-    """Elements of each parameter group's partition on this rank below ZeRO-3; empty under it."""
     return [p.numel() for p in getattr(optimizer, "single_partition_of_fp32_groups", [])]
 
 
 def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
-    """Return the plan for an optimizer that runs its own step, on whole partitions as stock does.
+    """Return the plan for an optimizer that runs its own step, with every subgroup updated on the CPU.
 
     Raises:
-        ConfigError: the plan cuts a partition that stock updates as one tensor.
+        ConfigError: The plan divides a partition that stock DeepSpeed updates as one tensor.
     """
     largest = max(_partitions(optimizer), default=0)
     name = type(optimizer.optimizer).__name__
@@ -336,17 +333,17 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Return the session of an attached engine."""
+    """Return the session that runs the plan of an attached DeepSpeed engine."""
     return engine.optimizer._ebbtide
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
-    """Change the plan of an attached engine: `Session.switch`."""
+    """Switch an attached DeepSpeed engine to another plan (see `Session.switch`)."""
     session_of(engine).switch(plan)
 
 
 def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
-    """Predicted and measured times, on DeepSpeed's monitor if one is on."""
+    """Return a function that writes predicted and measured times to DeepSpeed's monitor, if it is enabled."""
     held = weakref.proxy(engine)
 
     def show(timeline: Timeline, plan: Plan) -> None:
@@ -405,12 +402,12 @@ def _report(session: Session) -> None:
 
 
 def host_bytes(optimizer: Any) -> int:
-    """Host memory that the optimizer holds under its plan, in bytes: state, gradients, staging."""
+    """Return the bytes of host memory that an optimizer under a plan holds: state, gradients, staging."""
     return int(optimizer._ebbtide.host_bytes())
 
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
-    """Install the checkpoint engine and its copy on update."""
+    """Install ebbtide's checkpoint engine, and make updates wait for a checkpoint that reads their state."""
     from ebbtide.runtime.checkpoint import install
     from ebbtide.runtime.checkpoint.live_state import LiveState
 
@@ -434,9 +431,10 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
 
 
 def call_after_step(engine: Any, session: Session) -> None:
-    """Wrap the engine's step, not the optimizer's.
+    """Wrap the step of a DeepSpeed engine, so that a session runs its functions after the whole step.
 
-    The step counter and the learning-rate schedule match the state only after the engine's step.
+    The step counter and the learning-rate schedule match the state only after the engine's step, not
+    after the optimizer's.
     """
     stock, held = engine.step, weakref.proxy(engine)
 

@@ -1,4 +1,4 @@
-"""Gathers of several ranks: all launch the same ones in the same order, whenever updates end."""
+"""Parameter gathers of several ranks: all ranks launch the same gathers in the same order."""
 
 import threading
 from collections.abc import Callable
@@ -14,22 +14,22 @@ Gather = Callable[[list[Any]], private.Handle]
 
 
 class CollectiveGathers:
-    """Gathers in an order that follows from the program alone, never from the progress of this rank's updates.
+    """Launches parameter gathers in an order that does not depend on the progress of this rank's updates.
 
-    Otherwise two ranks could launch two gathers in different orders, and hang.
+    Otherwise two ranks could launch two gathers in different orders and hang.
 
-    A gather *ahead*, of parameters of later modules, is launched immediately if all ranks know that
-    no update delays it: each rank has waited for a subgroup's update before it took part in the first
-    gather from that subgroup. Every other gather is launched when its module begins. On a GPU the host
-    thread is a module ahead, so the gather runs during the module before, and the host does not wait.
+    A gather of parameters for a later module is launched immediately if all ranks know that no update
+    delays it: each rank has waited for a subgroup's update before it took part in the first gather from
+    that subgroup. Every other gather is launched when its module begins. On a GPU the host thread runs a
+    module ahead, so the gather runs during the previous module, and the host does not wait.
 
-    Called by the training thread, and in backward by autograd's.
+    The training thread calls it, and autograd's thread during backward.
 
     Attributes:
-        awaited: subgroups without any gather since their latest update was launched. Equal on all
-            ranks, as is everything here except copies.
-        own_precision: stock would have gathered the small parameters after a step or a checkpoint,
-            in their own precision, and not by their module's forward.
+        awaited: Subgroups without any gather since their latest update was launched. All ranks have the
+            same set. Everything here except copies is the same on all ranks.
+        own_precision: True if stock DeepSpeed would have gathered the small parameters after a step or a
+            checkpoint, in their own precision, and not in their module's forward.
     """
 
     def __init__(self, partitions: Partitions) -> None:
@@ -42,29 +42,29 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set `own_precision`."""
+        """Set whether small parameters are gathered in their own precision, as DeepSpeed does after a step."""
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """Mark all subgroups as awaited."""
+        """Note that an update of every subgroup has been launched, so that gathers must wait."""
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
-        """Note that all ranks have waited for the updates of these parameters."""
+        """Note that all ranks have waited for the updates of the given parameters."""
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
-        """Launch the gathers that were put off and that this module needs."""
+        """Launch the delayed gathers of the parameters of a module that begins."""
         self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch or put off the gathers of these parameters.
+        """Launch or delay the gathers of the given parameters, and return handles to wait for.
 
         Args:
-            gather: DeepSpeed's own, of some of them.
+            gather: DeepSpeed's own gather for any of these parameters.
         """
         ask = _Ask(self._partitions, self._as_stock(gather), executor)
         with self._lock:
@@ -101,8 +101,9 @@ class CollectiveGathers:
         return self._partitions.subgroup_of.get(param.ds_id) in self.awaited
 
     def _launch_all(self) -> None:
-        """Launch all delayed gathers. Code outside a module waits for one, and the ranks may wait for different
-        ones.
+        """Launch all delayed gathers, because code outside of modules waits for one of them.
+
+        The ranks may wait for different gathers.
         """
         self._launch(lambda _: True)
 
@@ -117,10 +118,10 @@ class CollectiveGathers:
 
 
 class _Ask:
-    """Parameters that DeepSpeed asked for in one call, and the gathers of them.
+    """The parameters that DeepSpeed requested in one call, and their gathers.
 
     Attributes:
-        waiting: those whose gather is not launched, in the order of their ids.
+        waiting: Parameters whose gather is not launched yet, in the order of their ids.
     """
 
     def __init__(self, partitions: Partitions, gather: Gather, executor: Executor) -> None:
@@ -131,9 +132,9 @@ class _Ask:
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
-        """Start the copies of the ``new`` parameters, and delay the gather.
+        """Delay a gather, and start the copies of the parameters that wait for no update.
 
-        Copies after one that waits for its update would wait too.
+        Other copies would wait for their updates and delay later copies.
         """
         private.mark_in_flight(params)
         self.waiting = params
@@ -146,7 +147,7 @@ class _Ask:
 
     @torch.no_grad()
     def launch(self, params: list[Any]) -> None:
-        """Wait for the parameters' updates and copies, on the requesting stream, and gather them."""
+        """Gather parameters after their updates and copies, on the stream that requested them."""
         private.mark_partitioned(params)
         with private.on_stream(self._stream):
             self._executor.wait_parameters(self._partitions.subgroups(params))
@@ -161,13 +162,17 @@ class _Ask:
 
 
 class _Gathering:
-    """A handle of one parameter of a request, for DeepSpeed to wait for."""
+    """A handle of a single parameter, for which DeepSpeed can wait separately from the others in its request."""
 
     def __init__(self, param: Any, ask: _Ask, launch_all: Callable[[], None]) -> None:
         self._param, self._ask, self._launch_all = param, ask, launch_all
 
     def wait(self, **options: Any) -> None:
-        """Raise BackgroundError: an update or a copy has failed."""
+        """Wait until the parameter is gathered, and launch its gather if it is delayed.
+
+        Raises:
+            BackgroundError: An update or a copy has failed.
+        """
         if self._param not in self._ask.handles:
             self._launch_all()
         self._ask.handles[self._param].wait(**options)

@@ -1,4 +1,4 @@
-"""The cuts of DeepSpeed's flat partitions into subgroups."""
+"""The division of DeepSpeed's flat partitions into subgroups."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -10,7 +10,7 @@ Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Return every group's partition in subgroups, with the sizes of `ebbtide.simulator.workload.cut_flat`."""
+    """Return each parameter group's partition divided into subgroups, with the sizes of `cut_flat`."""
     return _in_a_row(cut_flat([elements], subgroup_size) for elements in partitions)
 
 
@@ -33,9 +33,9 @@ def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> l
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
-    """Return the cuts of a live ZeRO optimizer's partitions.
+    """Return the division of a live ZeRO optimizer's partitions into subgroups.
 
-    ZeRO-3 has cut them with its own ``sub_group_size``. They are cut again if ``subgroup_size`` is less.
+    ZeRO-3 has divided them with its ``sub_group_size``. They are divided further if ``subgroup_size`` is less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if numels is None:
@@ -49,5 +49,5 @@ def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
 
 
 def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:
-    """Elements of each subgroup of a live ZeRO optimizer, as plans list them."""
+    """Return the number of elements of each subgroup of a live ZeRO optimizer, as plans list them."""
     return tuple(n for _, _, n in cuts_of(optimizer, subgroup_size))

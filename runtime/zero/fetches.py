@@ -1,4 +1,4 @@
-"""Partitions of parameters on their way to the device: what one rank does in a gather's place."""
+"""Copies of one rank's parameter partitions to the GPU, as a replacement of DeepSpeed's gathers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from ebbtide.runtime.zero.checks import private
 
 
 class Partitions:
-    """The location of each parameter's partition, and copies of partitions in host memory.
+    """The memory of each parameter's partition, and copies of partitions from host memory to the GPU.
 
-    Training thread only.
+    Only the training thread uses it.
 
     Attributes:
-        subgroup_of: ds_id -> subgroup.
+        subgroup_of: Subgroup of each trained parameter, by its ``ds_id``.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -28,12 +28,12 @@ class Partitions:
         }
 
     def subgroups(self, params: Iterable[Any]) -> list[int]:
-        """Return the subgroups of these parameters, ascending. Frozen parameters are in none."""
+        """Return the subgroups of these parameters in ascending order. Frozen parameters belong to none."""
         ids = {param.ds_id for param in params}
         return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
 
     def live_on_host(self, param: Any, executor: Executor) -> bool:
-        """A pass needs a copy of them."""
+        """Return whether a parameter's partition lives in host memory, so that forward and backward need a copy."""
         if executor.device.unified:
             return False
         subgroup = self.subgroup_of.get(param.ds_id)
@@ -42,9 +42,9 @@ class Partitions:
         return executor.states[subgroup].parameter_location == "host"
 
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
-        """Return each parameter's partition on the device, and the completions to await before its use.
+        """Return the GPU copy of each parameter's partition, with the completions to await before its use.
 
-        This call does not wait. A copy begins as soon as its update has ended, in the order of the calls.
+        This call does not wait. A copy starts as soon as its subgroup's update has ended, in the order of calls.
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}
@@ -59,15 +59,14 @@ class Partitions:
         return brought
 
     def _on_device(self, param: Any, held: torch.Tensor, executor: Executor) -> torch.Tensor:
-        """Return the partition itself if it is on the device, otherwise device memory to copy it to."""
         if not self.live_on_host(param, executor):
             return held
         return executor.device.device_empty(held.numel(), held.dtype)
 
     def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
-        """Bring parameters in on one rank, without waiting. Return None if DeepSpeed has to gather them.
+        """Start to copy parameters to the device on one rank. Return None if DeepSpeed has to gather them.
 
-        DeepSpeed may thus request parameters of later modules while their updates still run, and only
+        DeepSpeed can thus request parameters of later modules while their updates still run, and only
         the module itself waits.
         """
         if not all(map(private.is_whole, params)):
@@ -80,18 +79,22 @@ class Partitions:
 
 
 class Fetch:
-    """A parameter on its way to the device: DeepSpeed waits for it where its module begins."""
+    """A handle of a parameter that is being copied to the device. DeepSpeed waits for it when its module begins."""
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
-        """``tensor``: what the parameter is once all of ``ends`` have ended, on the device."""
+        """Create the handle of a parameter that is being copied to the device.
+
+        Args:
+            tensor: Device tensor that holds the parameter once all of ``ends`` have ended.
+        """
         self._param, self._tensor, self._ends = param, tensor, ends
         self._device = device
 
     def wait(self, **_: Any) -> None:
-        """Make the training streams, or without any the caller, wait; show the parameter.
+        """Make the training streams wait until a parameter is on the device, then show its values.
 
         Raises:
-            BackgroundError: an update or a copy has failed.
+            BackgroundError: An update or a copy has failed.
         """
         self._device.training_waits(self._ends)
         self._param.data = self._tensor.view(self._param.ds_shape)
@@ -99,7 +102,7 @@ class Fetch:
 
 
 class Fetches:
-    """Parameters that were requested together. Each can be awaited alone."""
+    """Handles of parameters that were requested together. Each parameter can be awaited alone."""
 
     def __init__(self, fetches: Mapping[Any, private.Handle]) -> None:
         self._fetches = fetches
@@ -108,6 +111,6 @@ class Fetches:
         return self._fetches[param]
 
     def wait(self, **_: Any) -> None:
-        """Wait for all of them."""
+        """Wait for all parameters that DeepSpeed requested together."""
         for fetch in self._fetches.values():
             fetch.wait()

@@ -1,4 +1,4 @@
-"""DeepSpeed's flat state, of partitions or of its own subgroups, cut into finer ones."""
+"""DeepSpeed's flat optimizer state, divided into smaller subgroups than DeepSpeed's own."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -14,15 +14,15 @@ State = tuple[torch.Tensor, ...]  # master and moments
 
 
 class FlatState:
-    """Master and moments of each of DeepSpeed's fp32 tensors, in memory the device copies from.
+    """Master parameters and moments in DeepSpeed's flat buffers, in memory that the device can copy from.
 
-    DeepSpeed's checkpoints and readers look at them, so that they stay whatever the plan. Owned by
-    the training thread.
+    DeepSpeed's checkpoints and readers use these buffers, so they exist under every plan. Only the
+    training thread uses them.
 
     Attributes:
-        cuts: subgroup -> (number of the fp32 tensor, offset in it, elements).
-        shadows: subgroup -> its state in the flat buffers, where the state itself is elsewhere.
-        published: the shadows hold what the state holds.
+        cuts: By subgroup: (index of the fp32 tensor, offset in it, number of elements).
+        shadows: By subgroup: views of the flat buffers if the subgroup's live state is elsewhere.
+        published: True if the shadows hold the same values as the live state.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device) -> None:
@@ -33,16 +33,16 @@ class FlatState:
         self._flats = [_adopted(optimizer, master, device) for master in masters]
 
     def state(self, subgroup: int) -> State:
-        """Master and moments of a subgroup in the flat buffers."""
+        """Return views of the flat buffers that hold a subgroup's master parameters and moments."""
         group, offset, elements = self.cuts[subgroup]
         return tuple(flat.narrow(0, offset, elements) for flat in self._flats[group])
 
     def moments(self, group: int) -> dict[str, torch.Tensor]:
-        """DeepSpeed's keys of a group's moments and where they live."""
+        """Return a parameter group's moments in the flat buffers, by DeepSpeed's names."""
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:
-        """The subgroup's state is in the flat buffers, or they are its shadow."""
+        """Note whether the live state of a subgroup is in DeepSpeed's flat buffers or elsewhere."""
         flat = self.state(state.index)
         if state.p.data_ptr() == flat[0].data_ptr():
             self.shadows.pop(state.index, None)
@@ -67,7 +67,7 @@ class FlatState:
         self.published = True
 
     def take_back(self, session: Session) -> None:
-        """Copy the state from DeepSpeed's buffers, after outside code wrote to them (see `publish`)."""
+        """Copy optimizer state from DeepSpeed's buffers back, after outside code wrote to them (see `publish`)."""
         self._copy_back(session)
         session.executor.state_loaded()
 
@@ -76,7 +76,7 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Take back what outside code may have written to published buffers."""
+        """Take over changes that outside code may have made to published buffers, before a step's updates."""
         if self.published and self.shadows:
             self._copy_back(session)
             early = session.executor.early_updates.wires  # their state is in DeepSpeed's buffers
@@ -84,8 +84,9 @@ class FlatState:
         self.published = not self.shadows
 
     def let_go(self, session: Session) -> None:
-        """The session has ended, and DeepSpeed's objects may outlive it: what they show is whole,
-        and the device's memory is given back.
+        """Copy all state to DeepSpeed's buffers and release GPU memory, at the end of a session.
+
+        DeepSpeed's objects may be used after the session.
         """
         for subgroup, shadow in self.shadows.items():
             state = session.executor.states[subgroup]
@@ -96,10 +97,11 @@ class FlatState:
 
 
 class FlatPartitions(FlatState):
-    """Each parameter group's partition of ZeRO-1 and 2, cut into subgroups wherever parameters end.
+    """The partitions of ZeRO-1 and 2, divided into subgroups without regard to parameter boundaries.
 
     Attributes:
-        slices: parameter id -> its parts on this rank, in order; together `grad_position`'s part.
+        slices: By parameter id: the parameter's parts on this rank, in order. Together they are the part that
+            DeepSpeed's `grad_position` gives.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:
@@ -118,7 +120,7 @@ class FlatPartitions(FlatState):
         self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
 
     def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
-        """Return the subgroup's tensors; a new gradient unless there is one."""
+        """Return the tensors of a subgroup under ZeRO-1 or 2. Allocate the gradient if none is given."""
         group, offset, elements = self.cuts[subgroup]
         if gradient is None:
             dtype = _gradient_dtype(self._optimizer, group)
@@ -128,10 +130,10 @@ class FlatPartitions(FlatState):
 
 
 class HostSums(MutableMapping[int, torch.Tensor | None]):
-    """DeepSpeed's ``accumulated_grads_in_cpu``: parameter id -> sum of its micro-batches so far.
+    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``: gradient sums so far, by parameter id.
 
-    What DeepSpeed sums is in here; of what is summed at home, for which None is set, whoever reads
-    gets a copy.
+    It holds the sums that DeepSpeed computes. For a sum that ebbtide computes, it stores None, and a reader
+    gets a copy of the sum.
     """
 
     def __init__(self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]) -> None:
@@ -163,7 +165,7 @@ def _copy(to: State, source: State) -> None:
 
 
 def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> State:
-    """Master and moments, tensor by tensor: one of them is all that is there twice."""
+    """Return a master's state in memory that the device can copy from. Only one tensor at a time exists twice."""
     master.data = device.host_adopt(master.data)
     state = optimizer.optimizer.state[master]
     if not optimizer._rule.own_step:
@@ -179,8 +181,9 @@ def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> Stat
 
 
 def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """DeepSpeed's fp32 gradients and its 16-bit copies of the parameters on the host, 4 and 2 bytes
-    per parameter.
+    """Release DeepSpeed's fp32 gradients and its 16-bit parameter copies in host memory.
+
+    They take 4 and 2 bytes per parameter.
     """
     copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     copies[:] = [copy.new_empty(0) for copy in copies]
@@ -190,7 +193,7 @@ def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """Restore what `_give_back` took after a failed attach, so that the optimizer goes on as stock."""
+    """Restore the buffers of a DeepSpeed optimizer after a failed attach, so that it continues without a plan."""
     for master in masters:
         master.grad = torch.zeros_like(master.data)
         state = optimizer.optimizer.state[master]
@@ -203,8 +206,9 @@ def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def _unlink(optimizer: Any) -> None:
-    """DeepSpeed's links from parameters to their state are views, which would keep all old buffers
-    until they are renewed (`EbbtideStage2._link_all_hp_params`).
+    """Remove DeepSpeed's links from parameters to their state, which would keep all old buffers in memory.
+
+    `EbbtideStage2._link_all_hp_params` renews the links.
     """
     optimizer.offload_gradient_dict.clear()
     for group in optimizer.bit16_groups:
@@ -213,14 +217,13 @@ def _unlink(optimizer: Any) -> None:
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
-    """Return the precision of DeepSpeed's gradient sums: fp32 under ZeRO-2 if requested, else the parameters'."""
+    """Return the precision of DeepSpeed's gradient sums: fp32 under ZeRO-2 if set, otherwise the parameters'."""
     compact = optimizer._use_compact_grad_partition_buffer(group)
     asked: torch.dtype = optimizer.gradient_accumulation_dtype
     return asked if compact or optimizer.use_grad_accum_attribute else optimizer.dtype
 
 
 def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ZeroSlice]]:
-    """Parameter id -> its part of this rank's partition, cut at the subgroups' borders."""
     first: dict[int, int] = {}
     for subgroup, (group, _, _) in enumerate(pieces):
         first.setdefault(group, subgroup)

@@ -1,4 +1,4 @@
-"""Waits of ZeRO-3 parameter readers: each reader waits for just its parameter's update."""
+"""The waits of code that reads ZeRO-3 parameters. Each reader waits only for its parameter's update."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,14 +11,15 @@ from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
 
 class Gathers:
-    """The gates before DeepSpeed's gathers, and what one rank does in their place. Training thread
-    only.
+    """The waits before DeepSpeed's parameter gathers, and the copies that replace gathers on one rank.
+
+    Only the training thread uses it.
 
     Attributes:
-        partitions: where they live.
-        shows: a ``state_dict()`` shows the small parameters. Not while DeepSpeed saves or loads a
-            checkpoint, whose module state has them partitioned, as every other parameter.
-        moved: partitions lie elsewhere than when parameters were gathered.
+        partitions: The memory of each parameter's partition.
+        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves
+            or loads a checkpoint, where small parameters are partitioned like all others.
+        moved: True if partitions have moved to other memory since parameters were gathered.
     """
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
@@ -33,7 +34,7 @@ class Gathers:
         self._undo: list[Callable[[], None]] = []
 
     def first_use(self) -> list[int]:
-        """Place of each subgroup's first parameter among the model's, as it declares them."""
+        """Return, for each subgroup, the position of its first parameter in the model's order of parameters."""
         parameters: list[Any] = list(self._module.parameters())
         place = {param.ds_id: i for i, param in enumerate(parameters)}
         first = [len(place)] * len(self._optimizer._pieces.cuts)
@@ -42,12 +43,13 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
-        """``wait`` is called before every gather, with the parameters; returns an undo.
+        """Call ``wait`` with the parameters before every ZeRO-3 gather. Return a function that undoes this.
 
-        ``fetch`` may bring them in itself, see `private.gate_gathers`.
+        ``fetch`` may copy parameters to the device instead of a gather (see `private.gate_gathers`).
 
-        A ``state_dict()`` of the model, or of a part of it, and a copy of it gather nothing: they
-        show what is there, which with stock are the small parameters that stay gathered.
+        A ``state_dict()`` or a copy of the model, or of a part of it, gathers nothing. It shows the present
+        values, which with stock DeepSpeed are those of the small parameters that stay gathered. These are
+        made available first.
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
@@ -63,7 +65,7 @@ class Gathers:
         return self.open
 
     def open(self) -> None:
-        """Take the gates away."""
+        """Remove the waits for updates from DeepSpeed's parameter gathers."""
         self.blank()
         for undo in self._undo:
             undo()
@@ -83,11 +85,11 @@ class Gathers:
             self.show_persistent()
 
     def stand_in(self) -> None:
-        """Show NaN tensors of the right shape for parameters that stock keeps gathered, until a reader gathers
-        them.
+        """Show NaN tensors of the right shape for parameters that stock DeepSpeed keeps gathered after a step.
 
-        A Trainer counts ``p.numel()`` after each step, hence the shape. Code that reads ``.data`` without
-        any hook must not take an old value for a new one, hence the NaN.
+        They have values again when a reader gathers them. A Trainer counts ``p.numel()`` after each step, which
+        needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for a new
+        one, so the values are NaN.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:
@@ -95,8 +97,9 @@ class Gathers:
                 parameter.data = stand_in
 
     def show_anew(self) -> None:
-        """Partitions have moved: what showed the old ones shows the new ones. With several ranks
-        gathered parameters are copies, which stay as they are.
+        """Show the new partitions in gathered parameters, after partitions have moved to other memory.
+
+        With several ranks gathered parameters are copies, which stay unchanged.
         """
         self.moved = False
         if self._optimizer.partition_count > 1:
@@ -110,9 +113,9 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Show values where `stand_in` has NaN, while nothing is in flight. A collective call.
+        """Show the values of small ZeRO-3 parameters again instead of NaN, while no update runs. A collective call.
 
-        The parameters stay partitioned, so that a first forward is traced like every later one.
+        The parameters stay partitioned, so that DeepSpeed traces a first forward like every later one.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -122,36 +125,36 @@ class Gathers:
         self._at_rest = True
 
     def blank(self) -> None:
-        """Make the parameters look like any other partitioned parameter, as checkpoints hold them."""
+        """Make small ZeRO-3 parameters look like all other partitioned parameters, as checkpoints require."""
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
-        """Gather the parameters that stock keeps gathered between steps. A collective call."""
+        """Gather the parameters that stock DeepSpeed keeps gathered between steps. A collective call."""
         small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
         if small:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether stock would keep the small parameters gathered until the next forward."""
+        """Set whether stock DeepSpeed would keep the small parameters gathered until the next forward."""
         self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
-        """Waits for the subgroups of these parameters, which are about to be gathered."""
+        """Wait for the updates of the subgroups of parameters that are about to be gathered."""
         params = [param for param in params if hasattr(param, "ds_id")]
         executor.wait_parameters(self.partitions.subgroups(params))
         # Who asks for one that is gathered already may be the only rank that does.
         self._together.gathered([p for p in params if private.is_partitioned(p)])
 
     def updates_launched(self) -> None:
-        """The parameters of all subgroups are about to change."""
+        """Note that updates of all parameters have been launched, so that gathers must wait."""
         self._together.updates_launched()
 
     def fetch(
         self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
     ) -> Fetches | None:
-        """Bring parameters to the device, without waiting for those of later modules.
+        """Copy or gather ZeRO-3 parameters for a module, without waiting for parameters of later modules.
 
         Return None if DeepSpeed has to gather them now.
 
@@ -166,7 +169,7 @@ class Gathers:
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:
-    """``copy.deepcopy`` of the parameter, or of what holds it, calls ``wait`` first."""
+    """Call ``wait`` before each ``copy.deepcopy`` of a parameter. Return a function that undoes this."""
     copy = type(parameter).__deepcopy__
 
     def __deepcopy__(memo: dict[int, Any]) -> Any:  # noqa: N807 - what `copy` looks for

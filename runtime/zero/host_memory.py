@@ -1,4 +1,4 @@
-"""Host memory that a plan will take, told before any of it is allocated."""
+"""A check that the host memory for a plan is free, before any of it is allocated."""
 
 import logging
 import os
@@ -32,9 +32,9 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """Return the host memory that `ebbtide.simulator.update.footprint` counts for one rank.
+    """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.update.footprint`.
 
-    A plan without ``subgroups`` (a hand-written one) does not say their sizes: 0.
+    Return 0 for a plan without ``subgroups`` (a hand-written plan), because their sizes are unknown.
     """
     if not plan.subgroups:
         return 0
@@ -54,13 +54,13 @@ def needed_bytes(
 def check_host_memory(
     plan: Plan, config: dict[str, Any], available_bytes: int | None = None, client: Any = None
 ) -> None:
-    """Refuse a plan that this machine's free memory cannot hold, for all ranks on it together.
+    """Refuse a plan that needs more than this machine's free host memory, for all its ranks together.
 
     Args:
-        client: the optimizer that the script hands over.
+        client: The optimizer object that the script passes to DeepSpeed, if any.
 
     Raises:
-        ConfigError: with what is needed and what there is.
+        ConfigError: Host memory is short. The message has the needed and the free amount.
     """
     ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
@@ -96,14 +96,18 @@ def check_host_memory(
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """Return the plan with every subgroup updated on the host."""
+    """Return the plan with every subgroup updated on the CPU from host memory."""
     hosted: list[Placement] = ["host"] * plan.subgroup_count
     return plan.placed(hosted, staging_slots=0, prefetch=0).with_bits(early=False, sum_on_device=False)
 
 
 def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
-    """Bytes per parameter of the master, and of what an optimizer keeps of it that will run its own
-    step; None: a kernel runs it.
+    """Return the bytes per parameter of the master and of the other state, for an optimizer with its own step.
+
+    None if ebbtide's kernel runs the optimizer's step.
+
+    Args:
+        client: The optimizer object that the script passes to DeepSpeed, if any.
     """
     made, given = client, config.get("optimizer") or {}
     kind, params = str(given.get("type", "")), given.get("params") or {}
@@ -143,6 +147,6 @@ def _wire_bytes(config: dict[str, Any]) -> int:
 
 
 def _optimizer(config: dict[str, Any]) -> OptimizerState:
-    """Return the config's; Adam and AdamW, and what is given as an object, keep the same state."""
+    """Return the state that the config's optimizer keeps per parameter. Adam's if the optimizer is unknown."""
     name = str((config.get("optimizer") or {}).get("type", "")).lower()
     return OPTIMIZERS.get(name, ADAM)

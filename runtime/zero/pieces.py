@@ -1,4 +1,4 @@
-"""Each rank's parts of an engine's parameters and masters: views, by name, nothing gathered."""
+"""Each rank's parts of an engine's parameters and master parameters, as named views without a gather."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +7,12 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """Yield this rank's parts of the parameters and of their masters, after all updates.
+    """Yield this rank's parts of the parameters and of their fp32 masters, after all updates.
 
-    ``frozen``: also parts of frozen parameters. A collective call under a plan.
+    This is a collective call under a plan.
+
+    Args:
+        frozen: If True, include parts of frozen parameters.
     """
     settle(engine)
     for name, parameter in engine.module.named_parameters():
@@ -20,7 +23,7 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 
 
 def settle(engine: Any) -> None:
-    """Wait until all updates are done and small parameters have values. Changes no bit."""
+    """Wait until all updates have ended and small parameters have values. No bit of the state changes."""
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()
 
@@ -38,7 +41,6 @@ def _parameter(name: str, parameter: Any) -> Iterator[Piece]:
 
 
 def _own_part(parameter: Any) -> tuple[int, int]:
-    """Return the begin of this rank's part of a ZeRO-3 parameter, and its elements without padding."""
     import deepspeed.comm as dist
 
     size = int(parameter.ds_tensor.ds_numel)

@@ -1,4 +1,4 @@
-"""Common code of DeepSpeed's ZeRO optimizers under a plan, for every stage."""
+"""The code that DeepSpeed's ZeRO optimizers under a plan share, for every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 class PlannedZero:
-    """The stage-independent half of a `ebbtide.runtime.execution.session.TrainingEngine`.
+    """A base class of DeepSpeed's ZeRO optimizers under a plan, independent of the ZeRO stage.
 
-    A base of `EbbtideStage3` and `EbbtideStage2`, in front of DeepSpeed's own class. Never
-    constructed: `ebbtide.attach` changes the class of DeepSpeed's live optimizer, after it has set
-    ``_ebbtide`` and ``_rule``.
+    It implements part of `ebbtide.runtime.execution.session.TrainingEngine`. `EbbtideStage3` and
+    `EbbtideStage2` inherit from it before DeepSpeed's own class. It is never constructed:
+    `ebbtide.attach` changes the class of DeepSpeed's live optimizer, after setting ``_rule`` and other fields.
     """
 
     _ebbtide: Session
@@ -66,23 +66,20 @@ class PlannedZero:
         raise NotImplementedError
 
     def _finite_norms(self) -> dict[int, bool]:
-        """Return, by parameter, whether its gradient's float64 norm is finite.
-
-        An infinity or NaN shows in the norm, without another pass.
-        """
+        """Return, by parameter, whether its gradient is finite. An infinity or NaN shows in its float64 norm."""
         self._norms_to_host()
         norms = self.norm_for_param_grads.items()
         return {key: bool(torch.isfinite(norm)) for key, norm in norms}
 
     def _norms_to_host(self) -> None:
-        """Copy all norms to the host at once. DeepSpeed then adds them up as usual."""
+        """Copy all gradient norms to the host in one copy. DeepSpeed then adds them up as usual."""
         norms = self.norm_for_param_grads
         if norms and next(iter(norms.values())).is_cuda:
             values = torch.stack(list(norms.values())).cpu()
             self.norm_for_param_grads = dict(zip(norms, values, strict=True))
 
     def _gradient_scale(self, scaled_norm: torch.Tensor) -> float:
-        """Unscale and clip as one fp32 factor: DeepSpeed's `unscale_and_clip_grads`."""
+        """Return one fp32 factor that unscales and clips gradients, as DeepSpeed's `unscale_and_clip_grads` does."""
         combined = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((scaled_norm / self.loss_scale) + 1e-6) / self.clip_grad
@@ -110,7 +107,7 @@ class PlannedZero:
         return cast("Windows", self._ebbtide.host_gradients)
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
-        """Implement `Windows.spend`. Waits for the subgroup's update."""
+        """Change a gradient as the subgroup's latest update in stock DeepSpeed would. See `Windows.spend`."""
         executor = self._ebbtide.executor
         elements = executor.states[subgroup].elements
         count = self._rule.tail(elements, start, start + len(gradient))
@@ -138,27 +135,23 @@ class PlannedZero:
         return self.clip_grad > 0
 
     def _kept(self, master: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """Return the moments of a master that an optimizer with its own step has made so far."""
         values = self.optimizer.state.get(master, {}).values() if self._rule.own_step else ()
         return tuple(v for v in values if torch.is_tensor(v) and v.shape == master.shape)
 
     def _masters(self) -> list[torch.nn.Parameter]:
-        """Return DeepSpeed's fp32 parameters, without waiting for their updates."""
         raise NotImplementedError
 
     def _group_of(self) -> list[int]:
-        """Return each master's parameter group."""
         raise NotImplementedError
 
     def _next_steps(self) -> list[UpdateStep]:
-        """Return the next step of each master; DeepSpeed's step counters go up."""
         return [
             self._rule.next_step(self.optimizer, master, number)
             for master, number in zip(self._masters(), self._group_of(), strict=True)
         ]
 
     def resume_rule(self) -> None:
-        """The rule goes on as if the steps so far had been run without a break."""
+        """Continue the update rule as if all previous steps had run in this process."""
         if self._rule.own_step:
             return
         steps = {int(self.optimizer.state[master]["step"]) for master in self._masters()}
@@ -178,8 +171,9 @@ class PlannedZero:
         return self._gradient_scale(torch.zeros((), dtype=torch.float64))
 
     def early_updates_allowed(self) -> bool:
-        """Return whether the speculation may still be right. Norms on a device are not read: backward would have to
-        end.
+        """Return whether early updates may still be right, from the gradient norms so far.
+
+        Norms on the GPU are not read, because backward would have to end first.
         """
         norms = self.norm_for_param_grads.values()
         if self.clip_grad <= 0.0 or any(norm.is_cuda for norm in norms):
@@ -190,7 +184,7 @@ class PlannedZero:
     # -- readers -----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Wait until DeepSpeed's own references show the latest step's result."""
+        """Wait for running updates, so that DeepSpeed's own references show the latest step's result."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,16 +192,17 @@ class PlannedZero:
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def timeline(self) -> Timeline:
-        """Return the ops of the latest steps, in the simulator's own type."""
+        """Return the measured timeline of the latest steps, in the simulator's type."""
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
-        """Give device memory back until `reload_states`: all state goes to host memory, and under
-        ZeRO-3 the parameters too if ``include`` has ``lp_params``, by another plan; so training
-        could go on meanwhile, with the same bits. Waits for running updates.
+        """Release GPU memory until `reload_states`: move all optimizer state to host memory.
+
+        ZeRO-3 parameters move too if ``include`` contains ``lp_params``. Training may continue meanwhile with
+        bit-identical results, because this switches to another plan. Waits for running updates.
 
         Args:
-            include: of DeepSpeed's `OffloadStateTypeEnum`; None: all.
+            include: Members of DeepSpeed's `OffloadStateTypeEnum`. None means all of them.
         """
         plan = self._ebbtide.plan
         leave = self.zero_stage() == 3 and (include is None or "lp_params" in include)
@@ -217,7 +212,7 @@ class PlannedZero:
         private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:
-        """Everything goes back to where the plan had it."""
+        """Undo `offload_states`: return optimizer state and parameters to the memory that the plan gives them."""
         if self._ebbtide.set_aside is not None:
             self._ebbtide.switch(self._ebbtide.set_aside)
             self._ebbtide.set_aside = None
@@ -230,13 +225,17 @@ class PlannedZero:
         super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Undo what was put around DeepSpeed's own objects."""
+        """Remove ebbtide's wrappers from DeepSpeed's own objects."""
 
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """Return an attribute of DeepSpeed's optimizer that shows state: reading it waits for the updates.
+    """Build a property for a state attribute of DeepSpeed's optimizer. Reading it waits for running updates.
 
-    Everything here reads it through ``__dict__`` instead, and does not wait.
+    Ebbtide's own code reads the attribute through ``__dict__`` instead and does not wait.
+
+    Args:
+        name: Name of the attribute.
+        read: Function that returns the value. None reads the attribute itself.
     """
 
     def get(self: PlannedZero) -> Any:
@@ -255,10 +254,10 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
 
 
 def published(name: str, then: str = "") -> Callable[..., Any]:
-    """DeepSpeed's method of this name, once what is under way is published.
+    """Build a method that waits for running updates before it calls DeepSpeed's method of the same name.
 
     Args:
-        then: the method that takes over what it has loaded.
+        then: Name of a method to call afterwards, which adopts the loaded state.
     """
 
     def method(self: PlannedZero, *args: Any, **kwargs: Any) -> Any:
@@ -272,16 +271,16 @@ def published(name: str, then: str = "") -> Callable[..., Any]:
 
 
 def float64_norm(part: torch.Tensor) -> torch.Tensor:
-    """Return the L2 norm in float64, where the gradient is: on CUDA torch makes a copy, as for stock."""
+    """Return the L2 norm of a gradient in float64. On CUDA torch makes a copy, as in stock DeepSpeed."""
     if part.device.type == "cpu":
         return torch.tensor(host.norm(part), dtype=torch.float64)
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
 def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Loaders replace the moments by new tensors: their values go to where the state lives.
+    """Copy the moments that a checkpoint loader has put into new tensors to the buffers of the live state.
 
-    A checkpoint of stock's from before the first update has none, and stock then starts anew.
+    Stock DeepSpeed's checkpoint from before the first update has no moments. They are zero then.
     """
     if rule.own_step:
         return
@@ -299,7 +298,7 @@ def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: d
 
 
 def _in_host_memory(way: Way, *, parameters_too: bool) -> Way:
-    """Return the way of a subgroup that takes no device memory beside its parameters."""
+    """Return a subgroup's placement changed so that it takes no GPU memory except for its parameters."""
     placement = "host" if RECIPES[way.placement].queue is Queue.DEVICE else way.placement
     moved = Way(placement, "host" if parameters_too else way.parameters, way.early and way.placement == placement)
     return moved.fitted()

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan: the same bits, other places and times.
+"""DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan, with bit-identical results.
 
-Model parameters are plain tensors here, which anybody may read without asking; therefore `step`
-waits for its updates. Within it all lanes of the plan work at once.
+Model parameters are plain tensors here, which any code may read without a hook. `step` therefore
+waits for its updates. During `step` all lanes of the plan work at the same time.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -26,9 +26,9 @@ DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
-    """Overrides the gradients' way home, the step and everything that reads or writes state.
+    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer with gradient copies, step and state access under a plan.
 
-    Serves ZeRO-1 as well, which DeepSpeed runs on the same class.
+    DeepSpeed uses the same class for both stages.
     """
 
     _flat: FlatPartitions
@@ -46,7 +46,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Take a reduced gradient home; stock's cases, in stock's order."""
+        """Accumulate a reduced gradient where its update will run, with stock DeepSpeed's cases in its order."""
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -58,7 +58,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._windows.before_reuse()
 
     def _take_compact(self, param: Any, group: int, boundary: bool) -> None:
-        """Gradients accumulated in fp32 add up in a device buffer of DeepSpeed's own."""
+        """Take the gradient sum that DeepSpeed accumulates in fp32 in its own device buffer."""
         key = self.get_param_id(param)
         self._offload_accumulated_param_ids.add(key)
         if not boundary:
@@ -92,10 +92,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._drop_gradient(param)
 
     def _sums_all(self, param: Any, elements: int) -> bool:
-        """Return whether stock adds up all of a parameter shared with another rank.
+        """Return whether stock DeepSpeed sums all of a parameter's gradient and not only this rank's part.
 
-        It does, unless masters have 16 bits. Where it adds up in another precision than the parameters'
-        (bf16 and fp16), each sum goes through both: stock's own code does that here.
+        It does if the parameter is shared with another rank or summed in another precision than its own,
+        unless the masters have 16 bits. Stock's own code computes these sums here too.
         """
         apart = elements != param.numel() or self.use_grad_accum_attribute
         return apart and not self.low_precision_master_weights_and_grads
@@ -110,8 +110,12 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def _copy_to_host(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> None:
-        """``alone``: as stock does with a step's only backward, outside of its sums, which a
-        later window may go on from (after `zero_grad`, or a second backward before the step).
+        """Copy a gradient to the subgroups that hold its parameter, and store its norm at the window's end.
+
+        Args:
+            alone: If True, the gradient is not part of DeepSpeed's sums. Stock DeepSpeed does this in a step
+                with a single backward. A later window may continue the sums (after `zero_grad`, or a second
+                backward before the step).
         """
         totals, position = [], 0
         for piece in self._flat.slices[key]:
@@ -129,7 +133,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """Unmanaged accumulation ends its window here, at step()."""
+        """End the accumulation window at step(), if the script and not DeepSpeed manages accumulation."""
         for group, params in enumerate(self.params_in_partition):
             for param in params:
                 key = self.get_param_id(param)
@@ -154,25 +158,26 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Collect the overflow check of a gradient, whole even if another rank shares it.
+        """Record an overflow check of a whole gradient, even if it is shared with another rank.
 
-        Stock asks the device for each gradient. Here `has_overflow` asks once for all of them.
+        Stock DeepSpeed reads the result from the device for each gradient. Here `has_overflow` reads all
+        results together.
         """
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Some gradient is infinite or NaN: its float64 norm tells, without another pass."""
+        """Return whether any gradient is infinite or NaN, which its float64 norm shows."""
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
             self.local_overflow = True
         return super().has_overflow(partition_gradients)
 
     def step(self, closure: Any = None) -> None:
-        """Updates on all lanes at once, and returns when the parameters are new on all ranks.
+        """Run the updates on all lanes. Return when the parameters are new on all ranks.
 
         Raises:
-            BackgroundError: an update failed in the background.
+            BackgroundError: An update failed in the background.
         """
         del closure
         own = self._ebbtide
@@ -200,7 +205,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._overflows.clear()
 
     def _checked_norm(self) -> torch.Tensor | None:
-        """Return the global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
+        """Return the global gradient norm times the loss scale. Set ``self.overflow`` as DeepSpeed's step does."""
         self.overflow = False
         if self.check_grad_overflow:
             self.check_overflow(partition_gradients=self.partition_gradients)
@@ -231,13 +236,12 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._gather()
 
     def _scale_of(self, norm: torch.Tensor) -> float:
-        """Unscale and clip as one factor. The loss scale is the one already updated: stock's is."""
+        """Return one factor that unscales and clips gradients, with the already updated loss scale, as in stock."""
         if is_invalid_grad_norm(norm):
             norm = torch.tensor(float("inf"))
         return self._gradient_scale(norm)
 
     def _gather(self) -> None:
-        """Give every rank every rank's new parameters."""
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,
@@ -251,7 +255,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- readers and writers -----------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until DeepSpeed's buffers hold all state. Steps have waited for their updates already."""
+        """Wait until DeepSpeed's buffers hold all optimizer state. Parameters are always up to date after a step."""
         self.publish()
 
     def publish(self) -> None:
@@ -265,12 +269,12 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._flat.let_go(self._ebbtide)
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Parameters need no gate: a step has waited for them. `_gate` is for their state."""
+        """Do nothing, since each step has waited for its updates before parameters can be read."""
         del wait
         return lambda: None
 
     def _link_all_hp_params(self) -> None:
-        """DeepSpeed's links from parameters to their state, gated; renewed after every load."""
+        """Renew DeepSpeed's links from parameters to their state, with waits for running updates."""
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         # An optimizer's own first step makes its moments.
@@ -298,7 +302,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         param.set_full_hp_grad = self._with_gradient(param, write_gradient)
 
     def _with_gradient(self, param: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Around a call that reads or writes the fp32 gradient, which is made just for it."""
+        """Wrap a function that reads or writes a parameter's fp32 gradient. The gradient is made for the call."""
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             if param._hp_mapping is None:
@@ -319,7 +323,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return gated
 
     def _get_offload_gradient_dict(self) -> None:
-        """Views of fp32 gradients, which are not there: `_with_gradient` fills in one at a time."""
+        """Leave out DeepSpeed's views of fp32 gradients. `_with_gradient` fills in one gradient at a time."""
         for group, params in enumerate(self.params_in_partition):
             self.offload_gradient_dict[group] = [None] * len(params)
 
@@ -342,8 +346,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- states that go away for a while -----------------------------------------------------
 
     def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
-        """DeepSpeed moves what is its own here: parameters, and gradients that it sums on the
-        device. No step can be taken on a GPU until `reload_states` where they are away.
+        """Release GPU memory until `reload_states`, by moving parameters, gradients and optimizer state away.
+
+        DeepSpeed moves the parameters, and the gradients that it sums on the device. While they are
+        moved, no step can run on a GPU.
         """
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()
@@ -359,8 +365,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         super().reload_states()
 
     def _follow_parameters(self) -> None:
-        """Update write to where DeepSpeed's parameters are now: from the next `Session.switch` on,
-        which lets the old ones go.
+        """Make updates write to DeepSpeed's present parameter buffers, from the next `Session.switch` on.
+
+        That switch releases the old buffers.
         """
         self.parallel_partitioned_bit16_groups[:] = [
             self.get_data_parallel_partitions(flat, group) for group, flat in enumerate(self.bit16_groups_flat)
@@ -379,7 +386,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:
-        """`FlatPartitions` has."""
+        """Do nothing, since `FlatPartitions` has prepared the buffers."""
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         return self._flat.buffers(subgroup, None if now is None else now.gradient)
@@ -399,7 +406,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return "device"
 
     def gathers(self) -> None:
-        """Parameters are never partitioned."""
+        """Return None, since ZeRO-1 and 2 never partition parameters."""
 
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1
@@ -419,7 +426,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
 
 def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:
-    """Make DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
+    """Turn DeepSpeed's live ZeRO-1 or 2 optimizer into an `EbbtideStage2` that runs a plan."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
     optimizer._overflows = []

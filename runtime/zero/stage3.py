@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 optimizer under a plan: the same bits, other places and times."""
+"""DeepSpeed's ZeRO-3 optimizer under a plan, with bit-identical results."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,7 +23,7 @@ from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
-    """Overrides the gradient path, the step and everything that reads or writes state."""
+    """DeepSpeed's ZeRO-3 optimizer with gradient copies, step and state access under a plan."""
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
@@ -42,7 +42,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take each gradient home in one crossing; its norm is taken on the device."""
+        """Send each reduced gradient to the place of its update once. The norm is computed on the device."""
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:
@@ -65,14 +65,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
-        """Unmanaged accumulation ends its window here, at step()."""
+        """End the accumulation window at step(), if the script and not DeepSpeed manages accumulation."""
         total = self._windows.finish(self._piece(param))
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
 
     # -- step --------------------------------------------------------------------------------
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """fp16: some gradient, of some rank, is infinite or NaN."""
+        """Return whether any gradient on any rank is infinite or NaN, for training in fp16."""
         del partition_gradients
         import deepspeed.comm as dist
 
@@ -83,8 +83,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return bool(flag.item())
 
     def _sums_finite(self) -> bool:
-        """Stock looks at the sums of all parameters: one that the last micro-batch does not reach
-        counts with what it has, of this step or of an earlier one.
+        """Return whether the gradient sums of all parameters are finite, as stock DeepSpeed checks them.
+
+        A parameter without a gradient in the last micro-batch counts with its earlier sum.
         """
         windows, finite = self._windows, self._finite_norms()
         for key, piece in windows.slices.items():
@@ -102,10 +103,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return super()._get_norm_groups()
 
     def step(self, closure: Any = None) -> None:
-        """Launch the updates and return. A reader of a parameter waits for its update.
+        """Launch the optimizer's updates and return. A reader of a parameter waits for the parameter's update.
 
         Raises:
-            BackgroundError: an earlier update or checkpoint failed in the background.
+            BackgroundError: An earlier update or checkpoint failed in the background.
         """
         del closure
         own = self._ebbtide
@@ -142,16 +143,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.stay_gathered(False)
 
     def _swap_out(self) -> None:
-        """New parameters go to where DeepSpeed's swapper keeps them: to a drive, or where they are
-        too small for one.
-        """
+        """Write new parameters to the place where DeepSpeed's NVMe swapper keeps them: a drive, or host memory."""
         for index in self._swapped:
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
         """Finish the step without gathering persistent parameters. Their first reader gathers them.
 
-        They are spread over all subgroups, so that gathering them here would wait for every update.
+        They belong to many subgroups, so that gathering them here would wait for every update.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
@@ -163,7 +162,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     # -- readers and writers -----------------------------------------------------------------
 
     def await_parameters(self, params: Iterable[Any]) -> None:
-        """Called before every gather: waits for just the subgroups of these parameters."""
+        """Wait for the updates of the given parameters before they are gathered."""
         own = self._ebbtide
         if not own.closed:
             self._gathers.before(params, own.executor)
@@ -176,9 +175,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
-        """Block until every update has ended and all that stock shows between steps is there,
-        ``.data`` of the small parameters included; raises what failed in the background. A
-        collective call with several ranks.
+        """Block until every update has ended and small parameters have values. Raise errors of background updates.
+
+        This is a collective call with several ranks.
         """
         self.publish()
         self._gathers.show_persistent()
@@ -223,7 +222,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return self._windows.keep(self._piece(param)), number
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Group index -> parameter index -> fp32 gradient partition."""
+        """Return the fp32 gradient partitions, by DeepSpeed's subgroup index and then by parameter index."""
         return {
             index: {number: self._get_fp32_grad_state_partition(param, True)[0] for number, param in enumerate(group)}
             for index, group in enumerate(self.fp16_groups)
@@ -247,11 +246,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Show the persistent parameters, and leave them partitioned to their first gather, as
-        `_post_step` does.
+        """Show the values of persistent parameters after a checkpoint, but leave them partitioned.
 
-        Were they gathered after a load and not after a step, a model that reads one outside of its
-        module (``self.embedding.weight``) would be traced differently in its second forward.
+        If they were gathered after a load and not after a step, DeepSpeed would trace a model that reads a
+        parameter outside of its module (``self.embedding.weight``) differently in its second forward.
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)
@@ -315,9 +313,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.moved |= moved
 
     def settle(self) -> None:
-        """Parameters that have moved are shown where they are; flat buffers that none is left in
-        are given back.
-        """
+        """Show the new location of parameters that have moved, and release DeepSpeed's empty flat buffers."""
         if self._flat is not None:
             self._flat.published = not self._flat.shadows
         if self._gathers.moved:
@@ -376,10 +372,11 @@ def take_over(
     overlap_forward: bool,
     subgroup_size: int,
 ) -> None:
-    """Make DeepSpeed's live optimizer an `EbbtideStage3` that runs ``plan``.
+    """Turn DeepSpeed's live ZeRO-3 optimizer into an `EbbtideStage3` that runs a plan.
 
     Args:
-        subgroup_size: of its subgroups; less than DeepSpeed's: they are pieces of those.
+        subgroup_size: Number of elements of a plan's subgroup. If it is less than DeepSpeed's, the plan's
+            subgroups are parts of DeepSpeed's.
     """
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None  # 4 bytes per parameter
@@ -403,10 +400,10 @@ def take_over(
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
-    """The swapper makes parameters of masters in memory.
+    """Check that the masters from which DeepSpeed's NVMe swapper makes parameters are in memory.
 
     Raises:
-        PlanError: some are stored.
+        PlanError: The plan stores some of them on a drive.
     """
     if plan.count("stored"):
         elements = sum(map(int, optimizer.fp16_partitioned_groups_flat_numel))
@@ -418,7 +415,7 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """DeepSpeed's `_constant_buffered_norm2`, to the bit; on a host without its float64 copies."""
+    """Return a gradient's norm, bit-identical to DeepSpeed's `_constant_buffered_norm2`."""
     total = None
     for part in gradient.split(250_000_000):
         square = float64_norm(part) ** 2.0

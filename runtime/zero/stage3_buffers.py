@@ -1,8 +1,8 @@
-"""DeepSpeed's buffers of ZeRO-3, as a session takes them and hands them back.
+"""DeepSpeed's ZeRO-3 buffers, taken over for a plan and restored after a failed attach.
 
-A plan's subgroups are DeepSpeed's own, or pieces of them (`ebbtide.runtime.zero.cuts.cuts_of`): its norms,
-its checkpoints and what it shows know nothing of pieces. Then its fp32 tensors stay whole
-(`FlatState`), and its flat parameters as long as no piece's have moved.
+A plan's subgroups are DeepSpeed's own or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`).
+DeepSpeed's norms and checkpoints know only its own subgroups. If the plan's are parts,
+DeepSpeed's fp32 tensors stay whole (`FlatState`), and so do its flat parameters until one part moves.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 
 
 class Pieces:
-    """The place of each parameter in the plan's subgroups.
+    """The position of each ZeRO-3 parameter in the plan's subgroups.
 
     Attributes:
-        cuts: subgroup -> (DeepSpeed's subgroup, offset in it, elements).
-        places: parameter id -> (subgroup, offset in it, elements).
-        whole: the subgroups are DeepSpeed's own.
-        apart: subgroup -> its parameters, once those of parts have moved. DeepSpeed's flat ones are
-            then rebuilt on request (`joined`), and hold nothing otherwise.
+        cuts: By subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
+        places: By parameter id: (subgroup, offset in it, number of elements).
+        whole: True if the plan's subgroups are DeepSpeed's own.
+        apart: Parameters of each subgroup, once parts of DeepSpeed's subgroups have moved. DeepSpeed's flat
+            parameters are then empty, and are rebuilt on request (`joined`).
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
@@ -47,12 +47,12 @@ class Pieces:
                 self._held[subgroup].append(param)
 
     def params(self, subgroup: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each parameter of the subgroup, its offset and its elements."""
+        """Yield each parameter of a subgroup with its offset and its number of elements."""
         for param in self._held[subgroup]:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Return the subgroup's parameters, or None if DeepSpeed's swapper has them."""
+        """Return a subgroup's parameters on this rank, or None if DeepSpeed's NVMe swapper holds them."""
         if self.apart:
             return self.apart[subgroup]
         return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])
@@ -62,7 +62,7 @@ class Pieces:
         return self._flat()[group].narrow(0, offset, elements)
 
     def move(self, subgroup: int, wire: torch.Tensor) -> None:
-        """Move the subgroup's parameters to this tensor."""
+        """Make a tensor the new memory of a subgroup's parameters."""
         if self.whole:
             self._flat()[subgroup] = wire
         else:
@@ -75,12 +75,12 @@ class Pieces:
             param.ds_tensor.data = wire.narrow(0, offset, elements)
 
     def part(self) -> None:
-        """DeepSpeed's flat parameters hold nothing where pieces are apart."""
+        """Release DeepSpeed's flat parameter tensors if the subgroups' parameters are in separate tensors."""
         if self.apart:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 
     def joined(self) -> list[torch.Tensor]:
-        """Return flat tensors that hold all parameters in host memory, until `part`."""
+        """Return flat tensors that hold all parameters in host memory, until the next `part`."""
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]
             for number in range(len(self._flat())):
@@ -89,9 +89,7 @@ class Pieces:
         return self._flat()
 
     def take_back(self) -> None:
-        """DeepSpeed has loaded into them, as far as they were `joined`, and shows parameters there:
-        those that are apart follow.
-        """
+        """Copy parameters that DeepSpeed has loaded into its flat tensors (see `joined`) to the subgroups' tensors."""
         for subgroup, wire in enumerate(self.apart):
             group, offset, elements = self.cuts[subgroup]
             if self._flat()[group].numel():
@@ -99,7 +97,7 @@ class Pieces:
         self.part()
 
     def hand_back(self, where: torch.device) -> None:
-        """DeepSpeed's flat parameters are whole again, in that memory, and hold all of them."""
+        """Rebuild DeepSpeed's flat parameters in the given memory from the subgroups' tensors."""
         flat = self.joined()
         self.apart = []
         for number, wire in enumerate(flat):
@@ -114,9 +112,7 @@ class Pieces:
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
-    """Return the subgroup's tensors as DeepSpeed has made them; the fp32 gradient (4 bytes per parameter)
-    is given back.
-    """
+    """Return the tensors that DeepSpeed made for a subgroup."""
     pieces, location = optimizer._pieces, private.parameter_location(optimizer)
     if not pieces.whole:
         state = optimizer._flat.state(subgroup)
@@ -138,14 +134,15 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 
 def swapped(optimizer: Any) -> list[int]:
-    """Return subgroups without a parameter buffer in DeepSpeed: its swapper has them on a drive."""
+    """Return the subgroups with parameters that only DeepSpeed's NVMe swapper holds, on a drive."""
     wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
-    """DeepSpeed's references of one subgroup follow: master, moments, the views of gradients and of
-    parameters. True: these have moved.
+    """Point DeepSpeed's references to a subgroup's present tensors. Return whether its parameters have moved.
+
+    The references are the master, the moments, and the views of gradients and parameters.
     """
     if optimizer._flat is not None:
         optimizer._flat.adopt(state)
@@ -167,7 +164,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
 
 
 def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
-    """Return the subgroup's gradient. DeepSpeed's views are parts of it."""
+    """Return the gradient of a subgroup as one tensor. DeepSpeed's gradient views are parts of it."""
     first, within, _ = next(optimizer._pieces.params(subgroup))
     _, _, elements = optimizer._pieces.cuts[subgroup]
     view = private.gradient_partitions(optimizer)[first.ds_id]
@@ -175,9 +172,10 @@ def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
 
 
 def split_gradients(optimizer: Any, device: Device) -> None:
-    """DeepSpeed's flat gradient buffer (2 bytes per parameter) goes before any state is copied,
-    where the device cannot copy from it: each subgroup gets memory of its own instead. Its pages
-    go with each subgroup, so that it is not there twice.
+    """Give each subgroup its own gradient memory, if the device cannot copy from DeepSpeed's flat buffer.
+
+    This happens before any state is copied. Pages of the flat buffer (2 bytes per parameter) are released
+    subgroup by subgroup, so that it never exists twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
     moved = False
@@ -194,21 +192,21 @@ def split_gradients(optimizer: Any, device: Device) -> None:
 
 
 def _gradient_at(optimizer: Any, subgroup: int, gradient: torch.Tensor) -> None:
-    """The subgroup's views of gradients are parts of ``gradient`` from now on."""
     views = private.gradient_partitions(optimizer)
     for param, offset, elements in optimizer._pieces.params(subgroup):
         views[param.ds_id] = gradient.narrow(0, offset, elements)
 
 
 def _give_pages_back(part: torch.Tensor) -> None:
-    """Release the pages of this part of DeepSpeed's flat buffer. The buffer stays while any gradient is in it."""
+    """Release the memory pages of a part of DeepSpeed's flat gradient buffer, which other parts still use."""
     if part.device.type == "cpu" and not part.is_pinned():
         discard(part.data_ptr(), part.nbytes)
 
 
 def hand_back(optimizer: Any) -> None:
-    """DeepSpeed's buffers as it made them: on the host, in one piece, with fp32 gradients. After an
-    attach that failed on the way; the optimizer then goes on as stock.
+    """Restore DeepSpeed's own buffers after a failed attach, so that the optimizer continues without a plan.
+
+    They are on the host, contiguous, and have fp32 gradients.
     """
     masters = optimizer.fp32_partitioned_groups_flat
     for master in masters:
@@ -225,7 +223,7 @@ def hand_back(optimizer: Any) -> None:
 
 
 def _join_gradients(optimizer: Any) -> None:
-    """The inverse of `split_gradients`, wherever it and what followed have come to."""
+    """Join the subgroups' gradients in one flat buffer. This undoes `split_gradients`."""
     whole = [elements for _, _, elements in optimizer._pieces.cuts]
     flat = torch.cat([gradient_of(optimizer, i).cpu() for i in range(len(whole))])
     for subgroup, part in enumerate(flat.split(whole)):
@@ -234,8 +232,9 @@ def _join_gradients(optimizer: Any) -> None:
 
 
 def drop_flat_parameters(optimizer: Any) -> None:
-    """Give back DeepSpeed's flat buffers of parameters, on the device (one) or on the host (one
-    per parameter group), where no subgroup's parameters are left in them.
+    """Release DeepSpeed's flat parameter buffers that hold no subgroup's parameters any more.
+
+    DeepSpeed has one on the device, or one per parameter group on the host.
     """
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
     kept = {wire.untyped_storage().data_ptr() for wire in wires if wire is not None}
@@ -249,7 +248,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
 
 
 def slices(optimizer: Any) -> dict[int, ZeroSlice]:
-    """Parameter id -> its part of its subgroup on this rank."""
+    """Return the part of each parameter in its subgroup on this rank, by parameter id."""
     found = {}
     for group in optimizer.fp16_groups:
         for param in group:

@@ -1,14 +1,14 @@
-"""DeepSpeed's calls in every step that make the host wait for the whole device."""
+"""A switch for DeepSpeed's timer that makes the host wait for the whole device in every step."""
 
 from typing import Any
 
 
 def keep_flowing(engine: Any) -> None:
-    """Switch it off until the engine is destroyed.
+    """Stop DeepSpeed's `ThroughputTimer` from synchronizing the device, until the engine is destroyed.
 
-    `ThroughputTimer` synchronises the device twice a step, so that nothing overlaps: its samples
-    per second are then those of the host's clock, which after the first steps are the same. What
-    stays is what ZeRO needs: the end of backward and the norm, which the update waits for anyway.
+    It synchronizes twice per step, which prevents all overlap. Without this its samples per second come
+    from the host's clock, and agree after the first steps. ZeRO's own waits remain: the end of
+    backward and the norm, which the update needs anyway.
     """
     timer = getattr(engine, "tput_timer", None)
     if timer is None or not getattr(timer.config, "synchronized", False):

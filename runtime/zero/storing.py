@@ -1,4 +1,4 @@
-"""The stored part of a config that offloads state to a drive: what host memory cannot hold."""
+"""The choice of stored subgroups for a config that offloads state to a drive: as few as memory allows."""
 
 import logging
 import os
@@ -24,11 +24,12 @@ logger = logging.getLogger("ebbtide")
 
 
 def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: Path) -> Plan:
-    """Return the plan of the watched steps: as much state on the host as its memory holds now, the rest
-    stored; as an earlier run stored it, where its steps are in the folder.
+    """Return the plan for the first, measured steps: state in host memory as far as it fits, the rest stored.
+
+    If the folder has an earlier run's steps, the same subgroups are stored.
 
     Raises:
-        StorageError: the folder's pages cannot be read.
+        StorageError: The folder's pages cannot be read.
     """
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)
@@ -47,7 +48,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups with the newest step's state in this rank's folder."""
+    """Return the subgroups with state on a drive that the newest step in this rank's folder contains."""
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
@@ -56,7 +57,7 @@ def stored_before(folder: Path) -> frozenset[int]:
 
 
 def host_room_bytes(optimizer: Any) -> int:
-    """Return the free bytes, including DeepSpeed's own buffers that the plan replaces."""
+    """Return the free bytes of host memory, plus DeepSpeed's own buffers that the plan will replace."""
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
@@ -69,10 +70,10 @@ def host_room_bytes(optimizer: Any) -> int:
 def _first_that_fits(
     engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int, choices: Sequence[frozenset[int]]
 ) -> tuple[int, int]:
-    """Return the first choice of stored subgroups that fits, and the most host slots that fit with it.
+    """Return the index of the first choice of stored subgroups that fits in memory, and its most host buffers.
 
-    A slot is as large as a subgroup, so few stored ones save no byte with many slots. If nothing fits,
-    return the last choice with one slot.
+    A buffer is as large as a subgroup, so that few stored subgroups with many buffers save nothing. If
+    nothing fits, return the last choice with one buffer.
     """
     optimizer = engine.optimizer
     kept = OPTIMIZERS.get(rule.name, ADAM)
@@ -93,7 +94,7 @@ def _first_that_fits(
 
 
 def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
-    """Agree on one choice of stored subgroups and one number of slots for all ranks. A collective call."""
+    """Agree on one choice of stored subgroups and one number of host buffers. A collective call of all ranks."""
     import deepspeed.comm as dist
 
     most = torch.tensor([number, -slots], dtype=torch.int64, device=private.training_device())
@@ -102,7 +103,7 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
 
 
 def _spaced(count: int, stored: int) -> frozenset[int]:
-    """Return so many subgroups, evenly spaced: the drive then has the time of the updates between them."""
+    """Return the given number of evenly spaced subgroups, so that drive access overlaps the other updates."""
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's gradients kept from one window of micro-batches to the next."""
+"""DeepSpeed's gradients that remain from one accumulation window (the micro-batches of a step) to the next."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """A parameter's part of its subgroup on this rank, with a gradient that DeepSpeed keeps.
+    """The part of a parameter in its subgroup on this rank, with the gradients that DeepSpeed keeps for it.
 
-    DeepSpeed keeps two things per parameter: the sum of the window's micro-batches, and the fp32
-    gradient that updates apply, which only a boundary's backward renews. The home buffer holds both as
-    long as they are the same. The fields say where the other one is if they differ.
+    DeepSpeed keeps two gradients per parameter: the sum of the window's micro-batches, and the fp32
+    gradient that updates apply, which only the last backward of a window renews. The subgroup's gradient
+    buffer holds both as long as they are the same. The fields say where the second one is if they differ.
 
     Attributes:
-        begun: a gradient arrived in an earlier micro-batch of this window.
-        used: one arrived at the boundary of some window.
-        kept: the fp32 gradient as DeepSpeed would hold it, once outside code read or wrote it or the
-            parameter went unused. It then replaces the home buffer's elements.
-        summed: DeepSpeed has a sum to go on from. Below ZeRO-3 there is none before the first.
-        apart: that sum, if the home buffer does not hold it.
-        copied: the gradient of the window before is in the subgroup's spare buffer.
-        empty: the home buffer is known to be zero. Checking an unused parameter at every step would
-            cost a pass, and on the device a synchronisation.
-        applied: the latest step has applied what is kept.
+        begun: A gradient arrived in an earlier micro-batch of this window.
+        used: A gradient arrived in the last micro-batch of any window so far.
+        kept: The fp32 gradient as DeepSpeed would hold it, after outside code accessed it or a window did
+            not use the parameter. It then replaces the gradient buffer's elements.
+        summed: DeepSpeed has a sum to continue. Below ZeRO-3 there is none before the first gradient.
+        apart: The sum to continue, if the gradient buffer does not hold it.
+        copied: The previous window's gradient is in the subgroup's spare buffer.
+        empty: The gradient buffer is known to be zero. Checking an unused parameter at every step would
+            take a pass over it, and a synchronization on the device.
+        applied: The latest step has applied the gradient in ``kept``.
     """
 
     begun: bool = False
@@ -45,11 +45,12 @@ class ZeroSlice(ParameterSlice):
 
 @dataclass
 class Windows(HostGradients[ZeroSlice]):
-    """The bits of stock training include gradients that are applied again.
+    """Gradients that stock DeepSpeed applies again in a later step, reproduced bit by bit.
 
-    With accumulation a window's first micro-batches overwrite the gradient of the window before,
-    which DeepSpeed applies again to a parameter that the last micro-batch does not reach. It stays
-    in a spare: a home on the host changes places with it, one on the device is copied to it.
+    With accumulation, a window's first micro-batches overwrite the previous window's gradient. DeepSpeed
+    applies that gradient again to a parameter that the last micro-batch does not use. It is therefore
+    kept in a spare buffer: a gradient buffer on the host is exchanged with it, one on the device is
+    copied to it.
     """
 
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
@@ -63,7 +64,11 @@ class Windows(HostGradients[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """``alone``: DeepSpeed does not take this gradient into its sum of micro-batches."""
+        """Store or accumulate a gradient partition. The previous step's gradient is kept if it may be needed.
+
+        Args:
+            alone: If True, DeepSpeed does not add this gradient to its sum of micro-batches.
+        """
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):
             self._keep_previous(piece)
@@ -91,7 +96,7 @@ class Windows(HostGradients[ZeroSlice]):
         return super()._sum_so_far(piece, elements)
 
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return the sum to which the next micro-batch is added, after its arrival. Do not write to it."""
+        """Return the gradient sum to which the next micro-batch is added, after it has arrived. Do not write to it."""
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         return self._sum_so_far(piece, piece.elements)
@@ -99,7 +104,7 @@ class Windows(HostGradients[ZeroSlice]):
     # -- what the window before left ---------------------------------------------------------
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """A gradient is about to come home that no update may ever apply."""
+        """Save the previous window's gradient before a gradient arrives that no update may ever apply."""
         subgroup = piece.subgroup
         if self._crosses[subgroup] or self.device.unified:
             # All of the subgroup at once, by reference: what has not arrived yet is left behind.
@@ -129,11 +134,12 @@ class Windows(HostGradients[ZeroSlice]):
                 self._spare(state.index)
 
     def _left_behind(self, piece: ZeroSlice) -> bool:
-        """Home and spare changed places, and nothing of this parameter has arrived since."""
         return piece.subgroup in self._turned and not piece.begun and not piece.touched
 
     def _previous(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """Return the previous window's gradient if it is in the spare buffer, or None if it is in the home buffer."""
+        """Return the previous window's gradient if it is in the spare buffer, or None if it is in the gradient
+        buffer.
+        """
         if piece.touched or not (piece.subgroup in self._turned or piece.copied):
             return None
         return self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
@@ -142,7 +148,7 @@ class Windows(HostGradients[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Kept gradients too."""
+        """Return a collection of the same gradients, kept ones included, for subgroups in other buffers."""
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
             if piece.kept is not None:
@@ -152,8 +158,10 @@ class Windows(HostGradients[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """The spares go too. At home is then what the window before left, and apart what was added
-        up since, if it is begun.
+        """Release the spare buffers and the GPU memory for gradient sums.
+
+        The gradient buffer then holds the previous window's gradient. ``apart`` holds the present window's
+        sum, if the window has begun.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -175,9 +183,9 @@ class Windows(HostGradients[ZeroSlice]):
     # -- stepping ----------------------------------------------------------------------------
 
     def finish(self, piece: ZeroSlice) -> torch.Tensor:
-        """The sum at home becomes what the next update applies; returns it, once it is there.
+        """Make a gradient sum the gradient that the next update applies. Return it after its arrival.
 
-        For accumulation that ends at ``step()``, after its last backward.
+        Used if accumulation ends at ``step()``, after the last backward.
         """
         if piece.unsent:
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
@@ -192,8 +200,10 @@ class Windows(HostGradients[ZeroSlice]):
         return self._host_buffer(piece)
 
     def close_window(self) -> None:
-        """Parameters without a gradient keep what DeepSpeed would reuse: it leaves their fp32
-        gradient where it was, scaled by the previous step, and applies it again.
+        """Close the accumulation window, and keep the gradients that DeepSpeed would apply again.
+
+        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and
+        applies it again.
         """
         for piece in self.slices.values():
             if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
@@ -209,9 +219,9 @@ class Windows(HostGradients[ZeroSlice]):
         super().close_window()
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """Return DeepSpeed's fp32 gradient of a parameter that this window's boundary did not reach.
+        """Return DeepSpeed's fp32 gradient of a parameter that the window's last micro-batch did not use.
 
-        None: it equals the home buffer.
+        None if it equals the gradient buffer.
         """
         if piece.begun and not piece.used:
             where = self.states[piece.subgroup]
@@ -222,7 +232,7 @@ class Windows(HostGradients[ZeroSlice]):
         return kept if piece.begun or bool(kept.count_nonzero()) else None
 
     def _apply(self, piece: ZeroSlice, kept: torch.Tensor) -> None:
-        """Apply to the kept gradient what the latest step, if any, did to its own."""
+        """Change a kept gradient as the latest step has changed the gradients that it applied."""
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
             if self.spend is not None:
@@ -234,7 +244,7 @@ class Windows(HostGradients[ZeroSlice]):
         piece.applied = False
 
     def _widen(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return a copy of what the latest boundary brought, unscaled, in the master's precision."""
+        """Return an unscaled copy of the gradient of the latest window's end, in the master's precision."""
         dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
@@ -242,9 +252,9 @@ class Windows(HostGradients[ZeroSlice]):
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return the fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
+        """Return a parameter's fp32 gradient as DeepSpeed shows it. The next update applies changes to it.
 
-        After a step, and until the next gradient, that is the unscaled and clipped one.
+        From a step until the next gradient, it is unscaled and clipped.
         """
         if piece.kept is None:
             if piece.begun and not piece.touched:
@@ -259,10 +269,9 @@ class Windows(HostGradients[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """DeepSpeed scales its fp32 gradients in place; the kept ones stand for them.
+        """Note the gradient scale of a step, and scale the kept gradients, as DeepSpeed does in place.
 
-        Not in place here: nobody has gathered an unused parameter, so that its latest update may
-        still be reading what was kept.
+        Here a scaled copy replaces each, because the latest update of an unused parameter may still read it.
         """
         self.last_scale = scale
         if scale is None:
@@ -272,7 +281,9 @@ class Windows(HostGradients[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return a single one, unless something was kept."""
+        """Return a subgroup's element ranges, each with its gradient and scale. One range unless gradients were
+        kept.
+        """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
         runs: list[Segment] = []
@@ -291,10 +302,10 @@ class Windows(HostGradients[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """Masters of 16 bits below ZeRO-3: DeepSpeed adds micro-batches up in the gradient that updates apply.
+    """Gradients for 16-bit masters below ZeRO-3, where one buffer holds the sum and the applied gradient.
 
-    The window before leaves it unscaled and clipped, and a parameter that gets its first gradient in a
-    later micro-batch goes on from that. There is one sum, in the home buffer.
+    The previous window leaves the buffer unscaled and clipped. A parameter with its first gradient in a
+    later micro-batch continues from that.
     """
 
     def accept(
@@ -308,7 +319,7 @@ class OneBuffer(Windows):
         return super().accept(piece, gradient, first=first, boundary=boundary)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Micro-batches replace it."""
+        """Do nothing, since micro-batches replace the previous window's gradient."""
 
     def make_spares(self) -> None:
         """Make none: there is one sum."""

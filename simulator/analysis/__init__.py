@@ -1,1 +1,1 @@
-"""Questions that take many simulations, or none: bounds, checkpoint costs, what-ifs, goodput."""
+"""Analyses on top of the simulator: lower bounds, checkpoint costs, what-ifs and goodput."""

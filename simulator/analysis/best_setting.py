@@ -1,4 +1,4 @@
-"""A strategy at the setting that serves best within the memory that there is."""
+"""The search for the best setting of a strategy within the available memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,12 +27,12 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 @dataclass(frozen=True)
 class Simulated:
-    """One strategy at one setting.
+    """A strategy's simulation at one setting.
 
     Attributes:
-        setting: options of `build_strategy`.
-        compiled: what was simulated.
-        lacks: what memory is missing, for people; empty: it fits.
+        setting: Options of `build_strategy`.
+        compiled: Schedule that was simulated.
+        lacks: Lack of memory in words. Empty if the strategy fits.
     """
 
     strategy: str
@@ -47,11 +47,11 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """Return the bytes in use of each memory at its peak, by kind."""
+        """Return the bytes by kind that a simulated strategy has in use of each memory at its peak."""
         return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
-        """Return the setting for people: ``ratio 0.3``."""
+        """Return a simulated strategy's setting for people, such as ``ratio 0.3``."""
         return ", ".join(
             f"{key}{between}{value:g}"
             if isinstance(value, int | float) and not isinstance(value, bool)
@@ -61,13 +61,13 @@ class Simulated:
 
 
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-    """Return a strategy's schedule, built anew."""
+    """Return a strategy's schedule for a workload as arrays for the compiled simulator."""
     return compile_schedule(build_strategy(name, workload, **options))
 
 
 @dataclass(frozen=True)
 class _Strategy:
-    """One strategy at any of its settings, on one machine."""
+    """A strategy on one machine, to be simulated at any of its settings."""
 
     name: str
     workload: Workload
@@ -76,7 +76,7 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the fastest that fits, or the one with the smallest shortage."""
+        """Return the fastest setting of a strategy that fits, or the one with the smallest lack of memory."""
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
             tried += self._early_variants(plain)
@@ -108,8 +108,9 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """With as many updates on the host before the norm as there is memory and time for,
-        without visits before it and with all of them.
+        """Yield simulations of a plan with as many early updates on the host as memory and time allow.
+
+        There is one without early staged updates, and one in which all staged updates are early.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
         silent = work.zero_stage < 3 or machine.unified_memory
@@ -133,8 +134,10 @@ class _Strategy:
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
-    """With as many slots and visits before the norm as `SLOTS` allows. A subgroup far larger than
-    the others, such as an embedding's, stays at home, for every slot would be as large.
+    """Return a plan with evenly spread placements and up to `SLOTS` staging buffers.
+
+    A subgroup far larger than the others, such as an embedding's, is not staged, because every staging buffer
+    would have to be as large.
     """
     plan = shared_plan(workload, device_share, resident_share)
     placements, large = list(plan.placements), workload.large_subgroups
@@ -147,9 +150,7 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 
 
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
-    """Return the plan with as many staging slots, and then as many sums of micro-batches on the
-    device, as there is memory for.
-    """
+    """Return the plan with as many staging buffers and on-device gradient sums as there is memory for."""
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:
         bare = plan.model_copy(update={"staging_slots": 0})
@@ -174,7 +175,7 @@ def simulated(
     setting: Mapping[str, Any],
     compile_: Compile = compiled,
 ) -> Simulated:
-    """Simulate one iteration, and check whether it fits."""
+    """Return a strategy's simulation at one setting, and whether it fits."""
     return _Strategy(name, workload, machine, limits, compile_).best([setting])
 
 
@@ -186,10 +187,12 @@ def best_setting(
     setting: Mapping[str, Any] | None = None,
     compile_: Compile = compiled,
 ) -> Simulated:
-    """Return the given setting, or the fastest that fits. If none fits, return the one with the smallest shortage.
+    """Return the simulation of a strategy at its fastest setting that fits, or at the given setting.
+
+    If no setting fits, return the one with the smallest lack of memory.
 
     Args:
-        compile_: builds a schedule from the strategy's name, the workload and the setting.
+        compile_: Function that builds a schedule from the strategy's name, the workload and the setting.
     """
     one = _Strategy(name, workload, machine, limits, compile_)
     options = [setting] if setting else list(settings(name, len(workload.subgroups)))

@@ -38,16 +38,17 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound and the split that would reach it.
+    """A lower bound of an iteration's time under any plan, and the split of parameters that would reach it.
 
     Attributes:
-        iteration_s: no plan's steady iteration can be shorter.
-        update_s: from the norm barrier until the next (first micro-batch's) forward has ended,
-            what is done before it left out; beyond what passes compute, what they wait for.
-        params: the split of this rank's parameters.
-        binding: the resources that are full where parameters are a fluid; ``(update)``: from the
-            end of backward to the end of the next forward, else over the whole iteration.
-        promising: numbers of subgroups, and of staging slots, that come near it, nearest first.
+        iteration_s: Steady iteration time that no plan can beat.
+        update_s: Seconds from the gradient norm until the next forward (of its first micro-batch) has ended,
+            without the updates that precede the norm, plus waits in backward.
+        params: Number of this rank's parameters by placement in the split that reaches the bound.
+        binding: Names of resources that are fully used if parameters can be split freely. ``(update)``: used
+            from the end of backward to the end of the next forward. Otherwise over the whole iteration.
+        promising: Numbers of subgroups by placement, and of staging buffers, that come close to the bound,
+            closest first.
     """
 
     iteration_s: float
@@ -68,25 +69,25 @@ def bound(
     *,
     enough_s: float | None = None,
 ) -> Bound:
-    """Return the bound for every plan that stays within so much memory.
+    """Return the lower bound of an iteration's time for every plan that stays within some memory.
 
-    Between the norm barrier and the end of the next forward (of its first micro-batch) all
-    subgroups that wait for the norm are updated, the others' parameters come home and that
-    forward's compute is done; overlap of the two is allowed, so the bound holds for plans without
-    it too. It is one of the steady state: a simulation of three iterations can be shorter where the
-    link falls behind from iteration to iteration.
+    Between the gradient norm and the end of the next forward (of its first micro-batch), all subgroups that
+    wait for the norm are updated, the parameters of the others are copied, and that forward is computed.
+    These may overlap, so the bound also holds for plans without overlap. It is a bound of the steady state: a
+    simulation of three iterations can be shorter if the link falls behind from iteration to iteration.
 
     Args:
-        device_bytes: the limit on device memory; None: the machine's.
-        homes: of the subgroups' 16-bit parameters; empty: all on the device; None: anywhere.
-        host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
-        guesses: plans may update subgroups before the norm is known (`Way`), and each
-            guess is right; False: none does. Sums of micro-batches may stay on the device.
-        enough_s: an iteration; no bound is higher, and the search for whole subgroups goes on far
-            longer until it has proven that much. None: as long as planning can wait.
+        device_bytes: Limit of device memory. None: the machine's.
+        locations: Memory that holds each subgroup's 16-bit parameters. Empty: all on the device. None:
+            anywhere.
+        host_bytes, storage_bytes: Limits of host memory and storage. None: there is enough.
+        early_updates: True if plans may update subgroups before the norm is known, and every early update is
+            right. Gradients may be accumulated on the GPU in either case.
+        enough_s: Iteration time that is enough to prove. No returned bound is higher, and the search for
+            whole subgroups goes on far longer until it is proven. None: as long as planning can wait.
 
     Raises:
-        ValueError: not even the workload alone fits into the device's memory.
+        ValueError: the workload alone does not fit into device memory.
     """
     some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes, early_updates)
     return tightened(fluid_bound(*some), *some, enough_s=enough_s)
@@ -101,10 +102,12 @@ def fluid_bound(
     storage_bytes: float | None = None,
     early_updates: bool = False,
 ) -> Bound:
-    """`bound` as if parameters were a fluid: no tighter, and there in milliseconds.
+    """Return a lower bound of an iteration's time as if parameters could be split freely.
+
+    It is at most as high as `bound`, and takes milliseconds.
 
     Raises:
-        ValueError: not even the workload alone fits into the device's memory.
+        ValueError: the workload alone does not fit into device memory.
     """
     some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes)
     problem = _Problem(*some, early_updates=early_updates, pieces=1)
@@ -122,9 +125,9 @@ def fluid_bound(
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return an iteration with updates that take no time, or 0 without a network.
+    """Return the seconds of an iteration with updates that take no time, or 0 without a network.
 
-    The rules know the passes' compute, but not the network that they wait for.
+    The bound's rules know the compute of passes, but not the network that they wait for.
     """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):
@@ -149,11 +152,11 @@ def tightened(
     most_nodes: int = NODES_OF_FEW,
     enough_s: float | None = None,
 ) -> Bound:
-    """`bound`, where `fluid_bound` is known.
+    """Return the lower bound of an iteration's time (see `bound`), starting from a known `fluid_bound`.
 
     Args:
-        most_nodes: of the search for whole numbers of subgroups; 0: of fractions of them, which is
-            there in a fifth of a second.
+        most_nodes: Limit of the search for whole numbers of subgroups. 0: fractions, which takes a fifth of a
+            second.
     """
     if machine.unified_memory:
         return fluid
@@ -177,7 +180,7 @@ def _nodes(count: int) -> int:
 def _in_whole_numbers(
     window: Window, nodes: int, fractions: tuple[float, Floats], least_s: float
 ) -> tuple[float, Floats] | None:
-    """Return the seconds and the solution in whole numbers, or None without a solution.
+    """Return a linear program's minimum seconds and solution in whole numbers of subgroups. None without one.
 
     The search stops at ``least_s``.
     """
@@ -191,14 +194,23 @@ def _in_whole_numbers(
 
 
 class NumberedBounds:
-    """Bounds of so many subgroups of each placement and so many slots, parameters on the device."""
+    """Lower bounds for given numbers of subgroups per placement and of staging buffers.
+
+    All parameters are on the device.
+    """
 
     def __init__(self, workload: Workload, machine: Machine, device_bytes: float) -> None:
         count = len(workload.subgroups)
         self._problem = _Problem(workload, machine, device_bytes, (), None, None, pieces=count)
 
     def iteration_s(self, numbers: Numbers, slots: int | None) -> float:
-        """``inf`` where they do not fit; ``slots`` None: any number."""
+        """Return a lower bound of an iteration's seconds for given numbers of subgroups per placement.
+
+        ``inf`` if they do not fit into memory.
+
+        Args:
+            slots: Number of staging buffers. None: any number.
+        """
         problem = self._problem
         plain = dict.fromkeys(way.plain for way in problem.model.ways)
         exact = [numbers.get(way.placement, 0) for way in plain]
@@ -256,7 +268,6 @@ class _Problem:
         return Window(self.model, self.room, slots, fewest, numbers, largest_staged)
 
     def by_placement(self, x: Floats) -> dict[Placement, float]:
-        """Sum over pieces and homes."""
         sums = zip(self.model.ways, x.sum(axis=0).tolist(), strict=True)
         split: dict[Placement, float] = dict.fromkeys(RECIPES, 0.0)
         for way, each in sums:
@@ -264,7 +275,6 @@ class _Problem:
         return split
 
     def tightened(self, fluid: Bound, nodes: int, enough_s: float | None = None) -> Bound:
-        """Return the lowest of all numbers of slots, most promising first."""
         least_s, near = math.inf, []
         if enough_s is not None:
             least_s, nodes = enough_s - self.model.rest_s, NODES_OF_PROOF
@@ -305,13 +315,13 @@ class _Problem:
                 yield solved[0], number, slots, largest_staged
 
     def _staged_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of sizes: the largest visitor is in one of them."""
+        """Return ranges of subgroup sizes. The largest staged subgroup is in one of them."""
         sizes = np.unique(self.model.workload.subgroups)
         some = np.array_split(sizes, min(len(sizes), MOST_STAGED_RANGES))
         return [(int(each[0]), int(each[-1])) for each in some]
 
     def _rounded(self, x: Floats) -> dict[Placement, int]:
-        """Numbers of subgroups that add up, by their shares of all elements."""
+        """Return whole numbers of subgroups by placement, rounded from their shares of all elements."""
         split = self.by_placement(x * self.model.pieces.size[:, None])
         count, total = len(self.model.workload.subgroups), sum(split.values())
         ends = np.round(count * np.cumsum(list(split.values())) / total).astype(int).tolist()

@@ -1,4 +1,4 @@
-"""The cost of a checkpoint: training simulated with one and without."""
+"""The cost of a checkpoint, from simulations of training with and without the checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _NOTHING = Writing((), {})
 
 @dataclass(frozen=True)
 class _Run:
-    """A simulated schedule, and what is asked of it. Seconds from the save, where one is named."""
+    """A simulated schedule, and its times in seconds from the save."""
 
     ops: tuple[Op, ...]
     result: SimResult
@@ -41,7 +41,7 @@ class _Run:
         return float(self.result.end_s[saves[0]])
 
     def norm_s(self) -> float:
-        """Return the time at which the updates of the iteration after the save may begin."""
+        """Return the seconds from a save to the gradient norm of the next iteration, when updates may begin."""
         return float(self.result.end_s[self.of(OpKind.NORM, iteration=LEAD_IN)[0]]) - self.save_s()
 
     def backward_end_s(self, iteration: int) -> float:
@@ -54,14 +54,14 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Bytes per second that the writers reached before the first update was due."""
+        """Return the bytes per second that checkpoint writers reached before the first update was due."""
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
         busy_s = sum(float(self.result.end_s[i] - self.result.start_s[i]) for i in early)
         return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
 
     def hooks_s(self) -> tuple[float, ...]:
-        """Return the begin of each forward and the end of each backward after the save.
+        """Return the start of each forward and the end of each backward after a save.
 
         See `_pass_begins` of `CheckpointedLoop`.
         """
@@ -73,7 +73,7 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """Return the time at which each subgroup is about to be overwritten for the first time after the save."""
+        """Return the time at which each subgroup is overwritten for the first time after a save."""
         save_s, results = self.save_s(), []
         recipes = [RECIPES[placement] for placement in plan.placements]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -85,7 +85,10 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Residents and visitors in one order, that of their ops: their copies share the D2H lane."""
+    """Return the times at which updates overwrite subgroups, such that they follow the order of the updates.
+
+    The copies before these updates share one lane.
+    """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
     for one in sorted(due, key=lambda d: rank[d.subgroup]):
@@ -95,7 +98,7 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 
 
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
-    """Return the same with writers that take neither DRAM nor cores."""
+    """Return a compiled schedule with checkpoint writers that use neither DRAM nor cores."""
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
     ops[persists, DRAM] = ops[persists, CORES] = 0.0
@@ -103,9 +106,9 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 
 
 def save_seconds(workload: Workload, machine: Machine) -> float:
-    """Return the fixed seconds of a save. They grow with the number of tensors named in the files.
+    """Return the fixed seconds of a checkpoint save. They grow with the number of tensors named in the files.
 
-    There is one for each parameter, and a few for each subgroup's state.
+    There is one tensor for each parameter, and a few for each subgroup's state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)
@@ -132,9 +135,7 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
 
 
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
-    """Bytes of each subgroup's state that a checkpoint writes: none of what is stored, which is
-    committed where it lies.
-    """
+    """Return the bytes of each subgroup's state that a checkpoint writes. Stored state is already on the drive."""
     each = workload.optimizer_state.state_bytes
     return [
         0 if RECIPES[placement].state == "storage" else n * each
@@ -143,20 +144,24 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes of a whole checkpoint, including the parameters in the model's precision."""
+    """Return the bytes that a whole checkpoint writes, including the parameters in the model's precision."""
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
 class CheckpointSimulation:
-    """Predicts what checkpoints cost under a plan, for any budget, cap and number of writers.
+    """A prediction of the cost of checkpoints under a plan, for any copy budget, limit and number of writers.
 
-    Simulates `LEAD_IN` iterations, a save, and `FOLLOWED` more, with and without the checkpoint.
-    Which bytes are copied or waited for follows from when updates come due; that is settled on the
-    schedule without the writers first, then again on the one with them.
+    It simulates `LEAD_IN` iterations, a save, and `FOLLOWED` more, with and without the checkpoint. The bytes
+    that are copied or waited for depend on when updates are due. These times are first taken from a schedule
+    without writers, and then from one with them.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
-        """``save_s``: what ``save_checkpoint`` takes by itself; None: `save_seconds`."""
+        """Set up the simulation of checkpoints under a plan.
+
+        Args:
+            save_s: Fixed seconds of ``save_checkpoint``. None: from `save_seconds`.
+        """
         workload = workload.cut_as(plan)
         self.workload, self.plan, self.machine = workload, plan, machine
         own_s = save_seconds(workload, machine) + gathered_seconds(workload, plan, machine)
@@ -166,7 +171,7 @@ class CheckpointSimulation:
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
-        """Training with one checkpoint, to simulate, plot or trace."""
+        """Return the schedule of training with one checkpoint, to simulate, plot or trace."""
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
@@ -194,7 +199,10 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """Return the slowdown after the simulated iterations, assuming that later ones are slowed like the last."""
+        """Return the seconds that a checkpoint adds after the simulated iterations.
+
+        Later iterations are assumed to be slowed like the last simulated one.
+        """
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
         left = max(0.0, run.persist_end_s() - run.backward_end_s(last)) / self.iteration_s
@@ -202,7 +210,7 @@ class CheckpointSimulation:
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of an iteration without any checkpoint."""
+        """Return the seconds of a training iteration without any checkpoint."""
         return self._plain.result.iteration_s
 
     @cached_property
@@ -211,7 +219,7 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate the save as a barrier, with nothing written."""
+        """Simulate a save that is only a barrier and writes nothing."""
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
 
@@ -219,7 +227,7 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """Return the order of the bytes: settled in `ROUNDS`."""
+        """Return the writing order of a checkpoint's bytes, refined in `ROUNDS` simulations."""
         paced = min(self.storage, saving.write_bytes_per_s or math.inf)
         rate, stretch = paced, 1.0
         writing = self._ordered(saving, rate, stretch)

@@ -1,4 +1,4 @@
-"""The critical path of an iteration: the chain of ops that must get shorter for it to get shorter."""
+"""The critical path: the chain of ops that must get shorter for an iteration to get shorter."""
 
 from collections import defaultdict
 
@@ -8,17 +8,16 @@ from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
-    """Return the ops without a gap between them that end at ``to_s``, back to ``from_s``, in time's order.
+    """Return the chain of ops without gaps that leads from ``from_s`` to ``to_s`` in a timeline.
 
-    An op starts when the last of what it waits for has ended, its lane's predecessor included; the
-    chain goes back along that last one. How fast an op runs is not looked at: sharing a link or
-    DRAM with others makes it longer wherever it stands.
+    An op starts when the last op that it waits for has ended, including its lane's previous op. The chain
+    follows that last one. It does not consider that an op takes longer while it shares a link or DRAM.
 
     Args:
-        timeline: `simulate`'s of the same schedule.
+        timeline: Simulated timeline of the same schedule.
 
     Returns:
-        Nothing where no op ends at ``to_s``.
+        The ops' spans in order of time. Empty if no op ends at ``to_s``.
     """
     spans, before = _by_op(schedule, timeline)
     ends = [op for op, span in enumerate(spans) if abs(span.end_s - to_s) <= 1e-9 * (1 + to_s)]
@@ -32,7 +31,6 @@ def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: f
 
 
 def _by_op(schedule: Schedule, timeline: Timeline) -> tuple[list[Span], list[list[int]]]:
-    """Return the span of each op, and its predecessor on its lane: a lane runs its ops in order."""
     ran: dict[Lane, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         ran[span.lane].append(span)

@@ -1,6 +1,6 @@
-"""Draws a timeline: lanes as rows, ops as bars, colours by what an op does.
+"""Drawing of timelines with matplotlib: a row for each lane, a bar for each op.
 
-matplotlib is imported inside the functions: the simulator itself does without it.
+matplotlib is imported inside the functions, because the simulator itself does not need it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _PADDING_IN = 0.05
 
 
 def draw_spans(spans: Sequence[Span], title: str, ax: Axes | None = None) -> Axes:
-    """Draw lanes over time; return the axes.
+    """Draw the ops of a timeline as bars, in a row for each lane, and return the matplotlib axes.
 
-    Bars are labelled with their subgroup (or layer) where the label fits. The time axis is in
-    milliseconds below two seconds and in seconds from there.
+    Bars are labelled with their subgroup or layer if the label fits. The time axis is in milliseconds below
+    two seconds, otherwise in seconds.
     """
     if ax is None:
         ax = _new_axes(spans)
@@ -108,7 +108,6 @@ def _draw_lane(ax: Axes, row: int, spans: Sequence[Span], origin_s: float, scale
 
 
 def _inches(ax: Axes, span: Span, scale: float) -> float:
-    """Return the width of a bar on the page."""
     figure = ax.get_figure(root=True)
     figure_width = float(figure.get_size_inches()[0]) if figure is not None else 1.0
     left, right = ax.get_xlim()
@@ -117,7 +116,7 @@ def _inches(ax: Axes, span: Span, scale: float) -> float:
 
 
 def _edges(ax: Axes, bars: Sequence[Span], scale: float) -> dict[str, Any]:
-    """Return the edges of bars: white to separate neighbours, their own colour if they are a pixel wide."""
+    """Return the edges of bars: white to separate neighbors, or the bars' own color if they are very narrow."""
     widths = sorted(_inches(ax, s, scale) for s in bars)
     if widths[len(widths) // 2] > 0.06:
         return {"edgecolor": "white", "linewidth": 0.6}
@@ -137,7 +136,6 @@ def _label(ax: Axes, row: int, span: Span, origin_s: float, scale: float) -> Non
 
 
 def _draw_moments(ax: Axes, spans: Iterable[Span], origin_s: float, scale: float) -> None:
-    """The norm barrier and the return of `step()` have no length: lines over all lanes."""
     for span in spans:
         if span.kind in _MOMENTS:
             ax.axvline(

@@ -1,4 +1,4 @@
-"""The mean iteration of plans with early updates that are wrong in steps that clip."""
+"""The mean iteration time of plans with early updates, which steps that clip have to redo."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with the mean iteration at the workload's clip rate."""
+    """Return a plan's simulation with the mean iteration time at the workload's clip rate."""
     right = simulate(plan)
     times = step_times(workload, machine, plan, simulate, right)
     if times is None:
@@ -30,10 +30,10 @@ def step_times(
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
 ) -> StepTimes | None:
-    """Return the times of a plan's right, plain and wrong steps. None if it updates nothing early.
+    """Return a plan's iteration times with right, without, and with wrong early updates. None if it has none.
 
     Args:
-        right: the plan's simulation, if it is known.
+        right: The plan's simulation, if it is known.
     """
     if not any(plan.updated_early):
         return None
@@ -48,12 +48,13 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return the times of right, plain and wrong steps. A wrong step's early updates run beside its
-    backward, and then all updates follow.
+    """Return an iteration's times with right, without, and with wrong early updates.
+
+    Wrong early updates run during backward, and then all updates follow.
 
     Args:
-        right, plain: iteration and backward of a step whose early updates are right, and without any.
-        late_s: as the function of that name gives it.
+        right, plain: Seconds of iteration and backward with right early updates, and without any.
+        late_s: Delay of the updates after wrong early updates. See `late_s`.
     """
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
@@ -66,12 +67,14 @@ def early_updates_worth(
     left_bytes: float,
     placement: Placement = "host",
 ) -> int:
-    """How many of these subgroups, which can be guessed, so much host memory holds twice and the
-    last backward has time for: behind the norm a guess takes longer than what it saves.
+    """Return how many subgroups have enough memory and time for a useful early update.
+
+    Host memory must hold their state twice. The last backward must have time for the updates, because an
+    early update that ends after the gradient norm takes longer than it saves.
 
     Args:
-        held: the workload's.
-        sizes: elements, of the last subgroup first.
+        held: Memory usage of the workload.
+        sizes: Elements of the subgroups that can be updated early, the last subgroup first.
     """
     each = held.early_bytes
     left_s = workload.backward_s / workload.gradient_accumulation_steps
@@ -83,12 +86,13 @@ def early_updates_worth(
 def late_s(
     workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
 ) -> float:
-    """How much later updates begin behind wrong guesses than where nobody guessed, at the most:
-    behind what is under way at the barrier, since what has not begun is dropped; without the visits
-    that would have come in meanwhile.
+    """Return an upper limit of the delay, in seconds, that wrong early updates cause for later updates.
+
+    Later updates wait for early updates that run when the gradient norm is known. Other early updates are
+    dropped. Staged subgroups that would have been copied meanwhile come later.
 
     Args:
-        sizes: of each placement, the elements of the subgroups that are guessed.
+        sizes: By placement, the elements of the subgroups that are updated early.
     """
     late = {
         placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)
@@ -101,8 +105,10 @@ def late_s(
 def early_update_s(
     workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
 ) -> float:
-    """Return the longest step of a guess of so many elements that its gradient comes before, alone, with
-    all cores or so many threads.
+    """Return the seconds of the longest op of an early update that runs alone.
+
+    Args:
+        threads: Number of threads of the host update. 0: all cores.
     """
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = recipe.steps[: recipe.before_norm]

@@ -1,8 +1,8 @@
-"""Goodput: the share of time that is useful training, when nodes fail and checkpoints cost.
+"""Goodput: the fraction of time that is useful training, given failures and the cost of checkpoints.
 
-The job computes, every interval a checkpoint is taken, its payload reaches storage a while later,
-and a failure throws the job back to the last checkpoint that had reached it. Failures are
-exponential (rate = nodes / MTBF of one node) and hit restarts too.
+The job trains and takes a checkpoint in every interval. The checkpoint reaches storage a while later. A
+failure throws the job back to the last checkpoint on storage. Failures are exponential (rate = nodes /
+MTBF of one node) and may also happen during restarts.
 """
 
 import math
@@ -15,14 +15,14 @@ CHECKFREQ_OVERHEAD = 0.035  # CheckFreq (Mohan et al., FAST 2021): at most 3.5% 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The failures of the whole job, and the time to run again.
+    """The failures of a whole training job, and the time to restart after each.
 
     Attributes:
-        mtbf_s: mean time between failures of the whole job. `math.inf`: it never fails.
-        restart_s: from a failure until the loop runs again from its checkpoint.
+        mtbf_s: Mean time between failures of the whole job. `math.inf`: it never fails.
+        restart_s: Seconds from a failure until training runs again from its checkpoint.
 
     Raises:
-        ValueError: a time that is out of its range.
+        ValueError: a time is out of its range.
     """
 
     mtbf_s: float
@@ -38,17 +38,17 @@ class CheckpointCost:
     """The cost of one checkpoint.
 
     Attributes:
-        stall_s: waits of the training loop: in the save, for copies, and for bytes that must be
+        stall_s: Seconds that the training loop waits: in the save, for copies, and for bytes that must be
             written before an update.
-        interference_s: seconds that the writing adds to iterations by its memory traffic and cores.
-        persist_s: from the begin of the save until the last byte is durable.
-        slowdown: of the iterations during the writing, without waits. 0.02 is 2%.
-        copied_bytes: bytes copied by copy on update.
-        waited_bytes: bytes written while an update waits.
-        reserved_bytes: host memory of the copy budget and the writers' buffers.
+        interference_s: Seconds that writing adds to iterations by its memory traffic and cores.
+        persist_s: Seconds from the start of the save until the last byte is durable.
+        slowdown: Relative slowdown of iterations during writing, without waits. 0.02 is 2%.
+        copied_bytes: Bytes copied because their update came first.
+        waited_bytes: Bytes written while an update waits.
+        reserved_bytes: Host memory of the copy budget and the writers' buffers.
 
     Raises:
-        ValueError: a time that is negative or not a number.
+        ValueError: a time is negative or not a number.
     """
 
     stall_s: float
@@ -68,10 +68,10 @@ class CheckpointCost:
         return self.stall_s + self.interference_s
 
     def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
-        """(steps between two commits, cost) of a save every ``steps``, whether or not it is done.
+        """Return the steps between two committed checkpoints and the cost of each, for a save every ``steps``.
 
-        A checkpoint that is still being written when the next one is due makes it wait, be skipped,
-        or is given up for it: then none is ever committed and the first value is 0.
+        If a checkpoint is still being written when the next one is due, ``busy`` decides: the next one waits or
+        is skipped, or it replaces the first. With "replace" none is ever committed, and the first value is 0.
         """
         spare_s = steps * iteration_s + self.cost_s - self.persist_s
         if spare_s >= -1e-9 * self.persist_s:
@@ -84,26 +84,26 @@ class CheckpointCost:
         return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
     def fewest_steps(self, iteration_s: float) -> int:
-        """Iterations until it is durable, and the next one may begin."""
+        """Return the number of iterations until a checkpoint is durable, so that the next one may begin."""
         return max(1, math.ceil((self.persist_s - self.cost_s) / iteration_s * (1 - 1e-12)))
 
 
 def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failures, interval_steps: int) -> float:
-    """Useful time over expected time, from 0 to 1.
+    """Return the expected fraction of time, from 0 to 1, that is useful training.
 
-    Exact renewal argument. An interval lasts ``L = work + stall + interference``. From one commit
-    to the next takes L, or ``L + persist`` after a failure (the work between taking and committing
-    a checkpoint is lost too), a restart takes ``(exp(R/M) - 1) M`` as it may fail as well, so
+    An exact renewal argument gives the formula. An interval lasts ``L = work + stall + interference``. From
+    one commit to the next takes L, or ``L + persist`` after a failure (the work between taking and committing
+    a checkpoint is lost too). A restart takes ``(exp(R/M) - 1) M``, as it may fail as well. So
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 
     Args:
-        iteration_s: one training iteration while no checkpoint is in the way.
-        interval_steps: iterations between two checkpoints; 0: none is taken.
+        iteration_s: Seconds of a training iteration without any checkpoint.
+        interval_steps: Iterations between two checkpoints. 0: no checkpoint is taken.
 
     Raises:
-        ValueError: an iteration that takes no time, a failing job takes no checkpoint, or a
-            checkpoint takes longer to commit than the interval lasts.
+        ValueError: an iteration takes no time, a failing job takes no checkpoint, or a checkpoint takes
+            longer to commit than the interval lasts.
     """
     check_positive("iteration_s", iteration_s)
     mtbf_s = failures.mtbf_s
@@ -126,14 +126,14 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
 
 
 def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Failures) -> int:
-    """Iterations between two checkpoints with the highest `expected_goodput`; 0: never.
+    """Return the number of iterations between two checkpoints with the highest expected goodput.
 
-    Goodput has one maximum over the interval, so it is one of the two whole numbers around
-    `optimal_interval`, but not below what a commit needs. It is 0 (only when the user saves) for a
-    job that never fails.
+    Goodput has one maximum over the interval. So the result is one of the two whole numbers around
+    `optimal_interval`, but not less than a commit needs. For a job that never fails it is 0 (only when the
+    user saves).
 
     Raises:
-        ValueError: as `expected_goodput`.
+        ValueError: as in `expected_goodput`.
     """
     check_positive("iteration_s", iteration_s)
     if math.isinf(failures.mtbf_s):
@@ -145,13 +145,13 @@ def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Fail
 
 
 def optimal_interval(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two checkpoints that maximise goodput; exact.
+    """Return the exact seconds of work between two checkpoints that maximize goodput.
 
-    The root of ``x = 1 - exp(-x - cost/M)`` with ``x = work/M`` (Lambert's W in disguise; Daly,
-    FGCS 2006). Neither restarts nor the time to commit move it.
+    They are the root of ``x = 1 - exp(-x - cost/M)`` with ``x = work/M`` (Lambert's W in disguise; Daly, FGCS
+    2006). Neither restarts nor the time to commit change them.
 
     Raises:
-        ValueError: a negative cost, or a mean time between failures that is not > 0.
+        ValueError: the cost is negative, or the mean time between failures is not > 0.
     """
     check_positive("mtbf_s", mtbf_s)
     check_not_negative("cost_s", cost_s)
@@ -168,17 +168,20 @@ def optimal_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
-    """Young (CACM 1974): ``sqrt(2 d M)``."""
+    """Return Young's checkpoint interval in seconds (CACM 1974): ``sqrt(2 d M)``."""
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly_interval(cost_s: float, mtbf_s: float) -> float:
-    """Daly (FGCS 2006), first order: ``sqrt(2 d M) - d``; 0 where the cost exceeds it."""
+    """Return Daly's checkpoint interval in seconds (FGCS 2006), first order: ``sqrt(2 d M) - d``, at least 0."""
     return max(0.0, young_interval(cost_s, mtbf_s) - cost_s)
 
 
 def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
-    """CheckFreq's: as often as its overhead stays within bounds and writing keeps up."""
+    """Return CheckFreq's checkpoint interval in iterations.
+
+    It is the shortest whose overhead stays within CheckFreq's limit and whose writes keep up.
+    """
     steps = math.ceil(cost.cost_s / (CHECKFREQ_OVERHEAD * iteration_s) * (1 - 1e-12))
     return max(cost.fewest_steps(iteration_s), steps)
 

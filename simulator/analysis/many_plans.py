@@ -1,7 +1,7 @@
-"""Many plans of one workload on one machine: ebbtide's schedule is built as arrays and run there.
+"""Fast prediction of many plans of one workload on one machine, for the tuner's search.
 
 `PlanSweep` gives the result of ``simulate_fast(build_schedule(workload, plan), machine)`` without any
-`Op` object. The tuner's search calls it.
+`Op` object: ebbtide's schedule is built as arrays and simulated there.
 """
 
 import threading
@@ -40,12 +40,12 @@ MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of u
 
 
 class _Scratch(threading.local):
-    """Buffers for one schedule as arrays. Every sweep of a thread builds into the same ones.
+    """Buffers for one schedule as arrays. All sweeps of a thread share them.
 
     Attributes:
-        ops: a row for each op.
-        after_first: where the ops that each op waits for begin in ``after``.
-        start_s, end_s: of each op.
+        ops: Row of each op.
+        after_first: Position in ``after`` at which each op's waits begin.
+        start_s, end_s: Start and end of each op.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Scratch(threading.local):
         self.start_s, self.end_s = np.zeros(ops), np.zeros(ops)
 
     def of(self, ops: int, waits: int) -> "_Scratch":
-        """Return the buffers, large enough for these numbers of ops and of waits."""
+        """Return a thread's buffers, enlarged if they lack room for a number of ops and waits."""
         if ops > len(self.ops) or waits > len(self.after):
             self._allocate(max(ops, len(self.ops)), max(waits, len(self.after)))
         return self
@@ -68,13 +68,14 @@ _SCRATCH = _Scratch()
 
 
 class PlanSweep:
-    """Predicts many plans of one workload on one machine.
-
-    Holds what every call reuses: one instance per thread.
-    """
+    """A fast predictor of many plans of one workload on one machine. Each thread needs its own."""
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
-        """Raise ValueError where the machine lacks a rate that the workload needs."""
+        """Prepare the prediction of plans.
+
+        Raises:
+            ValueError: the machine lacks a rate that the workload needs.
+        """
         self.workload, self.machine, self.iterations = workload, machine, iterations
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)
@@ -93,7 +94,6 @@ class PlanSweep:
         self._count_ops()
 
     def _rates(self) -> Floats:
-        """``nan`` where the machine lacks one."""
         has = self.machine.has
         return np.array([self.machine.rate(n) if has(n) else np.nan for n in RATES])
 
@@ -121,14 +121,15 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """One row with `COLUMNS` for one plan.
+        """Return one plan's predicted times and memory peaks as an array with `COLUMNS`.
 
         Args:
-            placement: Codes of the subgroups' ways (`Way.code`): shape (subgroups,). The rest as in `Plan`.
-            issue: `Plan.issue_order`; None: forward order.
+            placement: Codes of the subgroups' ways of being updated (`Way.code`): shape (subgroups,).
+            issue: Order of the updates, as in `Plan.issue_order`. None: forward order.
 
         Raises:
-            PlanError: another number of placements than subgroups, or prefetch without slots.
+            PlanError: the number of placements is not the number of subgroups, or prefetch is not possible
+                without staging buffers.
         """
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
@@ -166,18 +167,21 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
+        """Return numbers and sizes of subgroups (`tally`), separately for normal and for early updates."""
         waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the elements of subgroups with sums on the device, if micro-batches are added up."""
+        """Return the number of elements in subgroups that accumulate gradients on the GPU.
+
+        0 if the training accumulates no gradients in host memory.
+        """
         if not self.held.sums:
             return 0.0
         return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
 
     def evaluate_plan(self, plan: Plan) -> Floats:
-        """One row with `COLUMNS` for a plan."""
+        """Return a plan's predicted times and memory peaks as an array with `COLUMNS`."""
         return self.evaluate(
             np.array([way.code for way in plan.ways], np.int8),
             plan.staging_slots,
@@ -194,9 +198,7 @@ class PlanSweep:
         return result(self.evaluate_plan(plan), none, none)
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
-        """Return the passes, recorded once for each set of parameter locations, and the bytes of
-        parameters that the device does not hold.
-        """
+        """Return the recorded passes for a set of parameter locations, and the parameter bytes not on the device."""
         away = placement >= PARAMETERS_ON_HOST
         key = (away.tobytes(), overlaps)
         if key not in self._programs:

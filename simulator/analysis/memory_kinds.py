@@ -1,4 +1,4 @@
-"""The use of memory, by kind, at the moment of its peak."""
+"""The use of memory by kind (parameters, state, gradients ...) at the peak of a simulated iteration."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
-    """Return, for each memory, the bytes of each kind at its peak. Their sum is the peak.
+    """Return, for each memory of a simulated schedule, the bytes of each kind in use at the memory's peak.
 
     Kinds without bytes are left out.
     """
@@ -28,10 +28,10 @@ def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
 
 
 def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free: int) -> list[int]:
-    """Return the bytes of each of `KINDS` that ops hold when they hold most.
+    """Return the bytes of each of `KINDS` that ops hold at the moment when they hold most.
 
-    Where ops start and end at the same moment, ends come first, as in the engines; an op that takes
-    no time ends behind its own start.
+    If ops start and end at the same moment, ends come first, as in the engines. An op without duration ends
+    after its own start.
     """
     ops = schedule.ops
     starts, ends = (np.flatnonzero(ops[:, column]) for column in (alloc, free))
@@ -52,6 +52,6 @@ def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free:
 
 
 def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:
-    """The position in `KINDS` of what each op's memory is for."""
+    """Return, for each op, the position in `KINDS` of the kind of memory that it allocates or frees."""
     table = [KINDS.index(kind_of(kind)) for kind in kernel.KINDS]
     return np.array([table[number] for number in ops[:, kernel.KIND].astype(int)], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Schedules that differ in times only are built once: what a service asked by sliders lives on.
+"""Reuse of built schedules that differ only in times, for a service with sliders.
 
-Which ops there are, and what they wait for, follows from a strategy's options and from the
-workload's sizes. A layer's times and activations, the pipeline's idle time and the memory in use
-throughout are written into the arrays of an earlier schedule of the same structure.
+A strategy's options and the workload's sizes determine the ops and their waits. A layer's times and
+activations, the pipeline's idle time and the memory in use throughout are written into the arrays of an
+earlier schedule with the same structure.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """Return the values, by name, that may differ between workloads of one structure."""
+    """Return the values, by name, that may differ between workloads with the same schedule structure."""
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -73,15 +73,16 @@ def times(workload: Workload) -> dict[str, Hashable]:
 
 @dataclass
 class Template:
-    """A compiled schedule, and which of its rows belong to which layer.
+    """A compiled schedule that can be reused for other times, with the rows of each layer.
 
     Attributes:
-        made_for: the times in it.
-        rows: by what is written there, rows and the layer of each.
-        beside: by kind, device memory of the schedule throughout, without the workload's base.
-        gone_bytes: parameters of that base that live elsewhere.
-        checked: the names of `times` that were compared with a real build and found right.
-        fixed: a real build had times in other places too: such schedules are always built.
+        made_for: Times that the schedule contains.
+        rows: By the kind of ops whose times change, their rows and the layer of each.
+        beside: Bytes by kind of device memory that the schedule holds throughout, without the workload's
+            base.
+        gone_bytes: Bytes of that base's parameters that are in host memory.
+        checked: Names of `times` whose reuse was compared with a real build and found right.
+        fixed: True if a real build had times in other places too. Such schedules are never reused.
     """
 
     compiled: CompiledSchedule
@@ -94,7 +95,7 @@ class Template:
 
     @classmethod
     def of(cls, schedule: Schedule, workload: Workload) -> Self:
-        """Return the template of a schedule that was built for ``workload``."""
+        """Return the reusable template of a schedule that was built for a workload."""
         result: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
         for op in schedule.ops:
             name = _WRITTEN.get((op.kind, op.lane, op.rate))
@@ -114,16 +115,19 @@ class Template:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of its arrays."""
+        """Return the bytes that a schedule template takes in memory."""
         made = self.compiled
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the values in which this workload differs."""
+        """Return the names of the times that differ between a workload and a schedule template."""
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
-        """The same ops and waits with this workload's times."""
+        """Return a template's schedule with the times and memory of another workload.
+
+        The other workload has the same schedule structure.
+        """
         forward_s = np.array([layer.forward_s for layer in workload.layers])
         backward_s = np.array([layer.backward_s for layer in workload.layers])
         kept = np.array([layer.activation_bytes for layer in workload.layers], dtype=np.float64)
@@ -153,7 +157,7 @@ _WRITTEN = {
 
 
 def _without_ops(schedule: Schedule) -> CompiledSchedule:
-    """Return the ops as objects would have the times of one workload."""
+    """Return a compiled schedule without its op objects, which contain the times of one workload."""
     return replace(compile_schedule(schedule), schedule=replace(schedule, ops=()))
 
 
@@ -164,27 +168,27 @@ def _equal(one: CompiledSchedule, other: CompiledSchedule) -> bool:
 
 
 def _whole(value: Any) -> str:
-    """Return an option as text that differs for different options. A plan's repr leaves most of the plan out."""
+    """Return a strategy's option as text that differs for different options."""
     return value.digest if isinstance(value, Plan) else repr(value)
 
 
 class Templates:
-    """The latest templates, as many as fit into ``most_bytes``; one instance per thread.
+    """A cache of the latest schedule templates that fit into ``most_bytes``. Each thread needs its own.
 
-    A strategy may come to put times where no template looks. So the first schedule in which a time
-    is another is built all the same and compared: a template is used for what was found right.
+    A strategy may put times where no template expects them. So the first schedule in which a time differs is
+    always built and compared. A template is reused only for times that were found right.
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
-        """``build``: as `build_strategy`."""
+        """Create an empty cache. ``build``: a function such as `build_strategy`."""
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 
     def compiled(self, name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-        """Return a strategy's schedule as arrays, without its ops as objects.
+        """Return a strategy's compiled schedule for a workload, from a template if possible, without op objects.
 
         Raises:
-            ValueError: as `build_strategy`.
+            ValueError: as in `build_strategy`.
         """
         given = tuple(sorted((key, _whole(value)) for key, value in options.items()))
         key = (name, given, structure(workload))
@@ -205,7 +209,7 @@ class Templates:
         return built
 
     def _keep(self, key: Hashable, template: Template) -> None:
-        """The oldest go; one that would drive out most others is not kept."""
+        """Keep a template and drop the oldest ones. A template that would displace most others is not kept."""
         if template.size_bytes > self._most_bytes // 4:
             return
         self._held[key] = template

@@ -1,4 +1,4 @@
-"""What-if questions: a grid of strategies, memory sizes and rates, a row per point."""
+"""Simulations of what-if questions: all combinations of strategies, memory sizes and rates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IN_WORKLOAD = {
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid."""
+    """A combination of a strategy, a memory size and changed values, to be simulated for a what-if."""
 
     strategy: str
     options: Mapping[str, Any]
@@ -169,7 +169,6 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
 
 
 def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[float]]) -> None:
-    """A field of several values that no row depends on may be right; it is never silent."""
     results = ["fits", "iteration_s", "device_peak_bytes", "host_peak_bytes"]
     for name, values in changes.items():
         if len(set(values)) < 2:
@@ -187,7 +186,7 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination.
+    """Yield every combination of strategies, memory sizes and changed values.
 
     Raises:
         ValueError: no strategy or size, or an impossible one.
@@ -228,7 +227,10 @@ def _run(
     shown: bool,
     planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Task by task, so that what is finished is kept whatever backend runs it."""
+    """Return the table rows of all combinations of a what-if.
+
+    Results are collected in parts, so that an interrupt keeps finished rows.
+    """
     from joblib import Parallel, delayed
 
     rows: list[dict[str, Any]] = []
@@ -250,7 +252,7 @@ def _workers(pool: Any) -> int:
 
 
 class _Bar:
-    """A rich progress bar, or nothing."""
+    """A progress bar for a what-if, or nothing."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total, self._shown = total, shown
@@ -307,7 +309,10 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 
 
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
-    """Return the workload with other fields. More micro-batches have more tokens."""
+    """Return a copy of the workload with other values for some fields.
+
+    With more micro-batches it has more tokens per iteration.
+    """
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
     if more == 1:
@@ -322,7 +327,6 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
 
 
 def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
-    """Return the limits that a plan on such a machine would have, margins and reserved memory taken off."""
     if point.gpu_memory_bytes != machine.device_memory_bytes:
         machine = machine.with_rates(device_memory_bytes=point.gpu_memory_bytes)
     return Limits.of(work, machine)

@@ -1,1 +1,1 @@
-"""Simulate a schedule on a machine: the readable reference, and the same compiled by numba."""
+"""The engines that simulate a schedule on a machine: a readable reference, and one compiled by numba."""

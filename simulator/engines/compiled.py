@@ -1,7 +1,7 @@
-"""The engine for sweeps: what `simulate` says, thousands of times a second.
+"""The compiled simulator, which gives the results of `simulate` thousands of times a second.
 
-Imported on its own (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
-numba; without numba it gives the same results, slowly.
+It is imported by itself (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it
+loads numba. Without numba it gives the same results, slowly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COPIED = {  # column -> the op's field that stands there as it is
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """The figures of a schedule that a sweep needs. The fields mean the same as in `Timeline`."""
+    """The main figures of a simulated schedule: times and memory peaks. Fields mean the same as in `Timeline`."""
 
     iteration_s: float
     forward_s: float
@@ -53,7 +53,7 @@ class SimResult:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the phases as `Timeline.phases` gives them."""
+        """Return the seconds of an iteration's phases, as `Timeline.phases` does."""
         return {
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
@@ -65,12 +65,12 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchedule:
-    """A schedule as arrays: compile once, run on many machines.
+    """A schedule as arrays, compiled once to be simulated on many machines.
 
     Attributes:
-        ops: shape (n, kernel.OP_COLUMNS).
-        after_first, after: op i waits for after[after_first[i]:after_first[i + 1]].
-        rate_keys: what the RATE column indexes: a rate's name, and the cores of a host update.
+        ops: Array of shape (n, kernel.OP_COLUMNS).
+        after_first, after: Op i waits for after[after_first[i]:after_first[i + 1]].
+        rate_keys: Entries that the RATE column indexes: a rate's name, and the cores of a host update.
     """
 
     schedule: Schedule
@@ -81,7 +81,7 @@ class CompiledSchedule:
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
-    """Turn a schedule into arrays."""
+    """Convert a schedule to arrays for the compiled simulator."""
     keys: dict[tuple[RateName, float], int] = {}
     table = np.zeros((len(schedule.ops), kernel.OP_COLUMNS))
     waits: list[tuple[int, ...]] = []
@@ -107,7 +107,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
 
 def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> SimResult:
-    """Return the prediction of `simulate` as numbers.
+    """Predict an iteration's times and memory peaks on a machine with the compiled simulator.
 
     Raises:
         ValueError: the machine lacks a rate that the schedule needs.
@@ -135,7 +135,7 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Name the columns of a summary row."""
+    """Return a simulation's result from a summary row of the compiled simulator."""
     return SimResult(
         iteration_s=float(summary[kernel.ITERATION_S]),
         forward_s=float(summary[kernel.FORWARD_S]),
@@ -153,18 +153,18 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return the machine's rates in the order of the schedule's rate_keys."""
+    """Return a machine's rates in the order of a compiled schedule's rate_keys."""
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
-    """One rank's capacities in the order of kernel.CAPACITIES; infinite where unknown."""
+    """Return one rank's capacities on a machine in the order of kernel.CAPACITIES. Unknown ones are infinite."""
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in kernel.CAPACITIES])
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """Return the machine's figures that the kernel needs in addition to rates and capacities."""
+    """Return a machine's figures that the compiled simulator needs in addition to rates and capacities."""
     return np.array(
         [
             machine.cpu_cores,
@@ -178,7 +178,7 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the spans of a fast run, for plots and comparisons; without memory samples."""
+    """Return the timeline of a run of the compiled simulator, for plots and comparisons, without memory samples."""
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

@@ -1,4 +1,4 @@
-"""Compilation by numba if it is installed, otherwise the same functions as slower plain Python."""
+"""Compilation of functions by numba. Without numba the same functions run as slower plain Python."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ except ImportError:  # pragma: no cover - numba is a dependency; this is the way
 
 
 def compiled(function: Function) -> Function:
-    """Compile once per machine (cached on disk) and release the GIL while running.
+    """Compile a function with numba, cached on disk, such that it releases the GIL while it runs.
 
-    No fast maths: the results must be those of the reference engine.
+    Fast maths is off, because the results must equal those of the reference engine.
     """
     return _compiled(function)
 
 
 def uncounted(function: Function) -> Function:
-    """Compile like `compiled`, without reference counts of arrays.
+    """Compile a function with numba like `compiled`, but without reference counts of arrays.
 
-    For functions that allocate no array and run in loops, where counting takes longer than the
+    This is for functions that allocate no array and run in loops, in which counting takes longer than the
     arithmetic. Their callers hold the arrays.
     """
     return _compiled(function, **_UNCOUNTED)
@@ -53,10 +53,10 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def _built_in(function: Callable[..., object]) -> str:
-    """Return a digest of everything compiled into a function that its own file does not show.
+    """Return a digest of all code and constants compiled into a function that its own file does not show.
 
-    These are constants of other modules, functions of other files, and this file's own settings. numba
-    looks at the function's file alone, and would run an old compilation on arrays of another shape.
+    These are constants of other modules, functions of other files, and this file's settings. numba checks
+    only the function's own file, and would otherwise run an outdated compilation.
     """
     spaces = _reached(function.__globals__, {})
     texts = [
@@ -71,7 +71,7 @@ def _built_in(function: Callable[..., object]) -> str:
 
 
 def _reached(known: Names, found: dict[str, Names]) -> dict[str, Names]:
-    """Return, by file, the names of a module and of every module with compiled functions that it uses."""
+    """Return, by file, the names of a module and of all modules with compiled functions that it uses."""
     if known["__file__"] not in found:
         found[known["__file__"]] = known
         for value in [*known.values()]:
@@ -88,7 +88,7 @@ def _is_compiled(value: object) -> bool:
 
 @contextmanager
 def _cached_below(name: str) -> Iterator[None]:
-    """Cache, inside the block, compiled functions in a folder of this name."""
+    """Set numba's cache folder to a subfolder of this name within the context."""
     settings: Any = config
     before, here = settings.CACHE_DIR, Path(__file__).parent
     own = here / "__pycache__" if os.access(here, os.W_OK) else cache_dir()

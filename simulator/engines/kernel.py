@@ -1,9 +1,9 @@
-"""The arithmetic of `ebbtide.simulator.engines.reference` on arrays, for sweeps.
+"""The reference simulator's arithmetic on arrays, for simulating many schedules.
 
-One row of ``ops`` per op; the columns are the constants below. Everything here is compiled by
-numba where it is installed, so it sticks to loops over arrays; what runs for each event allocates
-none. Sums run over lanes in the order of `Lane`, as the reference's do: the two engines agree to
-the last bits.
+``ops`` has one row for each op and the columns that the constants below define. Everything here is
+compiled by numba if numba is installed, so it consists of loops over arrays. Code that runs for each
+event allocates nothing. Sums run over lanes in the order of `Lane`, as in
+`ebbtide.simulator.engines.reference`, so that both engines agree to the last bits.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
 class _Notes(NamedTuple):
-    """The working arrays of a run.
+    """The working arrays of one simulated run.
 
     Attributes:
-        queue: ops by lane, in issue order.
-        met, ended: for each op, the number of satisfied waits, and whether it has ended.
-        head, queue_end: a lane's next op, and the end of its last one in the queue.
-        busy, running, bits, left: whether a lane has an op, which one, its class if it is part of
-            a key, and its time left at full speed.
-        growing, room: of `_max_min`; ``classes`` are counted in ``known``.
+        queue: Ops by lane, in issue order.
+        met, ended: For each op, the number of satisfied waits, and whether the op has ended.
+        head, queue_end: For each lane, the position of its next op in the queue, and the end of its part.
+        busy, running, bits, left: For each lane, whether an op runs, which op, its class as part of a key,
+            and its remaining time at full speed.
+        growing, room: Arrays for `_max_min`.
+        classes, known: For each lane, the number of its known classes of demands, and the demands of each
+            class.
     """
 
     queue: Ints
@@ -108,7 +110,7 @@ def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
 
 @uncounted
 def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand: Floats) -> None:
-    """Write op i's demand of each capacity at full speed into its lane's row of ``demand``."""
+    """Write an op's use of each capacity at full speed into its lane's row of ``demand``."""
     lane = int(ops[i, LANE])
     for c in range(CAPACITY_COUNT):
         demand[lane, c] = 0.0
@@ -137,10 +139,10 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 
 @uncounted
 def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
-    """`ebbtide.simulator.engines.sharing.max_min_speeds` on arrays; see there.
+    """Write max-min fair speeds of running ops, as `ebbtide.simulator.engines.sharing.max_min_speeds` does.
 
     Args:
-        growing, room: written; of ``room`` a row for each of R_*.
+        growing, room: Working arrays that are overwritten. ``room`` has a row for each of R_*.
     """
     count = 0
     for i in range(LANE_COUNT):
@@ -166,7 +168,7 @@ def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growin
 
 @uncounted
 def _fill_step(growing: Ints, demand: Floats, speed: Floats, room: Floats) -> float:
-    """Return how far all growing ops can speed up together. Leaves their sums in ``room``."""
+    """Return how much all growing ops can speed up together, and write their total use to ``room``."""
     step = np.inf
     for c in range(CAPACITY_COUNT):
         room[R_LOAD, c] = 0.0
@@ -191,7 +193,7 @@ def _stops(i: int, demand: Floats, room: Floats) -> bool:
 
 @uncounted
 def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
-    """Number of the lane's class with exactly these demands, from 1; 0 if there are too many."""
+    """Return the number (from 1) of a lane's class of ops with these demands, or 0 if there are too many."""
     count = classes[lane]
     for j in range(count):
         same = True
@@ -209,7 +211,10 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 @uncounted
 def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
-    """Remembers how far it looked, so that an op that waits for all stays cheap."""
+    """Return whether all ops that an op waits for have ended.
+
+    The position of the search is kept, so that each wait is checked once.
+    """
     first, last = met[i], after_first[i + 1]
     while first < last and ended[after[first]]:
         first += 1
@@ -219,7 +224,7 @@ def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> boo
 
 @uncounted
 def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
-    """Speeds of what runs now: by the lanes' classes if they ran together before."""
+    """Set the speeds of all running ops, from a cache if ops with the same demands ran together before."""
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:
@@ -234,7 +239,7 @@ def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
 
 @uncounted
 def _fill_queues(ops: Floats, notes: _Notes) -> None:
-    """Ops by lane in issue order, and where each lane's part begins and ends."""
+    """Sort ops by lane in issue order, and note where each lane's part of the queue begins and ends."""
     head, end = notes.head, notes.queue_end
     for i in range(ops.shape[0]):
         end[int(ops[i, LANE])] += 1
@@ -260,12 +265,14 @@ def run(
     start_s: Floats,
     end_s: Floats,
 ) -> tuple[float, float]:
-    """Fill in when each op starts and ends; return the peaks over the base of device and host.
+    """Write the start and the end of each op, and return the peaks of device and host memory above the base.
 
     Args:
-        ops: shape (n, OP_COLUMNS); op i waits for after[after_first[i]:after_first[i + 1]].
-        rates: full speeds, indexed by an op's RATE; capacity: see CAPACITIES; machine: see M_*.
-        start_s, end_s: shape (n,), written.
+        ops: Array of shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
+        rates: Full speeds, indexed by an op's RATE.
+        capacity: Capacities in the order of CAPACITIES.
+        machine: Machine's figures, see M_*.
+        start_s, end_s: Output arrays of shape (n,).
     """
     count, lanes = ops.shape[0], LANE_COUNT
     notes = _Notes(
@@ -304,7 +311,6 @@ def _events(
     end_s: Floats,
     notes: _Notes,
 ) -> tuple[float, float]:
-    """`run`, with what it notes."""
     queue, head, queue_end, busy = notes.queue, notes.head, notes.queue_end, notes.busy
     running, bits, left, speed = notes.running, notes.bits, notes.left, notes.speed
     now = device = host = device_top = host_top = 0.0
@@ -386,7 +392,7 @@ def _phase(kind: int) -> int:
 
 @compiled
 def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
-    """Return the period as `Timeline.iteration_s` does. -1: fewer than two iterations have a backward."""
+    """Return an iteration's seconds as `Timeline.iteration_s` does, or -1 with fewer than two backward passes."""
     ends = np.full(iterations, -1.0)
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _BACKWARD:
@@ -401,7 +407,7 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the phases of one iteration as `Timeline.phases` does."""
+    """Add the seconds of one iteration's phases to a summary row, as `Timeline.phases` computes them."""
     previous = np.inf
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:
@@ -428,7 +434,7 @@ def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, sum
 
 @compiled
 def summarise(ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats) -> None:
-    """Write the period, the phases and the makespan of a run into ``summary``."""
+    """Write the iteration time, the phases and the makespan of a simulated run into ``summary``."""
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return

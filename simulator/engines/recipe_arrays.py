@@ -1,8 +1,8 @@
-"""ebbtide's schedule as arrays: a recorded iteration and the recipes, interpreted by numba.
+"""The builder of ebbtide's schedule as arrays, compiled by numba.
 
-Writes what `ebbtide.simulator.schedules.ebbtide` builds, without an `Op` object in between, into the arrays
-that `ebbtide.simulator.engines.kernel` runs. Which passes there are is said by the tape
-(`ebbtide.simulator.schedules.tape`), what happens to gradients and state by the recipes.
+It writes the schedule of `ebbtide.simulator.schedules.ebbtide` into the arrays that
+`ebbtide.simulator.engines.kernel` simulates, without `Op` objects. Passes come from a recorded iteration
+(`ebbtide.simulator.schedules.tape`), the ops of gradients and updates from the recipes.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _N_COUNTS = 10
 
 @dataclass(frozen=True)
 class RecipeArrays:
-    """The recipes for one workload: a row per step.
+    """The recipes (op sequences) of all ways of updating a subgroup as arrays, for one workload.
 
     Attributes:
-        rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
-            gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        ways: by `Way.code`, which rows are the update's steps, up
-            to the norm and behind it, and the gradient's: shape (2 * PARAMETERS_ON_HOST, 5), W_*.
-        threaded: rows whose CORES are the plan's threads.
+        rows: Steps as rows like in ``ops``, with WORK and DRAM per parameter, and then each step's waits and
+            buffers (see T_*): shape (steps, OP_COLUMNS + 5).
+        ways: By `Way.code`, the rows of the update's steps, before and after the gradient norm, and of the
+            gradient's steps: shape (2 * PARAMETERS_ON_HOST, 5), see W_*.
+        threaded: Rows whose CORES are the plan's threads.
     """
 
     rows: Floats
@@ -91,7 +91,7 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """``rows`` for so many host threads; 0: all cores."""
+        """Return the op rows of all ways of updating subgroups, for a number of host threads. 0: all cores."""
         rows = self.by_threads.get(threads)
         if rows is None:
             rows = self.by_threads[threads] = self.rows.copy()
@@ -115,12 +115,12 @@ def _waits(step: Step) -> list[int]:
 
 
 class Program(NamedTuple):
-    """A tape as arrays.
+    """A recorded training iteration as arrays.
 
     Attributes:
-        places: shape (places + 1, X_COLUMNS), see X_*; the refs of place p are
-            refs[places[p, X_REFS]:places[p + 1, X_REFS]].
-        rows: of the ops: shape (places, OP_COLUMNS).
+        places: Array of shape (places + 1, X_COLUMNS), see X_*. Place p refers to refs[places[p,
+            X_REFS]:places[p + 1, X_REFS]].
+        rows: Ops of the places: shape (places, OP_COLUMNS).
         parts: Number of parts of gradients.
     """
 
@@ -157,9 +157,9 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return the number of subgroups of each of `ways`, their elements, and the largest.
+    """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
 
-    Shape (2, 3, kinds): of those that wait for the norm, and of those updated early.
+    The shape is (2, 3, kinds): for subgroups that wait for the gradient norm, and for early updates.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
@@ -177,7 +177,7 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
 
 
 class _Given(NamedTuple):
-    """The arguments of `build`."""
+    """The arguments of `build`, the function that writes a plan's schedule as arrays."""
 
     rows: Floats
     ways: Ints
@@ -189,21 +189,22 @@ class _Given(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What was built so far.
+    """The state of a schedule that is being built as arrays.
 
     Attributes:
-        ops, after_first, after: see `ebbtide.simulator.engines.kernel.run`.
-        n: see _N_*.
-        done: the latest op of each place, then those that places refer to (`Place.refs`); -1: none.
-        home, early, begun: by subgroup, the op that brought its gradient home, the latest one of
-            its update and how many there are, where that began before the norm.
-        sums: by part of a gradient, the op that brought it home.
-        complete: whether its gradient of this step is at home.
-        coming: those that are to take a slot before the norm, in order.
-        sent: gradients' ways home.
-        head, tail, left: by kind of buffer, where those that are free begin and end in ``free``,
-            and what `_add_first` has left.
-        free: by kind, the ops behind which they are: who takes one, takes the first.
+        ops, after_first, after: See `ebbtide.simulator.engines.kernel.run`.
+        n: Counters, see _N_*.
+        done: Latest op of each place, and then the ops that places refer to (`Place.refs`). -1 if none.
+        on_host: By subgroup, the op that brought its gradient to the host.
+        early, begun: By subgroup, the last op of an update that began before the norm, and the number of its
+            ops.
+        sums: By part of a gradient, the op that brought the part to the host.
+        complete: By subgroup, whether its gradient of this step is complete.
+        coming: Subgroups that are to take a buffer before the norm, in order.
+        sent: Device-to-host copies of gradients.
+        head, tail: By kind of buffer, where the free buffers begin and end in ``free``.
+        left: By kind of buffer, the number that `_add_first` may still assign.
+        free: By kind of buffer, the ops after which each is free. The first is taken first.
     """
 
     ops: Floats
@@ -226,7 +227,7 @@ class _Made(NamedTuple):
 
 @uncounted
 def _wait(made: _Made, op: int) -> None:
-    """The next op waits for this one, if there is such a one."""
+    """Let the next op of the schedule wait for the given op, unless the number is -1."""
     if op >= 0:
         made.after[made.n[_N_AFTER]] = op
         made.n[_N_AFTER] += 1
@@ -234,7 +235,6 @@ def _wait(made: _Made, op: int) -> None:
 
 @uncounted
 def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
-    """Append an op that waits for the noted ops."""
     i = made.n[_N_OPS]
     for column in range(kernel.OP_COLUMNS):
         made.ops[i, column] = rows[row, column]
@@ -248,7 +248,7 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op of so many elements that also waits for the op that frees its buffer."""
+    """Append an op for a number of elements to the schedule's arrays. It waits until its buffer is free."""
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])
@@ -263,7 +263,7 @@ def _add(made: _Made, given: _Given, row: int, size: float) -> int:
 
 @uncounted
 def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previous: int) -> int:
-    """Append steps of a subgroup, each after the one before and the first after ``previous``.
+    """Append steps of a subgroup's update in order. The first one waits for ``previous``.
 
     Returns:
         The last op.
@@ -284,7 +284,10 @@ def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previo
 
 @uncounted
 def _make_room(made: _Made, op: int, left: float) -> float:
-    """`EbbtideLoop._make_room`; ``left`` are the bytes under way, before and after."""
+    """Return the bytes of gradients in flight after a new copy to the host, and note the copies to wait for.
+
+    It does the same on arrays as `EbbtideLoop._make_room`.
+    """
     n, sent = made.n, made.sent
     sent[n[_N_SENT]] = op
     n[_N_SENT] += 1
@@ -301,7 +304,7 @@ def _make_room(made: _Made, op: int, left: float) -> float:
 
 @uncounted
 def _add_pass(made: _Made, program: Program, place: int) -> None:
-    """Append an op of the tape itself that waits for its existing refs."""
+    """Append an op of the recorded training iteration to the schedule's arrays."""
     if int(program.rows[place, kernel.KIND]) in _ISSUED:
         _wait(made, made.n[_N_ROOM])
         made.n[_N_ROOM] = -1
@@ -312,14 +315,14 @@ def _add_pass(made: _Made, program: Program, place: int) -> None:
 
 @uncounted
 def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: int, left: float) -> float:
-    """Append a part of a gradient and, after a subgroup's last part, the ops that need no norm.
+    """Append the ops for a part of a subgroup's gradient. After the last part, start an early update.
 
     Args:
-        place: A row of ``places``, see `Program` and X_*.
-        left: Bytes in flight.
+        place: Row of ``places``, see `Program` and X_*.
+        left: Bytes of gradients in flight before.
 
     Returns:
-        The bytes in flight then.
+        The bytes of gradients in flight after it.
     """
     s, part = places[place, X_SUBGROUP], places[place, X_PART]
     added_to, boundary = places[place, X_ADDED_TO], places[place, X_BOUNDARY]
@@ -344,7 +347,7 @@ def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: 
 
 @uncounted
 def _update_early(made: _Made, given: _Given, s: int) -> None:
-    """Send the op of an early update, and of what follows it."""
+    """Append the ops of a subgroup's early update, if its gradient is complete."""
     way = given.placement[s]
     first, before = given.ways[way, W_FIRST], given.ways[way, W_BEFORE]
     begun = made.begun[s]
@@ -357,7 +360,7 @@ def _update_early(made: _Made, given: _Given, s: int) -> None:
 
 @uncounted
 def _come_in(made: _Made, given: _Given) -> None:
-    """`EbbtideLoop._come_in`."""
+    """Append the next copies of state to the GPU, as far as staging buffers are free. See `Issue.come_in`."""
     n = made.n
     while n[_N_CAME] < n[_N_COMING]:
         s = made.coming[n[_N_CAME]]
@@ -378,7 +381,7 @@ def _begin_early(made: _Made, given: _Given, s: int, behind: int) -> None:
 
 @uncounted
 def _prefetch(made: _Made, given: _Given, behind: int) -> None:
-    """`EbbtideLoop.prefetch`."""
+    """Start copying staged subgroups to the GPU, as `EbbtideLoop.prefetch` does."""
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
     n[_N_BEGIN] = behind
@@ -395,7 +398,7 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
-    """Append the ops that begin ahead of the next step."""
+    """Append the ops that begin before the next optimizer step, such as reads of stored state."""
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
     _add_first(made, given, P_AHEAD)
@@ -406,9 +409,7 @@ def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _add_first(made: _Made, given: _Given, first: int) -> None:
-    """`EbbtideLoop._first`: in as many buffers as the plan says from ``first`` on they are coming
-    too.
-    """
+    """Note the subgroups that take a buffer before the gradient norm, within the plan's limits."""
     left = 0
     for kind in range(made.left.size):
         made.left[kind] = given.plan[first + kind]
@@ -429,7 +430,6 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
 
 @uncounted
 def _add_updates(made: _Made, given: _Given, norm: int) -> None:
-    """Append the rest of the updates at the norm, and the ops that begin ahead of the next step."""
     made.n[_N_NORM] = norm
     for k in range(given.issue.size):
         _add_update(made, given, given.issue[k])
@@ -438,7 +438,6 @@ def _add_updates(made: _Made, given: _Given, norm: int) -> None:
 
 @uncounted
 def _add_update(made: _Made, given: _Given, s: int) -> None:
-    """Append the rest of a subgroup's update."""
     way, early = given.placement[s], made.early[s]
     first = given.ways[way, W_FIRST] + made.begun[s]
     end = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
@@ -482,13 +481,15 @@ def build(
     after_first: Ints,
     after: Ints,
 ) -> int:
-    """Write the schedule of `build_schedule` into the arrays; return how many ops it has.
+    """Write a plan's schedule into arrays, as `build_schedule` does with objects, and return its number of ops.
 
     Args:
-        rows, ways: of `RecipeArrays`.
-        sizes, placement: of the subgroups; issue: all of them, in the plan's order;
-            arrival: in the order in which gradients are complete.
-        plan: see P_*; ops, after_first, after: written.
+        rows, ways: Arrays of `RecipeArrays`.
+        sizes, placement: Elements of each subgroup, and its `Way.code`.
+        issue: All subgroups in the plan's order.
+        arrival: All subgroups in the order in which their gradients become complete.
+        plan: Settings of the plan, see P_*.
+        ops, after_first, after: Output arrays.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]

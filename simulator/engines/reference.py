@@ -1,4 +1,4 @@
-"""The reference simulator: replays a schedule on a machine, op by op."""
+"""The reference simulator, which replays a schedule on a machine op by op."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETE
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
-    """Predict when each op of ``schedule`` runs on ``machine``.
+    """Predict the timeline of a schedule on a machine: when each op runs.
 
-    Each lane runs its ops in order; an op starts when its lane is free and all it waits for has
-    ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and
-    storage by max-min fairness (`ebbtide.simulator.engines.sharing`).
+    Each lane runs its ops in order. An op starts when its lane is free and all ops that it waits for have
+    ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and storage by
+    max-min fairness (`ebbtide.simulator.engines.sharing`).
 
     Raises:
-        ValueError: the machine lacks a rate that the schedule needs, or one of the two is none.
+        ValueError: the machine lacks a rate that the schedule needs, or an argument has the wrong type.
     """
     for name, value, kind in (("schedule", schedule, Schedule), ("machine", machine, Machine)):
         if not isinstance(value, kind):
@@ -36,10 +36,10 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """Return the capacities per second of one of ``ranks`` equal ranks of a node.
+    """Return the capacities per second that one of ``ranks`` equal ranks has on a node.
 
-    Cores are not divided if a device computes. Updates are bound by DRAM, and a rank's own
-    cores saturate its share of it, so dividing both would count the same ranks twice.
+    Cores are not divided among ranks if a GPU computes. Updates are limited by DRAM, and a rank's own cores
+    can use its whole share of DRAM, so dividing both would count the other ranks twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
@@ -63,12 +63,12 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 
 def rate_of(op: Op, machine: Machine) -> float:
-    """Full speed of an op, in its unit per second; host updates depend on their threads."""
+    """Return a machine's full speed for an op, in the op's unit per second."""
     return machine.op_rate(op.rate, op.cores)
 
 
 def latency_of(op: Op, machine: Machine) -> float:
-    """Return the fixed seconds of an op: its own latency, and the copy's or the kernel's."""
+    """Return the fixed seconds of an op: its own latency, and that of a copy or a kernel launch."""
     latency = op.latency_s
     if op.lane in _COPY_LANES:
         latency += machine.copy_latency_s
@@ -78,7 +78,7 @@ def latency_of(op: Op, machine: Machine) -> float:
 
 
 def alone_s(op: Op, machine: Machine) -> float:
-    """Duration of an op that shares nothing with anybody."""
+    """Return the seconds of an op that runs alone on a machine."""
     if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
         return 0.0
     if not op.work:
@@ -87,10 +87,10 @@ def alone_s(op: Op, machine: Machine) -> float:
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """Return an op's demand of each capacity at full speed, per second.
+    """Return an op's use of each of a node's capacities at full speed, per second.
 
-    Rates were measured with one rank alone on the node. An op alone cannot have used more
-    DRAM traffic than the node's triad rate, whatever bytes are counted for it.
+    Rates were measured with one rank alone on the node. So a single op never uses more DRAM traffic than the
+    node's triad rate, whatever bytes are counted for it.
     """
     if duration_s <= 0:
         return {}
@@ -165,7 +165,6 @@ class _Simulation:
         self.running.sort(key=lambda r: _LANE_ORDER[r.op.lane])  # one order of summation for all
 
     def _ready(self, op: Op) -> bool:
-        """Remembers how far it looked, so that an op that waits for all stays cheap."""
         met = self.met[op.id]
         while met < len(op.after) and self.ended[op.after[met]]:
             met += 1
@@ -179,7 +178,6 @@ class _Simulation:
         self._note_memory(op.device_alloc_bytes, op.host_alloc_bytes)
 
     def _advance(self) -> None:
-        """Advance to the next moment at which an op ends."""
         speeds = max_min_speeds([r.demand for r in self.running], self.capacities)
         step = min(r.left_s / speed if r.left_s > 0 else 0.0 for r, speed in zip(self.running, speeds, strict=True))
         self.now += step

@@ -1,4 +1,4 @@
-"""Max-min fair sharing of the node's capacities among the ops that run at one moment."""
+"""Max-min fair sharing of a node's capacities among the ops that run at the same time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 
 def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
-    """Speed of each op, from 0 to 1 (its full speed), when they run together.
+    """Return the max-min fair speed of each op, from 0 to 1 (full speed), if all of them run at the same time.
 
-    Progressive filling: all ops speed up together until a capacity is full; the ops that use it
-    stay there, the others go on. See Bertsekas & Gallager, Data Networks, section 6.5.2.
+    All ops speed up together until a capacity is full (progressive filling). The ops that use it stay at that
+    speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
 
     Args:
-        demands: per op, what it takes of each capacity at full speed, per second.
-        capacities: per second. A capacity that is not named is unlimited.
+        demands: For each op, its use of each capacity at full speed, per second.
+        capacities: Capacities per second. A capacity that is not named is unlimited.
     """
     speeds = [0.0] * len(demands)
     left = dict(capacities)

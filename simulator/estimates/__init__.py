@@ -1,1 +1,1 @@
-"""Machines and workloads without a measurement: presets, and models from their configuration."""
+"""Machines and workloads estimated without a measurement: from presets, and from models' configs."""

@@ -1,4 +1,4 @@
-"""Reads models: Hugging Face configs, or plain descriptions by a few numbers. Offline."""
+"""Readers of models: Hugging Face configs, torch modules, or plain descriptions. They work offline."""
 
 import json
 import math
@@ -38,21 +38,21 @@ Model = Any  # an `Architecture`, a config, a name, a file or a torch module: to
 
 
 def architecture(model: Model) -> Architecture:
-    """Read a model's numbers, offline.
+    """Read the architecture of a model, offline.
 
     Args:
-        model: the name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta`` device),
-            a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it; a family
-            that `ebbtide.simulator.estimates.families` does not have is built by transformers), or a
-            plain description with the keys ``layers, hidden, heads, vocabulary`` and, where they
-            are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied,
-            positions, norm_params, norms, experts, experts_per_token``. Any other layer has, in
-            the place of ``gated``, ``fused`` and ``norms``, a ``layout``: its parameters in their
-            order, by the names in `ebbtide.simulator.estimates.blocks`, as ``"norm qkv o norm up down"``.
+        model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta``
+            device), a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it),
+            or a plain description. Transformers builds families that `ebbtide.simulator.estimates.families`
+            does not have. A plain description has the keys ``layers, hidden, heads, vocabulary`` and, if they
+            are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied, positions,
+            norm_params, norms, experts, experts_per_token``. Other layers have a ``layout`` instead of
+            ``gated``, ``fused`` and ``norms``: their parameters in order, by the names in
+            `ebbtide.simulator.estimates.blocks`, such as ``"norm qkv o norm up down"``.
 
     Raises:
-        ModelError: the file cannot be read, the family is not known (or only to transformers,
-            which is not installed), or a key is missing or wrong.
+        ModelError: the file cannot be read, the family is not known (or only to transformers, which is not
+            installed), or a key is missing or wrong.
     """
     if isinstance(model, Architecture):
         return model
@@ -74,7 +74,6 @@ def architecture(model: Model) -> Architecture:
 
 
 def _known(name: str) -> str:
-    """Return the known model that a name means."""
     try:
         return spelled(name, MODELS, "known model", key="model")
     except RuleError as error:
@@ -86,7 +85,7 @@ def _known(name: str) -> str:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the dict of a Hugging Face config, or of the config of such a model. Anything else stays."""
+    """Return the dict of a Hugging Face config or of a Hugging Face model's config. Keep other values."""
     candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
     for config in candidates:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
@@ -147,7 +146,7 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Llama's rule: two thirds of four times the hidden size, up to a multiple of 256."""
+    """Return Llama's width of a gated MLP: two thirds of four times the hidden size, up to a multiple of 256."""
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
@@ -195,7 +194,7 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return Llama's layout, changed by the flags."""
+    """Return the layout of a described model's layers: Llama's, changed by the description's flags."""
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
@@ -214,17 +213,17 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
-    """Return whether an object is DeepSpeed's config and no model's."""
+    """Return whether a JSON object is a DeepSpeed config and not a model's config."""
     return not _DEEPSPEED.isdisjoint(config) and not is_model(config)
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Return whether an object is a model's config: it names a family, or layers and their size."""
+    """Return whether a JSON object is a model's config: it has a family, or layers and their size."""
     return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return why a quantised model is not planned. Empty: the weights are not quantised."""
+    """Return the reason why a quantized model is not planned, or an empty string if it is not quantized."""
     given = config.get("quantization_config")
     if not given:
         return ""

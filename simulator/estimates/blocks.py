@@ -1,6 +1,6 @@
-"""A model as blocks of parameters, in the order of their registration in modules.
+"""The architecture of a model as blocks of parameters, in the order of registration in its modules.
 
-The order counts: DeepSpeed cuts subgroups at the borders of parameters, one after the other.
+The order matters, because DeepSpeed ends subgroups at borders of parameters.
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +12,18 @@ from ebbtide.simulator.rules import RuleError
 
 
 class ModelError(RuleError):
-    """A model description or a config that cannot be used; the message names the key."""
+    """An error for a model description or config that cannot be used. The message names the key."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One unit of forward and backward.
+    """A block of a model's parameters: a unit of forward and backward.
 
     Attributes:
-        params: elements of each parameter, in order.
-        split: which of them tensor parallelism divides; the others are on every rank.
-        flops_per_token: of a forward, without attention scores.
-        attention: heads x head size: what a token's scores cost per position of the sequence.
+        params: Elements of each parameter, in order.
+        split: Whether tensor parallelism divides each parameter. The others are on every rank.
+        flops_per_token: Flops of a forward per token, without attention scores.
+        attention: Number of heads times head size: the cost of a token's scores per position of the sequence.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Some parameters of a block.
+    """A part of a model's block, such as a matrix or a norm, with its parameters.
 
     Attributes:
-        params: elements of each.
-        flops: per token, of a forward.
-        split: whether tensor parallelism divides them.
+        params: Elements of each parameter.
+        flops: Flops of a forward per token.
+        split: Whether tensor parallelism divides the parameters.
     """
 
     params: tuple[int, ...]
@@ -54,10 +54,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ABC):
-    """A decoder-only transformer, or another stack of layers that predicts tokens.
+    """The architecture of a decoder-only transformer, or of another stack of layers that predicts tokens.
 
     Attributes:
-        tied: the head is the embedding.
+        tied: True if the head uses the embedding's weights.
     """
 
     name: str
@@ -70,17 +70,17 @@ class Architecture(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Embedding, the layers, and the last norm with the head."""
+        """Return a model's blocks: the embedding, the layers, and the last norm with the head."""
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of parameters of the whole model with this architecture."""
         return sum(block.elements for block in self.blocks())
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """An architecture read from its modules: see `ebbtide.simulator.estimates.modules`."""
+    """An architecture read from a model's modules. See `ebbtide.simulator.estimates.modules`."""
 
     held: tuple[Block, ...]
 
@@ -90,17 +90,16 @@ class BuiltArchitecture(Architecture):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedArchitecture(Architecture):
-    """An architecture described by its numbers.
+    """An architecture described by a few numbers and the layout of its layers.
 
     Attributes:
-        layout: a layer's parts in the order of its parameters; the names are those of `PARTS`.
-        embedding, head: the same for the parts before and after the layers.
-        bias: the parts with a bias, of ``qkv``, ``out``, ``mlp``, ``router``, ``head``.
-        norm_params: parameters of one norm, each over its whole width: 0, 1 (RMS) or 2 (layer
-            norm: weight and bias).
-        positions: learned position embeddings, 0 with rotary ones.
-        experts, experts_per_token: of a mixture of experts. 0: a dense MLP.
-        shared_ffn: width of the expert that every token has, in addition to ``ffn`` of the others.
+        layout: Parts of a layer in the order of its parameters, by the names in `PARTS`.
+        embedding, head: Parts before and after the layers, by the names in `PARTS`.
+        bias: Groups of parts with a bias: ``qkv``, ``out``, ``mlp``, ``router``, ``head``.
+        norm_params: Number of parameter tensors per norm: 0, 1 (RMS) or 2 (layer norm: weight and bias).
+        positions: Number of learned position embeddings. 0 with rotary ones.
+        experts, experts_per_token: Number of experts per layer, and per token. 0: a dense MLP.
+        shared_ffn: Width of the expert that every token uses. ``ffn`` is the width of the other experts.
     """
 
     head_size: int
@@ -182,7 +181,11 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return the part with all experts of a layer. ``fused``: one parameter for each kind of matrix."""
+    """Return the part of a layer with all its experts.
+
+    Args:
+        fused: True if there is one parameter for each kind of matrix.
+    """
 
     def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]

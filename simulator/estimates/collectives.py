@@ -1,9 +1,9 @@
 """The duration of collectives inside a node, and the bytes that they bring in from other nodes.
 
-Rings, as NCCL runs them for all-gather and reduce-scatter: everything except a rank's own part passes
-each rank's port once. An all-reduce is both, one after the other (Patarasu and Yuan, Bandwidth
-optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as slow as its slowest
-hop. NCCL's trees for all-reduces between nodes bring no less into the busiest node.
+All-gather and reduce-scatter run as rings, as in NCCL: everything except a rank's own part passes each
+rank's port once. An all-reduce is a reduce-scatter and an all-gather (Patarasu and Yuan, Bandwidth
+optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as slow as its slowest hop.
+NCCL's trees for all-reduces between nodes bring no fewer bytes into the busiest node.
 """
 
 import math
@@ -22,14 +22,14 @@ LATENCY_S = 2e-5  # of one collective in a node: launch and one round of a ring
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes/s of a GPU's ports inside a node, for groups of any size."""
+    """The bandwidth of a GPU's links to the other GPUs in its node."""
 
     port_bytes_per_s: float
     pair_bytes_per_s: float | None = None
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """Return the machine's links: NVLink if it has one, otherwise PCIe through host memory."""
+        """Return the links between a machine's GPUs: NVLink if available, otherwise PCIe through host memory."""
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
             slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
@@ -37,13 +37,16 @@ class Links:
         return cls(EFFICIENCY * port.median, EFFICIENCY * pair.median if pair else None)
 
     def bytes_per_s(self, ranks: int) -> float:
-        """Two GPUs wired pair by pair have the pair's wires only, however many ports they have."""
+        """Return a GPU's bandwidth in a ring of several ranks.
+
+        If GPUs are wired in pairs, a ring of two has only the pair's wires.
+        """
         if self.pair_bytes_per_s is None:
             return self.port_bytes_per_s
         return min(self.port_bytes_per_s, self.pair_bytes_per_s * max(1, ranks - 1))
 
     def gather_s(self, size_bytes: float, ranks: int) -> float:
-        """All-gather into, or reduce-scatter of, ``size_bytes`` on each of ``ranks`` ranks."""
+        """Return the seconds of an all-gather or reduce-scatter of ``size_bytes`` among ``ranks`` ranks."""
         return ring_s(size_bytes, ranks, self.bytes_per_s(ranks))
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
@@ -51,24 +54,24 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds of one round through a ring with this rate on its slowest hop."""
+    """Return the seconds of one round through a ring of ranks, given the rate of its slowest hop."""
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
 
 def passed_on(size_bytes: float, ranks: int) -> float:
-    """Return the bytes that a gather by a ring brings to each rank, and into each node: all but one rank's part.
+    """Return the bytes that a ring's all-gather brings to each rank: all but the rank's own part.
 
-    It would be less if each node received only what it lacks. But a ring through all ranks enters
-    each node once.
+    As many bytes enter each node, because a ring through all ranks enters each node once.
     """
     return (ranks - 1) / ranks * size_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of each node. Nodes are filled one after the other: tensor parallelism counts innermost,
-    then data, then pipeline stages (Megatron-LM's order, and that of DeepSpeed's
-    ``PipeModelDataParallelTopology``).
+    """The assignment of a job's ranks to nodes.
+
+    Nodes are filled one after the other. Ranks are numbered along tensor parallelism first, then data
+    parallelism, then pipeline stages, as in Megatron-LM and DeepSpeed's ``PipeModelDataParallelTopology``.
 
     Traffic between nodes takes as long as the node with the most incoming bytes.
     """
@@ -93,16 +96,16 @@ class Layout:
 
     @property
     def ring_in_node(self) -> int:
-        """Return the largest number of ranks that one of ZeRO's rings has in a node."""
+        """Return the largest number of ranks that one of ZeRO's rings has in a single node."""
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
-        """Return a rank's part of what its node receives while each of ZeRO's rings gathers so much."""
+        """Return one rank's part of the bytes that enter its node while each of ZeRO's rings gathers ``size_bytes``."""
         rings = self._rings_entering()
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 
     def _rings_entering(self) -> int:
-        """Return the largest number of ZeRO's rings that enter one of this stage's nodes from others."""
+        """Return the largest number of ZeRO's rings that enter one node of this pipeline stage from other nodes."""
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node
@@ -119,7 +122,7 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the largest number of tensor-parallel groups that cross one node's border. 0: none does."""
+        """Return the largest number of tensor-parallel groups that are only partly in one node, or 0."""
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

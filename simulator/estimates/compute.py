@@ -1,13 +1,10 @@
-"""The seconds that a device computes on one block of a transformer, from its shapes.
+"""The seconds that a GPU computes on one block of a transformer, from the block's shapes.
 
-Matrix products run at the rate that large products sustain, and never faster than their operands pass through
-device
-memory. Attention has its own rate: its products are small, with a softmax between them. The kernels between
-the products (norms, activations, residuals, rotary embedding, the loss) are bound by device memory alone. Their
-traffic
-depends on their implementation: fused or compiled kernels read and write each tensor once, PyTorch's own modules
-do so
-for every operation.
+Matrix products run at the rate that large products sustain, and never faster than their operands pass
+through device memory. Attention has its own rate: its products are small, with a softmax between them.
+The kernels between products (norms, activations, residuals, rotary embedding, the loss) are limited by
+device memory alone. Their traffic depends on their implementation: fused or compiled kernels read and
+write each tensor once, PyTorch's own modules do so for every operation.
 """
 
 import math
@@ -46,13 +43,13 @@ LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward, or its backward without recomputation.
+    """A pass over a block: a forward, or a backward without recomputation.
 
     Attributes:
-        products: number of times that the arithmetic of a forward's products is done.
-        scores: the same of attention.
-        traffic: traffic between the products over that of a forward, by kernels.
-        loss: position of its bytes per logit in `LOSS_BYTES`.
+        products: Cost of the matrix products relative to a forward's.
+        scores: Cost of the attention scores relative to a forward's.
+        traffic: Memory traffic between products relative to a forward's, by kind of kernels.
+        loss: Position of the pass's bytes per logit in `LOSS_BYTES`.
     """
 
     products: float
@@ -67,7 +64,7 @@ BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, 
 
 @dataclass(frozen=True)
 class Device:
-    """The rates on which a block's time depends, in addition to its shape."""
+    """The GPU rates and the settings of kernels that determine a block's compute time, together with its shape."""
 
     flops_per_s: float
     attention_flops_per_s: float
@@ -80,7 +77,7 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
-        """Return a machine's device for a training with these fields."""
+        """Return the GPU rates of a machine for training with the given settings."""
         return cls(
             machine.rate("device_flops_per_s"),
             machine.rate("attention_flops_per_s"),
@@ -90,7 +87,7 @@ class Device:
         )
 
     def seconds(self, block: Block, shape: "Shape", part: Pass) -> float:
-        """Return the time of one pass over one micro-batch. Embedding rows are looked up for nothing."""
+        """Return the seconds of one pass over one micro-batch of a block. An embedding takes no time."""
         if not block.flops_per_token:
             return 0.0
         seconds = part.products * self._products_s(block, shape)
@@ -105,12 +102,18 @@ class Device:
         return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
-        """Query with keys, and scores with values. Flash attention skips the future half."""
+        """Return the flops of attention scores and of their products with values.
+
+        Flash attention skips the masked half of a causal sequence.
+        """
         seen = shape.sequence / 2 if self.flash else shape.sequence
         return shape.tokens * 2 * 2 * block.attention * seen / self.tensor_parallel
 
     def _product_bytes(self, block: Block, shape: "Shape") -> float:
-        """Weights, inputs and outputs of the products; one side of each is the hidden size."""
+        """Return the bytes of the weights, inputs and outputs of a block's matrix products.
+
+        One side of each matrix is the hidden size.
+        """
         hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
         matrices = [n for n in block.params if n >= hidden * hidden // 64 and n > 8 * hidden]
@@ -120,7 +123,7 @@ class Device:
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
     def _traffic_bytes(self, shape: "Shape") -> float:
-        """Return the bytes between a forward's products, stored scores included."""
+        """Return the bytes of memory traffic between a forward's matrix products, including stored attention scores."""
         split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
         share = 1 - split + split / self.tensor_parallel
         moved = self.wire_bytes * PASSES[self.kernels] * share * shape.tokens * shape.hidden
@@ -137,7 +140,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's hidden size and heads, and the tokens of a micro-batch of sequences."""
+    """The shape of a micro-batch: the model's hidden size and heads, and the numbers of tokens."""
 
     hidden: int
     heads: int
@@ -146,19 +149,20 @@ class Shape:
 
 
 def overlapped_s(*parts_s: float) -> float:
-    """Return the time of activities that overlap in part: between the longest of them and their sum.
+    """Return the seconds of activities that overlap partly: between the longest of them and their sum.
 
-    The root of the sum of squares is exact where one dominates, and 1.4 times the longest where two are equal. Neither
-    of the limits holds for a training loop: each layer's first kernel waits for its gather, and the host runs ahead of
-    the device by a bounded number of launches only.
+    The root of the sum of squares is exact if one dominates, and 1.4 times the longest if two are equal.
+    Neither limit holds for a training loop: each layer's first kernel waits for its gather, and the host runs
+    ahead of the device only by a bounded number of launches.
     """
     return math.sqrt(sum(part * part for part in parts_s))
 
 
 def run_ahead_s(device_s: float, issued_s: float) -> float:
-    """Return the time of kernels that the host issues ahead of the device: little more than the longer of both.
+    """Return the seconds of kernels that the host launches ahead of the device: little more than the longer one.
 
-    The host waits for the device only a bounded number of launches ahead, the device for the host only where it has run
-    dry. The third root of the sum of cubes is 1.26 times the longer where both are equal.
+    The host waits for the device only if it is ahead by a bounded number of launches. The device waits for
+    the host only if it has no work left. The third root of the sum of cubes is 1.26 times the longer if both
+    are equal.
     """
     return math.cbrt(device_s**3 + issued_s**3)

@@ -1,4 +1,4 @@
-"""A DeepSpeed config as it is read: which keys DeepSpeed knows, and what values may be."""
+"""Reading of DeepSpeed configs: the keys that DeepSpeed knows, and the values that they may have."""
 
 import json
 import re
@@ -85,12 +85,14 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return a config from its file, or as it is, with what DeepSpeed itself takes for its values: numbers
-    and switches as strings, ``"auto"`` for a default; empty where there is none.
+    """Return a checked DeepSpeed config from its file or from a mapping. Empty if there is none.
+
+    Values are converted as DeepSpeed converts them: numbers and booleans given as strings, and ``"auto"`` for
+    a default.
 
     Raises:
-        ModelError: the file cannot be read, a key that DeepSpeed's own schema refuses, or a value
-            that is none for its key.
+        ModelError: the file cannot be read, DeepSpeed's schema refuses a key, or a value is not allowed for
+            its key.
     """
     if isinstance(config, (str, Path)):
         config = read_file(config)
@@ -107,10 +109,10 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Return a config's file as DeepSpeed reads it: Hjson, so that comments and trailing commas may stand.
+    """Return a DeepSpeed config from its file, read as Hjson: comments and trailing commas are allowed.
 
     Raises:
-        ModelError: it cannot be read, or holds something else; names the file.
+        ModelError: the file cannot be read or is not an object. The message names the file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -128,10 +130,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy with the values that DeepSpeed's own schemas make of those given.
+    """Return a copy of a DeepSpeed config with its values converted as DeepSpeed's own schemas convert them.
 
-    They take ``"auto"`` for no value at all, but for sizes that transformers fills in, "1" for a
-    number and "true" for a switch, and ``zero_optimization: true``, of old, for ZeRO-1.
+    ``"auto"`` means that no value is given, except for sizes that transformers fills in. "1" is read as a
+    number, "true" as a boolean, and the old ``zero_optimization: true`` as ZeRO-1.
     """
     made = dict(config)
     if isinstance(made.get(ZERO), bool):
@@ -159,7 +161,7 @@ def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None: it is absent, or null."""
+    """Return the value at a dotted key of a config, or None if it is absent or null."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -167,15 +169,16 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object at a dotted key; empty where there is none."""
+    """Return the object at a dotted key of a config, or an empty mapping if it is absent."""
     result: Mapping[str, Any] = at(config, key) or {}
     return result
 
 
 def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
-    """Return whether DeepSpeed is at least this version.
+    """Return whether the installed DeepSpeed has at least the given version.
 
-    ``installed`` is its version. None: the installed one, or the newest.
+    Args:
+        installed: DeepSpeed's version. None: the installed version. If there is none, the newest is assumed.
     """
     installed = installed or _installed_version()
     if installed is None:
@@ -185,7 +188,7 @@ def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
 
 @cache
 def _installed_version() -> str | None:
-    """Kept: looking it up reads the package's files, longer than estimating a workload takes."""
+    """Return the installed version of DeepSpeed. Cached, because the lookup reads the package's files."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -221,12 +224,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Kept: a search reads its config thousands of times."""
+    """Return the known config key with almost this spelling. Cached, because searches repeat it often."""
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
-    """Keys of a section in the DeepSpeed that is here; none where none is."""
+    """Return the keys of a config section that the installed DeepSpeed knows. Empty if DeepSpeed is missing."""
     try:
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:
@@ -244,7 +247,7 @@ def _of_installed(where: str) -> set[str]:
 
 
 class _Kind:
-    """The allowed values of a key: a rule in words, and the type for pydantic, as in DeepSpeed's own schemas.
+    """The allowed values of a config key: a rule in words, and the pydantic type that DeepSpeed's schema uses.
 
     ``auto``: "auto" is also allowed. ``flag``: the command-line option with the same meaning.
     """
@@ -254,17 +257,17 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """Return the value that pydantic makes of this one, or the value itself if that fails."""
+        """Return a config value as pydantic converts it, or unchanged if pydantic cannot convert it."""
         try:
             return self._type.validate_python(value)
         except ValidationError:
             return value
 
     def check(self, key: str, value: Any) -> None:
-        """Check the value as pydantic reads it. A switch that is still text is refused.
+        """Check a config value with pydantic. Booleans given as text are refused.
 
         Raises:
-            ModelError: the value is not of this kind.
+            ModelError: the value is not allowed for its key.
         """
         if self.auto and value == AUTO:
             return
@@ -277,7 +280,7 @@ class _Kind:
 
 
 def _no_switch(value: Any) -> Any:
-    """Refuse booleans, which pydantic takes for 0 or 1."""
+    """Refuse booleans, which pydantic would accept as 0 or 1."""
     if isinstance(value, bool):
         raise ValueError  # noqa: TRY004 - which pydantic hears
     return value

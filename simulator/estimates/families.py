@@ -1,8 +1,9 @@
-"""Families of models by ``model_type``: what their configs do not say, and what flags change. Read
-without transformers, which knows the others (`ebbtide.simulator.estimates.modules`).
+"""Families of models by ``model_type``: layouts that configs do not tell, and the flags that change them.
 
-Layouts are those of the newest stable transformers (its modules' order of registration), in which
-a mixture of experts keeps each kind of matrix of all experts in one parameter.
+They are read without transformers, which knows further families (`ebbtide.simulator.estimates.modules`).
+
+Layouts are those of the newest stable transformers (its modules' order of registration). There a mixture
+of experts has one parameter for each kind of matrix of all experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,9 +120,9 @@ _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
 
 def family_numbers(config: Config) -> Numbers | None:
-    """Return the numbers of a Hugging Face config's family, in addition to those under their usual names.
+    """Return the numbers that a Hugging Face config's model family adds to those under their usual keys.
 
-    None: the family is not known here, or a key says that it is built in another way.
+    None if the family is not known here, or if a key says that the model is built differently.
     """
     family = str(config["model_type"])
     same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
@@ -142,7 +143,7 @@ def _bias(family: str, config: Config) -> frozenset[str]:
 
 
 def _mixture(config: Config) -> Numbers:
-    """A mixture's experts have a width of their own."""
+    """Return the widths of a mixture's experts, which have their own config keys."""
     widths = {"ffn": "moe_intermediate_size", "shared_ffn": "shared_expert_intermediate_size"}
     return {own: config[key] for own, key in widths.items() if config.get(key)}
 
@@ -166,7 +167,7 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Falcon 7B, the newer 40B and 180B, and RefinedWeb, by their flags."""
+    """Return the numbers of a Falcon model (7B, the newer 40B and 180B, or RefinedWeb) from its config's flags."""
     heads = config.get("num_attention_heads")
     newer = bool(config.get("new_decoder_architecture"))
     keys = config.get("num_kv_heads") if newer else 1 if config.get("multi_query", True) else heads

@@ -1,8 +1,8 @@
-"""One rank under ZeRO-1 or 2: whole parameters, and a flat slice of the optimizer's state.
+"""The estimate of one rank under ZeRO-1 or 2: whole parameters, and a flat slice of the optimizer state.
 
-DeepSpeed lays all parameters of a group end to end and gives each rank an equal slice. The first
-rank's is looked at: its layers' gradients are the last that backward delivers, and all ranks wait
-for it at the norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
+DeepSpeed concatenates all parameters of a group and gives each rank an equal slice. The estimate is for
+the first rank, whose layers' gradients backward completes last. All ranks wait for it at the gradient
+norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
 """
 
 import math
@@ -21,7 +21,10 @@ START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alig
 
 
 class FlatRank(Rank):
-    """Gradients are all-reduced bucket by bucket; nothing is gathered but at a step's end."""
+    """One rank of a training job under ZeRO-1 or 2.
+
+    Gradients are all-reduced by buckets. Parameters are gathered only at the end of a step.
+    """
 
     def workload(self) -> Workload:
         made = super().workload()
@@ -48,10 +51,10 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _laid_out(self) -> list[tuple[int, int]]:
-        """(layer, elements) of each parameter, in the order of DeepSpeed's flat buffer.
+        """Return (layer, elements) of each parameter in the order of DeepSpeed's flat buffer.
 
-        ``round_robin_gradients`` deals them out to the ranks; ``parameter_alignment`` begins each
-        on a border of ALIGNMENT_BYTES.
+        ``round_robin_gradients`` distributes parameters over the ranks in turn. ``parameter_alignment`` starts
+        each parameter at a multiple of ALIGNMENT_BYTES.
         """
         found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
         if self.job.round_robin:
@@ -63,8 +66,9 @@ class FlatRank(Rank):
         return found
 
     def slice_elements(self, elements: int) -> int:
-        """Return the elements of each rank's slice. All slices are equal and begin at a multiple of START_ALIGNMENT
-        elements.
+        """Return the elements of each rank's slice of the flat buffer.
+
+        All slices are equally large, and begin at a multiple of START_ALIGNMENT elements.
         """
         ranks = self.job.data_parallel
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
@@ -72,11 +76,14 @@ class FlatRank(Rank):
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
     def issue_s(self, block: Block) -> float:
-        """Return what the host needs to issue a block's forward: no hook gathers or releases its parameters."""
+        """Return the host seconds to launch a block's forward under ZeRO-1 or 2, without ZeRO-3's hooks."""
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Whole: ZeRO divides their optimizer state only."""
+        """Return the number of elements that a rank holds of each of a block's parameters.
+
+        ZeRO-1 and 2 do not divide parameters.
+        """
         tensor = self.job.tensor_parallel
         return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
 
@@ -90,7 +97,10 @@ class FlatRank(Rank):
         return 0.0
 
     def reduce_s(self, block: Block) -> float:
-        """ZeRO-1's single reduction is spread over the micro-batches: times are of all of them."""
+        """Return the seconds to reduce a block's gradients, per micro-batch.
+
+        ZeRO-1 reduces once per step. Its time is divided by the number of micro-batches.
+        """
         size = self.whole_elements(block) * self.job.gradient_bytes
         once = self.links.all_reduce_s(size, self.layout.ring_in_node)
         micro = self.job.accumulation if self.job.zero_stage == 1 else 1
@@ -98,32 +108,33 @@ class FlatRank(Rank):
 
     @property
     def reduced_beside(self) -> float:
-        """Return the share of reductions that overlap backward. Backward gathers nothing; ZeRO-1 reduces after it."""
+        """Return the fraction of gradient reductions that overlaps with backward.
+
+        It is 0 for ZeRO-1, which reduces after backward.
+        """
         return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """An all-reduce is a reduce-scatter and a gather."""
+        """Return a rank's part of the bytes that enter its node for a block: by gathers (0), and by the all-reduce."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return 0, int(2 * self.layout.entering_bytes(size))
 
     def bucket_bytes(self, held: int) -> int:
-        """Return the bucket, and its copy that the all-reduce flattens."""
+        """Return the bytes of DeepSpeed's gradient bucket, and of the flattened copy that is all-reduced."""
         return 2 * self._made_bytes * min(self.job.reduce_bucket_elements, held)
 
     @property
     def _made_bytes(self) -> int:
-        """Return the bytes of a gradient in the bucket. ZeRO-1 widens gradients before it reduces them."""
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Return the peak bytes of gradients that wait in a backward.
+        """Return the bytes that waiting gradients add to the memory peak of a backward.
 
-        ZeRO-1 keeps all gradients until the step's only reduction. ZeRO-2 keeps those of a slice if it adds
-        them up wider than they travel, otherwise a buffer as large as the largest parameter, to add up
-        micro-batches. If ZeRO-1 adds up wider, it does so after each backward, with all gradients in both
-        widths.
+        ZeRO-1 keeps all gradients until the step's only reduction. ZeRO-2 keeps a slice's gradients if it
+        accumulates them in a wider type than it reduces, otherwise a buffer for the largest parameter's. If
+        ZeRO-1 accumulates in a wider type, it does so after each backward, with all gradients in both types.
 
-        Gradients are made while activations are freed: only their addition to the peak counts.
+        Gradients are created while activations are freed, so only their addition to the peak counts.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

@@ -1,4 +1,4 @@
-"""A training job, parsed once and read by all estimates."""
+"""The training job: a model and its training settings, parsed once and used by all estimates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
 class Job(Training):
-    """A training job from flags, a DeepSpeed config, a request or Python, and its workload on each machine."""
+    """A training job from flags, a DeepSpeed config, a request or Python. It estimates workloads on machines."""
 
     @classmethod
     def of_deepspeed(
@@ -47,15 +47,15 @@ class Job(Training):
         zero_stage: int | None = None,
         **shape: Any,
     ) -> Self:
-        """Return the job of a model and DeepSpeed's config, which may hold ``"auto"``.
+        """Return the training job of a model and a DeepSpeed config, which may contain ``"auto"``.
 
         Args:
-            model: see `architecture`.
-            micro_batch, accumulation, precision, zero_stage: for values that the config leaves open.
-            shape: other fields of a job.
+            model: See `architecture`.
+            micro_batch, accumulation, precision, zero_stage: Values that the config leaves open.
+            shape: Other fields of a job.
 
         Raises:
-            ModelError: a description, config or value that cannot be used, naming the key.
+            ModelError: a description, config or value that cannot be used. The message names the key.
         """
         if precision is not None and precision not in WIRE_BYTES:
             raise ModelError(f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}")
@@ -73,10 +73,10 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """Return the same with other values; ``offload`` may be one of `OFFLOADS`.
+        """Return the training job with other values. ``offload`` may be one of `OFFLOADS`.
 
         Raises:
-            ModelError: a value that cannot be used.
+            ModelError: a value cannot be used.
         """
         word = knobs.get("offload")
         if not isinstance(word, str):
@@ -101,9 +101,9 @@ class Job(Training):
             raise ModelError(first.told, first.key) from None
 
     def deepspeed(self) -> dict[str, Any]:
-        """DeepSpeed's config: the one given, with what this job decides.
+        """Return a DeepSpeed config for a training job: the given one, changed by the job's values.
 
-        Where none is given, bf16 as in all of `tune`; a config without it trains in fp32.
+        If none was given, the config enables bf16, as all of `tune` does. A config without it trains in fp32.
         """
         given = self.config.get(ZERO) or {}
         zero: dict[str, Any] = {
@@ -123,7 +123,7 @@ class Job(Training):
         }
 
     def workload(self, machine: Machine) -> Workload:
-        """Return one rank's work in an iteration on a machine: see `workload_from_model`.
+        """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
 
         Raises:
             ModelError: the machine lacks a rate that the job needs.
@@ -199,7 +199,7 @@ def workload_from_model(
     activation_checkpointing: Checkpointing = "full",
     **job: Any,
 ) -> Workload:
-    """Return one rank's work in an iteration of training ``model`` under ZeRO.
+    """Return the estimated workload of one rank that trains ``model`` under ZeRO on a machine.
 
     >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
@@ -207,22 +207,22 @@ def workload_from_model(
     >>> work.params
     6738415616
 
-    Parameters are counted exactly and cut into subgroups as DeepSpeed cuts them. Times are
-    estimates: matrix products at the machine's ``device_flops_per_s`` (2 flops per weight and
-    token forward, twice that backward, plus the recomputed forward with checkpointing, plus causal
-    attention scores). Activations follow Korthikanti et al., arXiv 2205.05198, equations 1 to 6.
-    A profile of the real model (`tune profile`) is better.
+    Parameters are counted exactly and divided into subgroups as DeepSpeed divides them. Times are estimates:
+    matrix products at the machine's ``device_flops_per_s`` (2 flops per weight and token forward, twice that
+    backward, plus the recomputed forward with checkpointing, plus causal attention scores). Activations
+    follow Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the real model (`tune
+    profile`) is more exact.
 
     Args:
-        model: see `architecture`.
-        ds_config: DeepSpeed's config, which may hold ``"auto"``. Its values win over the defaults.
-        activation_checkpointing: ``full`` keeps each layer's input and computes it again, ``selective`` every
-            other layer's.
-        job: fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel,
-            tensor_parallel, pipeline_parallel, stage, sequence_parallel, flash_attention, kernels, fused_loss.
+        model: See `architecture`.
+        ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values win over the defaults.
+        activation_checkpointing: ``full`` keeps only each layer's input and computes the layer again in
+            backward. ``selective`` does so for every other layer.
+        job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,
+            pipeline_parallel, stage, sequence_parallel, flash_attention, kernels, fused_loss.
 
     Raises:
-        ModelError: a description or config that cannot be used, naming the key.
+        ModelError: a description or config that cannot be used. The message names the key.
     """
     if activation_checkpointing not in get_args(Checkpointing):
         raise ModelError(

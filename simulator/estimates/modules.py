@@ -1,4 +1,4 @@
-"""Models as transformers builds them: module by module, without values."""
+"""Architectures read from torch modules, which transformers builds from a config without values."""
 
 import json
 import sys
@@ -29,11 +29,13 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and woul
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
-    """Return a language model by its modules on the ``meta`` device: each parameter in its order, and what
-    a token makes of it: a matrix is multiplied with once, of experts those that a token visits.
+    """Return the architecture of a language model from its config, built by transformers without values.
+
+    The architecture has each parameter in its order. Per token each matrix is multiplied with once. Of a
+    mixture's experts only those that a token uses are counted.
 
     Raises:
-        ModelError: transformers is not there, does not know the family or cannot build it.
+        ModelError: transformers is not installed, does not know the family or cannot build the model.
     """
     return _built(json.dumps(config, sort_keys=True, default=str))
 
@@ -75,15 +77,16 @@ def _built(text: str) -> Architecture:
 
 
 def is_module(model: object) -> bool:
-    """Return whether this is a ``torch.nn.Module``. If torch is not loaded, nothing is."""
+    """Return whether an object is a ``torch.nn.Module``. False if torch is not loaded."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def built_from(module: Any) -> Architecture:
-    """Read a torch module that no Hugging Face config describes: live, or on the ``meta`` device.
+    """Return the architecture of a torch module that no Hugging Face config describes, live or on ``meta``.
 
-    The layers are the elements of its largest list. Attention scores are counted for heads of 64.
+    The layers are the elements of the module's largest list. Attention scores are counted for heads of size
+    64.
     """
     import torch
 
@@ -117,7 +120,7 @@ def _elements(module: Any) -> int:
 
 
 def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
-    """Return the parameters before the first layer, of each layer, and after the last one."""
+    """Return a model's parameters in lists: before the first layer, for each layer, and after the last layer."""
     owner: dict[int, int] = {}  # of what several layers share, the first one
     for number, layer in enumerate(layers, start=1):
         for parameter in layer.parameters():
@@ -133,10 +136,10 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that builds a language model, with its encoder if it has one.
+    """Return the transformers class that builds a language model from a config, with an encoder if it has one.
 
     Raises:
-        ModelError: the config is an encoder's alone, as BERT's.
+        ModelError: the config is of an encoder alone, such as BERT.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -153,7 +156,7 @@ def model_class(config: Any) -> Any:
 
 
 def _as_float(given: dict[str, Any]) -> Any:
-    """Convert a value that transformers writes for numbers that JSON lacks."""
+    """Convert the JSON object that transformers writes for a number such as infinity."""
     return float(given["__float__"]) if set(given) == {"__float__"} else given
 
 
@@ -169,7 +172,10 @@ class _Reader:
         self.model, self.config = model, config
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture. The embedding comes before the first layer, the head after the last one."""
+        """Return the architecture of a transformers model.
+
+        The embedding block comes before the first layer, the head after the last layer.
+        """
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -194,7 +200,7 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the layers of the longest list, and those of an encoder if there is one."""
+        """Yield the modules of a model's longest list, which are its layers. An encoder's layers come first."""
         import torch
 
         parts = [self.model]
@@ -205,7 +211,7 @@ class _Reader:
             yield from max(lists, key=_elements)
 
     def flops(self, layer: Any) -> float:
-        """Return the flops of a token: two for each weight of a matrix, none for table lookups."""
+        """Return the flops of a layer per token: two for each element of a matrix, none for embedding tables."""
         import torch
 
         tables = {id(m.weight) for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
@@ -217,7 +223,7 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the share of a parameter that a token makes use of: of experts some."""
+        """Return the fraction of a parameter that a token uses. It is below 1 for a mixture's experts."""
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:
@@ -246,7 +252,7 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """`Block.attention`; 1 of a layer without, which counts as a layer all the same."""
+        """Return the value of `Block.attention` for a layer, or 1 for a layer without attention."""
         if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
             return 1
         heads, mine = self._number(("num_attention_heads",)) or 1, ("v_head_dim", "head_dim")

@@ -1,4 +1,4 @@
-"""The offloads of a DeepSpeed config, the strategy that simulates them, and whether a plan can apply."""
+"""The offloads in a DeepSpeed config, their simulation, and the reasons why a plan cannot replace them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,22 +30,22 @@ _ASYNC_GRADIENTS, _WIDE_PARAMETERS, _PINNED_PARAMETERS = (0, 19, 5), (0, 14, 1),
 
 @dataclass(frozen=True)
 class Offloading:
-    """The offloads of a config, by DeepSpeed's keys.
+    """The offloads that a DeepSpeed config asks for.
 
     Attributes:
         optimizer: ``offload_optimizer.device``. None: the config has no such section.
         parameters: ``offload_param.device``.
         activations: ``activation_checkpointing.cpu_checkpointing``.
         pipelined: ``offload_optimizer.pipeline_read`` or ``pipeline_write``.
-        ratio: ``offload_optimizer.ratio`` (Twin-Flow): the share of the state that is offloaded.
+        ratio: ``offload_optimizer.ratio`` (Twin-Flow): fraction of the state that is offloaded.
         pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
         pinned_parameters: ``offload_param.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
-        zenflow: the config has ``zenflow``.
-        storage: the folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
-        given: there is a config at all.
+        zenflow: True if the config has the section ``zenflow``.
+        storage: Folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
+        given: True if there is a config at all.
         torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the host.
-        deepspeed: DeepSpeed's version. None: the installed one, or the newest.
+        deepspeed: DeepSpeed's version. None: the installed version, or the newest.
     """
 
     optimizer: str | None = None
@@ -64,26 +64,26 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """The key of what no plan is simulated with; empty: there is none."""
+        """Return the config's key for an offload that cannot be simulated with a plan, or an empty string."""
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
         return f"{_ACTIVATIONS} (true)" if self.activations else ""
 
     @property
     def beyond_state(self) -> str:
-        """Return the key of an offload other than state in host memory, or an empty string."""
+        """Return the config's key for an offload other than optimizer state in host memory, or an empty string."""
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
         return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
-        """Return the arguments of `ebbtide.simulator.build_strategy` for stock DeepSpeed under this config.
+        """Return the arguments of `ebbtide.simulator.build_strategy` that simulate DeepSpeed under this config.
 
-        Without any config it is the offload of optimizer state, as the baseline of a plan.
+        Without a config it is DeepSpeed's offload of optimizer state, as the baseline of a plan.
 
         Raises:
-            ModelError: an offload that is not simulated (parameters on NVMe, ZenFlow), or that DeepSpeed
-                lacks (a ``ratio`` below ZeRO-3).
+            ModelError: An offload that is not simulated (parameters on NVMe, ZenFlow), or that DeepSpeed lacks (a
+                ``ratio`` below ZeRO-3).
         """
         self._check(zero_stage)
         if self.beyond_state:
@@ -110,18 +110,18 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return whether the host waits for ZeRO-3's gradients and widens them."""
+        """Return whether DeepSpeed's host thread waits for ZeRO-3's gradients and converts them to fp32."""
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 
     @property
     def _copies(self) -> dict[str, Any]:
-        """Return the options of ZeRO-3's strategies that this version and optimizer change."""
+        """Return the options of ZeRO-3's strategies that depend on DeepSpeed's version and on the optimizer."""
         blocks = {"async_gradients": False} if self._blocks else {}
         return {**blocks, **({"torch_adam": True} if self.torch_adam else {})}
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options of ``zero_offload`` that this version, pinning and optimizer change."""
+        """Return the options of ``zero_offload`` that depend on DeepSpeed's version, pinning and the optimizer."""
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
             found["parameters"] = "fresh_16_bit"
@@ -153,7 +153,7 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Return the keys that count at this stage. All others change nothing in a simulation."""
+        """Return the config's offload keys that influence a simulation at a ZeRO stage."""
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
@@ -168,18 +168,19 @@ class Offloading:
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
-    """Read a DeepSpeed config's.
+    """Read the offloads that a DeepSpeed config asks for.
 
-    ``deepspeed`` is its version. None: the installed one, or the newest.
+    Args:
+        deepspeed: DeepSpeed's version. None: the installed version, or the newest.
 
     Raises:
-        ModelError: the file cannot be read, or a key or value that DeepSpeed does not have.
+        ModelError: the file cannot be read, or DeepSpeed does not have a key or value.
     """
     return replace(offloading_of(loaded(config), deepspeed), given=config is not None)
 
 
 def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offloading:
-    """Return the offloads of a config as `loaded` gives it."""
+    """Return the offloads that a DeepSpeed config asks for, from a config that `loaded` has read."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
@@ -209,21 +210,22 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
-    """Return a section, or what its key of old stands for."""
+    """Return a section of ZeRO's config, or its equivalent if only the former boolean key is set."""
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
 
 
 def default_pinning(installed: str | None = None) -> bool:
-    """Return whether DeepSpeed pins its buffers if ``pin_memory`` is absent: since 0.19.5.
+    """Return whether DeepSpeed pins its buffers if ``pin_memory`` is absent. It does since 0.19.5.
 
-    ``installed`` is its version. None: the installed one, or the newest.
+    Args:
+        installed: DeepSpeed's version. None: the installed version, or the newest.
     """
     return at_least((0, 19, 5), installed)
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Return the reason why a plan has nothing to do, so that DeepSpeed trains without one, or an empty string."""
+    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string."""
     stage = at(config, f"{ZERO}.stage") or 0
     if stage == 0:
         return f"{ZERO}.stage is 0, so nothing is partitioned over the ranks"
@@ -233,7 +235,7 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of `STATE` that a plan replaces, each with an explanation."""
+    """Return the keys of DeepSpeed's ``offload_optimizer`` that a plan replaces, each with an explanation."""
     state = section(config, STATE)
     found = {}
     ratio = state.get("ratio")
@@ -251,9 +253,9 @@ def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plan_obstacle(config: Mapping[str, Any]) -> str:
-    """Return the reason why training under a plan refuses this config, with the key to change, or an empty string.
+    """Return the reason why training under a plan refuses a DeepSpeed config, or an empty string.
 
-    Only keys that no plan goes with are checked. The callers judge stage, device and optimizer.
+    It names the key to change. Stage, device and optimizer are not checked here, but by the callers.
     """
     zero = section(config, ZERO)
     if zero.get("zenflow") is not None:
@@ -282,8 +284,8 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the key that makes the optimizer run its own step under a plan, or an empty string.
+    """Return the DeepSpeed key that makes the optimizer run its own step under a plan, or an empty string.
 
-    All of the state is then in host memory, so that there is nothing to search.
+    With such a key all of the state is in host memory, so that there is no plan to search.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

@@ -1,8 +1,8 @@
-"""Machines that need not be measured first: published nodes and data sheets, a source per value.
+"""Presets: machines from data sheets and published figures, with a source for each value.
 
-Estimates for what-if questions. A plan to train by comes from a machine that was measured
-(`tune profile`), or from a preset that the user's own runs have corrected (`tune calibrate`). No
-value here was fitted to iteration times.
+They are estimates for what-if questions. A plan for training should use a measured machine (`tune
+profile`), or a preset corrected with the user's own runs (`tune calibrate`). No value here was fitted to
+iteration times.
 """
 
 import math
@@ -55,13 +55,13 @@ PRESETS = SHEETS
 
 
 def preset(name: str) -> Machine:
-    """Return a machine by name.
+    """Return a machine from data sheets and published figures, by its preset's name.
 
     >>> round(preset("h200").device_memory_bytes / 2**30, 1)
     139.8
 
     Raises:
-        ValueError: no such preset; lists all.
+        ValueError: there is no such preset. The message lists all presets.
     """
     name = spelled(name, SHEETS, "machine preset", key="machine")
     sheet = SHEETS[name]
@@ -93,9 +93,9 @@ def preset(name: str) -> Machine:
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
-    """Return the limits in a device's data sheet, by a `Machine`'s fields. No rate exceeds them.
+    """Return the limits of a machine's rates from its GPU's data sheet, by the names of `Machine`'s fields.
 
-    The result is empty for a device without a sheet here.
+    Empty if there is no data sheet of this GPU.
     """
     for sheet in SHEETS.values():
         if sheet.device_name == device_name:
@@ -105,12 +105,12 @@ def sheet_limits(device_name: str) -> dict[str, float]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return all names in alphabetical order."""
+    """Return the names of all machine presets in alphabetical order."""
     return tuple(sorted(SHEETS))
 
 
 def _value(median: float, source: Source, detail: str, spread: tuple[float, float] | None = None) -> Quantity:
-    """``spread``: of its quartiles over it; None: that of its source."""
+    """Return a quantity with quartiles at ``spread`` times the median. None: the usual spread of its source."""
     low, high = spread or _SPREAD[source]
     return Quantity(median=median, q1=low * median, q3=high * median, n=1, source=source, detail=detail)
 
@@ -147,7 +147,10 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
-    """One rank alone on the node; the fused kernel draws as much of DRAM as stock's passes do."""
+    """Return the host rates of one rank alone on a preset's node.
+
+    The fused update kernel is assumed to use as much memory bandwidth as DeepSpeed's separate passes do.
+    """
     drawn = _drawn_bytes_per_s(sheet)
     return {
         "dram_bytes_per_s": _value(
@@ -167,7 +170,10 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
-    """Stock's passes on one core, which draws no more than all of them."""
+    """Return the rate of DeepSpeed's host update on one core.
+
+    One core uses no more memory bandwidth than all cores.
+    """
     core, whose = sheet.core
     said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
     rate = min(core, drawn_bytes_per_s) / STOCK_UPDATE_BYTES
@@ -175,8 +181,9 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """DRAM traffic of a published update, less the time of its unpinned parameter copy: one
-    core's, or what DRAM allows where the ranks leave little of it.
+    """Return the memory bandwidth of a published host update, without the time of its unpinned parameter copy.
+
+    That copy is limited by one core, or by DRAM if the ranks leave little bandwidth.
     """
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
@@ -184,11 +191,11 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the DRAM bandwidth of one rank's update: as published, otherwise one NUMA node's.
+    """Return the memory bandwidth of one rank's host update: as published, otherwise one NUMA node's.
 
-    With several concurrent ranks, each one's figure is the least that it would draw alone. On the H100
-    node that is half of a NUMA node's bandwidth. The only single rank that was published (A100) drew half
-    of its socket's. So half is assumed there, although it was not published.
+    A figure published for several concurrent ranks is a lower limit for one rank alone. On the H100 node that
+    is half of a NUMA node's bandwidth. The only published figure of a single rank (A100) is half of its
+    socket's. So half is assumed there, although it was not published.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
@@ -209,7 +216,10 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 
 
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the shares of several ranks: of DRAM as published, of links as they are wired."""
+    """Return the share of DRAM and link bandwidth that each of several concurrent ranks has.
+
+    Shares of DRAM are as published, shares of links follow from their wiring.
+    """
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:
         for ranks in range(sheet.ranks_per_uplink, sheet.gpus + 1, sheet.ranks_per_uplink):
@@ -220,7 +230,7 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the shares of the triad rate, for each of several ranks, from their published updates."""
+    """Return each rank's share of the memory bandwidth, by number of ranks, from published host updates."""
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():
         if ranks > 1:

@@ -1,4 +1,4 @@
-"""One rank's share of a model under ZeRO-3: its parameters, times, activations and bytes."""
+"""The estimate of one rank's share of a training job under ZeRO-3: parameters, times, activations and bytes."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ LOSS_PARTS = 8  # of a fused or chunked loss: torchtune's and Liger's default fo
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's share of everything, under ZeRO-3."""
+    """One rank of a training job under ZeRO-3, with the estimate of its workload."""
 
     job: Training
     machine: Machine
@@ -86,7 +86,7 @@ class Rank:
 
     @property
     def loop_s(self) -> float:
-        """Return the seconds of the training script between iterations, if runs have shown them."""
+        """Return the seconds that the training script spends between iterations. 0 if the machine does not tell."""
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
     @cached_property
@@ -96,12 +96,15 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of one micro-batch."""
+        """Return the number of tokens in one micro-batch of a rank."""
         return self.job.sequence * self.job.micro_batch
 
     @cached_property
     def stage_blocks(self) -> list[Block]:
-        """Embedding goes with the first pipeline stage, the head with the last."""
+        """Return the model's blocks in the simulated pipeline stage.
+
+        The embedding is in the first stage, the head in the last.
+        """
         p, blocks = self.job, self.arch.blocks()
         inner = blocks[1:-1]
         first = p.stage * len(inner) // p.pipeline_parallel
@@ -117,11 +120,14 @@ class Rank:
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return this rank's elements of each parameter: tensor parallelism first, then ZeRO."""
+        """Return the number of elements of each of a block's parameters that one rank holds.
+
+        Tensor parallelism divides parameters first, then ZeRO.
+        """
         return _partitions(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
-        """Transformer layers of one shape differ in name only: each shape is worked out once."""
+        """Return the workload's layers for a sequence of blocks. Each distinct shape is computed only once."""
         by_shape: dict[Block, Layer] = {}
         layers = []
         for block in blocks:
@@ -133,14 +139,14 @@ class Rank:
         return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
-        """Return DeepSpeed's gathers in a forward and its backward, by (block, parameter)."""
+        """Return how often DeepSpeed gathers each parameter in a forward and its backward, by (block, parameter)."""
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
         again = tuple(recompute and bool(block.attention) for block in blocks)
         return _gathers(whole, again, self.job.gather_rules)
 
     def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
-        """Each layer's `persistent_params` and `regathered_params`."""
+        """Return the `persistent_params` and `regathered_params` of each block's layer."""
         if self.job.zero_stage < 3:
             return [{}] * len(blocks)
         gathers = self.gathers(blocks)
@@ -150,7 +156,10 @@ class Rank:
         ]
 
     def live_params(self, blocks: Sequence[Block]) -> int | None:
-        """See `Workload`. Of several ranks what is gathered is in `base_bytes`."""
+        """Return the largest number of gathered elements under ZeRO-3 with a single data-parallel rank.
+
+        Otherwise return None. With several data-parallel ranks gathered parameters are part of `base_bytes`.
+        """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
         return self.gathers(blocks).live
@@ -169,7 +178,7 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return the machine's device as this job uses it."""
+        """Return the GPU's rates for a training job: its precision, kernels and tensor parallelism."""
         p = self.job
         return Device.of(
             self.machine,
@@ -182,28 +191,34 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of one micro-batch."""
+        """Return the shape of one micro-batch: the model's hidden size and heads, and the numbers of tokens."""
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
-        """Return the time of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
+        """Return the seconds of a block's forward of one micro-batch on the device, with tensor-parallel exchanges."""
         return self.device.seconds(block, self.shape, FORWARD) + self.tensor_exchange_s(block)
 
     def device_backward_s(self, block: Block) -> float:
-        """Return the time of one micro-batch's backward on the device, with the forward that is computed again."""
+        """Return the seconds of a block's backward of one micro-batch on the device, including recomputation."""
         computed = self.device.seconds(block, self.shape, BACKWARD) + 2 * self.tensor_exchange_s(block)
         return computed + self.again(block) * self.device_s(block)
 
     def again(self, block: Block) -> float:
-        """Return the share of a block's forward that its backward computes again."""
+        """Return the fraction of a block's forward that its backward computes again."""
         return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
-        """Return the seconds of one micro-batch: the device computes, the node gathers, the host issues."""
+        """Return the seconds of a block's forward of one micro-batch.
+
+        The device's compute, the gathers in the node and the host's launches overlap.
+        """
         return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
-        """Return one micro-batch's backward: the device computes, the node gathers and reduces, the host issues."""
+        """Return the seconds of a block's backward of one micro-batch.
+
+        The device's compute, the gathers and reductions in the node, and the host's launches overlap.
+        """
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         reduced, beside = self.reduce_s(block), self.reduced_beside
         beside_s = self.parameters_s(block) + beside * reduced
@@ -211,17 +226,17 @@ class Rank:
         return computed + self.averaging_s(block) + (1 - beside) * reduced
 
     def averaging_s(self, block: Block) -> float:
-        """Return the device's own seconds to reduce a block's gradients."""
+        """Return the seconds of GPU memory traffic to reduce a block's gradients."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
     @property
     def reduced_beside(self) -> float:
-        """Return the share of the reductions that overlap backward.
+        """Return the fraction of gradient reductions that overlaps with backward.
 
-        Gathers and reductions are of one process group, and NCCL runs them in the order of their
-        issue. A full bucket is reduced immediately. Backward's next parameters, except prefetched ones, are
-        gathered after it (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        Gathers and reductions belong to one process group, and NCCL runs them in the order of their issue. A full
+        bucket is reduced immediately. Backward's next parameters, except prefetched ones, are gathered after it
+        (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
         ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
         if not self.job.overlaps_comm:
@@ -230,30 +245,36 @@ class Rank:
         return min(1.0, ahead / max(1, bucket))
 
     def issue_s(self, block: Block) -> float:
-        """Embedding and head are a module each, a layer is a dozen."""
+        """Return the host seconds to launch a block's forward.
+
+        A layer has a dozen modules, the embedding and the head have one each.
+        """
         return self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
 
     @property
     def module_issue_s(self) -> float:
-        """Return the host seconds of one of a layer's modules."""
+        """Return the host seconds to launch the forward of one of a layer's modules."""
         issue = self.machine.layer_issue_s
         return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     def parameters_s(self, block: Block) -> float:
-        """Return the seconds until the block's parameters are whole, for one pass."""
+        """Return the seconds to gather a block's parameters for one pass."""
         return self.gather_s(block, self.wire)
 
     def reduce_s(self, block: Block) -> float:
-        """Return the seconds until the block's gradients of one micro-batch are averaged."""
+        """Return the seconds to reduce a block's gradients of one micro-batch."""
         return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
-        """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
+        """Return the seconds of ZeRO's all-gather, or reduce-scatter, of a block among the ranks of one node."""
         size = self.whole_elements(block) * element_bytes
         return self.links.gather_s(size, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
-        """Two all-reduces of the activations per layer and pass; between nodes over the network."""
+        """Return the seconds of tensor parallelism's two all-reduces per layer and pass.
+
+        If a tensor-parallel group spans nodes, they go over the network.
+        """
         if not block.attention:
             return 0.0
         tensor, cut = self.job.tensor_parallel, self.layout.tensor_groups_cut
@@ -264,20 +285,19 @@ class Rank:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Return the bytes that one all-reduce of tensor parallelism adds up."""
+        """Return the bytes of activations in one all-reduce of tensor parallelism."""
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """ZeRO's gather per pass and reduction: what comes from other nodes, shared by a node's
-        ranks.
-        """
+        """Return a rank's part of the bytes that enter its node for a block: per gather and per reduction."""
         part = self.layout.entering_bytes(self.whole_elements(block))
         beside = self.exchange_beside_bytes(block) if part else 0.0
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """Return a rank's part of what tensor parallelism brings into a node in a pass: the network that
-        ZeRO's gathers do not have meanwhile. Forward and backward count alike, by their mean.
+        """Return a rank's part of the bytes per pass that tensor-parallel exchanges bring into its node.
+
+        They occupy the network that ZeRO's gathers need. The mean of forward and backward counts for both.
         """
         if not block.attention:
             return 0.0
@@ -294,9 +314,9 @@ class Rank:
         return WIRE_BYTES[self.job.precision]
 
     def activation_bytes(self, block: Block) -> int:
-        """Return what a block's forward leaves for its backward.
+        """Return the bytes that a block's forward keeps in GPU memory for its backward.
 
-        Korthikanti et al. have s b h (34 + 5 a s / h) bytes per layer, and 2 s b h if it is computed again.
+        By Korthikanti et al., a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h with recomputation.
         """
         unit = self.tokens * self.arch.hidden * self.wire / 2
         if block.name == "head":
@@ -308,8 +328,10 @@ class Rank:
         return int(again * inputs + (1 - again) * self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
-        """Return the logits: in the forward with two widened copies, in the backward with one and the gradient of the
-        head's weights. The backward's buckets cover a part of them. A fused loss has a part of the logits at a time.
+        """Return the bytes of the head's logits beyond what backward's buckets cover.
+
+        The forward has two widened copies of the logits. The backward has one, and the gradient of the head's
+        weights. A fused loss keeps only a part of the logits at a time.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
@@ -327,12 +349,16 @@ class Rank:
         return unit * (whole + STORED_SPLIT / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Parameters, those gathered, both gradient buckets, the layer that was recomputed last."""
+        """Return the device bytes in use throughout an iteration.
+
+        They are for parameters, gathered parameters, both gradient buckets, and the activations of the layer that
+        was recomputed last.
+        """
         held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
         return held + sum(self.base_parts(blocks).values())
 
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
-        """Return the parts of `base_bytes` that are no bucket."""
+        """Return the device bytes by kind that are in use throughout an iteration, without gradient buckets."""
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
         if self.job.recompute:  # its activations stay until the next iteration's take their place
@@ -340,14 +366,17 @@ class Rank:
         return parts
 
     def whole_elements(self, block: Block) -> int:
-        """Return the elements of all data-parallel ranks together."""
+        """Return the number of a block's elements on all data-parallel ranks together."""
         return sum(self.partitions(block)) * self.job.data_parallel
 
     def held_elements(self, blocks: Sequence[Block]) -> int:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """``stage3_max_live_parameters``, and embedding and head, which are not released."""
+        """Return the number of parameter elements that are gathered on the device.
+
+        They are limited by ``stage3_max_live_parameters``. Embedding and head are never released.
+        """
         if self.job.data_parallel == 1:
             return 0
         ends = [block for block in blocks if not block.attention]
@@ -355,11 +384,11 @@ class Rank:
         return min(live, self.held_elements(blocks) * self.job.data_parallel)
 
     def bucket_bytes(self, held: int) -> int:
-        """DeepSpeed's flat gradient bucket, allocated once."""
+        """Return the bytes of DeepSpeed's flat gradient bucket, which is allocated once."""
         return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
 
     def backward_bytes(self) -> int:
-        """Gradients that wait for their bucket, and the largest one's fp32 copy on its way home."""
+        """Return the bytes of gradients that wait for their bucket, and of the largest gradient's fp32 copy."""
         blocks = self.stage_blocks
         largest = max(n for block in blocks for n in self.partitions(block))
         return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
@@ -379,9 +408,9 @@ class Rank:
 
 @lru_cache(maxsize=64)
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
-    """Return the gathers, with each parameter taken for a module, as most are or are used with one.
+    """Return DeepSpeed's gathers, with each parameter treated as a module.
 
-    A block is a module too, and so is the model. Its backward comes before all others.
+    Each block is a module too, and so is the model. The model's backward comes before all others.
     """
     modules: list[list[Module]] = [
         [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)
@@ -395,6 +424,5 @@ def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], 
 
 @lru_cache(maxsize=4096)
 def _partitions(params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int) -> tuple[int, ...]:
-    """See `_Rank.partitions`; kept, as every figure of a rank is made of these."""
     held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
     return tuple(math.ceil(n / data) for n in held)

@@ -1,4 +1,4 @@
-"""A training job in numbers, as one rank of it sees it."""
+"""The settings of a training job, with their checks."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
@@ -67,35 +67,36 @@ Written = Annotated[Kernels, BeforeValidator(_kernels)]
 
 
 class Training(BaseModel):
-    """The fields of a training job. `ebbtide.simulator.estimates.job.Job` says where they come from.
+    """The settings of a training job. `ebbtide.simulator.estimates.job.Job` reads them from configs and flags.
 
     Attributes:
-        architecture: of the model.
-        sequence: tokens of a sample; ``micro_batch``: samples of a rank and pass;
-            ``accumulation``: micro-batches of an optimizer step.
-        data_parallel: ZeRO's ranks. The whole job has data x tensor x pipeline GPUs.
-        stage: the simulated pipeline stage, 0: the first.
-        sequence_parallel: divide along the sequence what tensor parallelism leaves whole.
-        offload: location of state, parameters and activations.
-        recompute: each layer keeps its input and is computed again (activation checkpointing).
-        recompute_share: the share of recomputed layers (1: full, 0.5: selective, every other one).
-        flash_attention: attention scores are never stored.
-        kernels: ``fused`` for fused or compiled kernels between the products (Megatron-LM, torch.compile,
-        Liger),
-            ``eager`` for PyTorch's own (the transformers library as it is).
-        fused_loss: logits and loss come from one kernel, or chunk by chunk.
-        precision: of parameters and gradients as they travel; ``gradient_bytes``: of a gradient
-            as it is added up.
-        clip: the norm to which gradients are clipped. 0: no clipping.
-        clip_rate: fraction of steps that clip gradients or overflow. None if it is not known:
+        architecture: Model that is trained.
+        sequence: Tokens per sample.
+        micro_batch: Samples per rank and pass.
+        accumulation: Micro-batches per optimizer step.
+        data_parallel: Number of ZeRO's ranks. The whole job has data x tensor x pipeline GPUs.
+        stage: Simulated pipeline stage. 0: the first.
+        sequence_parallel: True to divide along the sequence what tensor parallelism does not divide.
+        offload: Location of state, parameters and activations.
+        recompute: True if each layer keeps only its input and is computed again in backward (activation
+            checkpointing).
+        recompute_share: Fraction of recomputed layers (1: full, 0.5: selective, every other layer).
+        flash_attention: True if attention scores are never stored.
+        kernels: ``fused`` for fused or compiled kernels between matrix products (Megatron-LM, torch.compile,
+            Liger), ``eager`` for PyTorch's own (the transformers library without changes).
+        fused_loss: True if logits and loss are computed by one kernel, or chunk by chunk.
+        precision: Data type of parameters, and of gradients as they are reduced.
+        gradient_bytes: Bytes per accumulated gradient.
+        clip: Norm to which gradients are clipped. 0: no clipping.
+        clip_rate: Fraction of steps that clip gradients or overflow. None if unknown: see
             `Workload.expected_clip_rate`.
-        max_live_parameters, max_reuse_distance, persistence_threshold: in elements, as DeepSpeed's
-            keys of like names: the parameters that stay on the device between two uses.
-        overlap_comm: None: as DeepSpeed has it at this ZeRO stage.
-        launcher: the launcher of the ranks. It decides on the number of threads of stock's updates on
-            the host; ``omp_threads``: ``OMP_NUM_THREADS`` as set by the user.
-        notes: values that were ``"auto"`` or left out, with the assumed value, as sentences.
-        config: DeepSpeed's, as it was given.
+        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's keys of similar names, in
+            elements. They decide which parameters stay on the device between two uses.
+        overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
+        launcher: Launcher of the ranks. It decides on the number of threads of DeepSpeed's host updates.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user.
+        notes: Sentences about values that were ``"auto"`` or left out, with the assumed value.
+        config: DeepSpeed config as it was given.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -150,7 +151,6 @@ class Training(BaseModel):
         return self
 
     def _check_division(self) -> None:
-        """Check the division of the model over tensor and pipeline ranks."""
         arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
         if arch.heads % tensor:
             raise ModelError(
@@ -182,30 +182,30 @@ class Training(BaseModel):
 
     @property
     def clips(self) -> bool:
-        """Return whether a step waits for the norm: to clip, or to detect an overflow."""
+        """Return whether a training step waits for the gradient norm, to clip or to detect an overflow."""
         return self.clip > 0 or self.precision == "fp16"
 
     @property
     def overlaps_comm(self) -> bool:
-        """DeepSpeed's default is on under ZeRO-3 and off below."""
+        """Return whether gradient reductions overlap with backward. By default DeepSpeed does so only under ZeRO-3."""
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
 
     def stock_threads(self, ranks_per_node: int) -> int | None:
-        """Return the threads of one rank's host updates under stock. None: the number of cores."""
+        """Return the threads of one rank's host updates in DeepSpeed. None: the number of cores."""
         return stock_threads(self.launcher, self.omp_threads, ranks_per_node)
 
     @property
     def round_robin(self) -> bool:
-        """Return whether whole parameters are dealt out to the ranks in turn, below ZeRO-3."""
+        """Return whether DeepSpeed distributes whole parameters over the ranks in turn (below ZeRO-3 only)."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
-        """Return whether each parameter begins at an aligned place of the flat buffer, below ZeRO-3."""
+        """Return whether each parameter starts at an aligned position of ZeRO's flat buffer (below ZeRO-3 only)."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property
     def told(self) -> tuple[str, ...]:
-        """`notes`, and the config's keys that change nothing here."""
+        """Return a training job's notes, and a note about the config's keys that the simulation ignores."""
         keys = unread(self.config, self.offload, self.zero_stage)
         return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))

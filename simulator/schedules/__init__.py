@@ -1,1 +1,1 @@
-"""Builders of schedules: a workload and a plan (or a peer's strategy) become a DAG of ops."""
+"""Builders of schedules: they turn a workload, with a plan or another strategy, into a graph of ops."""

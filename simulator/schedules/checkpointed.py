@@ -1,7 +1,7 @@
-"""Checkpoints in the schedule: a save is a barrier, then persist ops run during training.
+"""The schedule of training with checkpoints: a save is a barrier, and its writes run during later training.
 
-Copies come before the updates that are due too early (copy on update). All of it contends for
-DRAM, cores, the link and storage like every other op.
+A subgroup that is due for its update too early is copied before the update (copy on update). All of these
+ops compete for DRAM, cores, the link and storage like any other op.
 """
 
 from bisect import bisect_right
@@ -27,11 +27,11 @@ COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together
 
 
 class CheckpointedLoop(EbbtideLoop):
-    """ebbtide's iterations with saves at the end of some of them.
+    """The training loop of ebbtide with checkpoint saves at the end of some iterations.
 
-    Persist ops keep ``writing``'s order. Live bytes of resident subgroups are copied home during
-    forward and backward only, piece by piece between the layers. A save waits until the one before
-    is committed (``busy: wait``; see `CheckpointCost.at_interval` for the other policies).
+    Writes have the order of ``writing``. The state of resident subgroups is copied to the host only during
+    forward and backward, in parts between the layers. A save waits until the previous checkpoint is committed
+    (``busy: wait``). See `CheckpointCost.at_interval` for the other policies.
     """
 
     def __init__(
@@ -45,7 +45,13 @@ class CheckpointedLoop(EbbtideLoop):
         save_s: float = 0.0,
         hooks_s: Sequence[float] = (0.0,),
     ) -> None:
-        """``hooks_s``: where resident state is cut into pieces; see `CheckpointSimulation`."""
+        """Set up a training loop with checkpoints.
+
+        Args:
+            saves: Iterations that end with a save.
+            save_s: Seconds that a save blocks before it returns.
+            hooks_s: Times at which resident state is divided into parts. See `CheckpointSimulation`.
+        """
         super().__init__(workload, plan)
         self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
         self.saves, self.save_s, self.hooks_s = saves, save_s, hooks_s
@@ -63,7 +69,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._emit(lambda: bool(self.pending))
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule, including the host memory that the runtime reserves for checkpoints."""
+        """Return the schedule of training with checkpoints, including host memory reserved for checkpoints."""
         made = super().schedule(iterations)
         host = dict(made.held["host"])
         host["staging"] += reserved_bytes(self.saving)
@@ -87,7 +93,10 @@ class CheckpointedLoop(EbbtideLoop):
             self._save()
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the ops to await before an overwrite: the copy on update, and persist ops that read live bytes."""
+        """Return the ops to wait for before a subgroup's state is overwritten.
+
+        These are the copy on update, and writes that read the live state.
+        """
         if subgroup not in self.unread:
             return []
         waits = [self._snapshot(subgroup)] if subgroup in self.writing.copied else []
@@ -98,7 +107,7 @@ class CheckpointedLoop(EbbtideLoop):
     # -- the checkpoint's own ops ------------------------------------------------------------
 
     def _save(self) -> None:
-        """Everything is at rest when it begins; the next forward begins when it returns."""
+        """Append a checkpoint save. Updates have ended when it starts. The next forward starts when it returns."""
         assert self.step_end is not None
         waits = [self.step_end, *self.parameters_new.values(), *self.ends]
         self.save_op = self.step_end = self.out.add(
@@ -118,7 +127,7 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Begin a layer's pass: the next piece of resident state goes to the host meanwhile."""
+        """Start a layer's pass. The next part of resident state is copied to the host meanwhile."""
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -130,7 +139,7 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Append persist ops in the writers' order, with their waits, and the commit after the last one."""
+        """Append a checkpoint's writes in the writers' order, and the commit after the last write."""
         while more():
             segment, hook = self.pending.popleft()
             subgroup = segment.subgroup
@@ -142,7 +151,7 @@ class CheckpointedLoop(EbbtideLoop):
                 self.commits.append(self._durable())
 
     def _source(self, segment: Segment, hook: int) -> int:
-        """Return the op that brings the bytes to where a writer reads them."""
+        """Return the op that brings a checkpoint segment's bytes to the memory from which a writer reads them."""
         if segment.part == "copied":
             return self._snapshot(segment.subgroup)
         if hook < 0:
@@ -161,7 +170,7 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Copy on update, by the thread that is about to overwrite: one core."""
+        """Append the copy of a subgroup's state for a checkpoint, by the thread that is about to overwrite it."""
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
             if recipe.state == "device":
@@ -180,7 +189,10 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append a write at storage speed, or at the cap, which an update in need ignores."""
+        """Append a checkpoint's write at storage speed, or at the user's limit.
+
+        The limit is ignored if an update waits for the write.
+        """
         size = segment.size_bytes
         full = self.machine.rate("storage_write_bytes_per_s")
         cap = self.saving.write_bytes_per_s
@@ -202,7 +214,7 @@ class CheckpointedLoop(EbbtideLoop):
         return self.out.add(OpKind.PERSIST, Lane.STORAGE, 0.0, latency_s=self.machine.storage_fsync_s)
 
     def _cut_at_hooks(self) -> Iterator[tuple[Segment, int]]:
-        """Live segments of residents in pieces, one per layer's pass; others as they are."""
+        """Yield the segments that a checkpoint writes. Resident subgroups are divided by layers' passes."""
         for segment in self.writing.segments:
             if segment.subgroup == REST or self.recipes[segment.subgroup].state != "device":
                 yield segment, -1
@@ -223,17 +235,17 @@ class CheckpointedLoop(EbbtideLoop):
 
 
 def reserved_bytes(saving: CheckpointPlan) -> int:
-    """Host memory that the runtime takes for checkpoints: the budget, and a block per thread."""
+    """Return the host memory that the runtime reserves for checkpoints: the copy budget, and a block per thread."""
     return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
-    """Cores that the writers keep busy at storage's full rate."""
+    """Return the number of cores that checkpoint writers keep busy at the full rate of storage."""
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
     return min(saving.writer_threads, cost_s * machine.rate("storage_write_bytes_per_s"))
 
 
 def copy_rate(machine: Machine) -> float:
-    """Bytes per second of a copy by one thread."""
+    """Return the bytes per second of a host memory copy by one thread."""
     return min(machine.rate("host_copy_bytes_per_s"), COPY_BYTES_PER_S)

@@ -1,4 +1,4 @@
-"""Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
+"""The builder of ebbtide's schedule of ops from a workload and a plan."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from ebbtide.simulator.workload import Workload
 def build_schedule(
     workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule that the runtime executes under ``plan``, for some iterations in a row.
+    """Return the schedule that the runtime executes under a plan for a number of iterations.
 
-    Three iterations are enough to see the steady state: the first one starts with nothing to wait
-    for, the period is read between the ends of the second and the third backward.
+    Three iterations show the steady state: the first starts with nothing to wait for, and the period is the
+    time between the ends of the second and the third backward.
 
     Args:
-        fused: the host kernel reads wire gradients, scales, updates and writes wire parameters in
-            one pass; False shows what stock's separate passes would cost in the same schedule.
-        arrival: in which order gradients are complete; None: by the workload's layers.
+        fused: True if one host kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters.
+            False shows the cost of DeepSpeed's separate passes in the same schedule.
+        arrival: Order in which gradients become complete. None: by the workload's layers.
 
     Raises:
-        PlanError: the plan covers another number of subgroups than the workload has.
+        PlanError: the plan has another number of subgroups than the workload.
     """
     workload = workload.cut_as(plan)
     loop = EbbtideLoop(workload, plan, fused=fused, arrival=arrival)
@@ -37,8 +37,11 @@ def build_schedule(
 
 
 def check_locations(plan: Plan, zero_stage: int) -> None:
-    """Raise PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
-    storage where it keeps all of it in one piece, or in buffers that change places.
+    """Check that a plan's locations are possible at a ZeRO stage.
+
+    Raises:
+        PlanError: a plan below ZeRO-3 has early updates, parameters on the host or stored state. There
+            DeepSpeed keeps parameters whole and state in flat partitions.
     """
     if zero_stage == 3:
         return
@@ -63,7 +66,7 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 
 
 class EbbtideLoop(PlannedLoop):
-    """ebbtide's iteration: interprets the recipe of each subgroup's placement."""
+    """The training loop of ebbtide under a plan. Each subgroup's placement determines its ops (recipe)."""
 
     def __init__(
         self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
@@ -97,7 +100,7 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the appended ops as a schedule, with the memory that is in use throughout."""
+        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
@@ -123,9 +126,9 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Keep what is under way within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest part.
+        """Limit the bytes of gradients that are being copied to the host to `GRADIENTS_UNDER_WAY_BYTES`.
 
-        The runtime sends each part parameter by parameter.
+        The limit holds up to the size of one part. The runtime sends each part parameter by parameter.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
@@ -157,10 +160,10 @@ class EbbtideLoop(PlannedLoop):
         return [self.on_host[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
-        """Append an op behind some others.
+        """Append an op of a subgroup's gradient or update that waits for some others.
 
         Args:
-            elements: Number of elements that the op works on, or None for the whole subgroup.
+            elements: Number of elements that the op works on. None: the whole subgroup.
         """
         size = self.sizes[subgroup] if elements is None else elements
         if Wait.GATE in step.waits:
@@ -178,7 +181,8 @@ class EbbtideLoop(PlannedLoop):
         )
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the ops that must have ended before a subgroup's state changes where it lives: a
-        checkpoint's, see `ebbtide.simulator.schedules.checkpointed`.
+        """Return the checkpoint ops to wait for before a subgroup's state is overwritten.
+
+        A training loop without checkpoints has no such ops. See `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

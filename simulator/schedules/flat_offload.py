@@ -1,8 +1,8 @@
-"""Stock ZeRO-1 and ZeRO-2 with the optimizer's state in host memory, as DeepSpeed 0.19.8 runs them.
+"""The schedule of ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8 runs them.
 
-Source: ``DeepSpeedZeroOptimizer`` of ``deepspeed/runtime/zero/stage_1_and_2.py``: gradients cross
-the link once, widened on the device; each rank's partition is updated in one piece, copied to the
-device, and gathered by all ranks.
+Source: ``DeepSpeedZeroOptimizer`` of ``deepspeed/runtime/zero/stage_1_and_2.py``. Gradients are converted
+to fp32 on the device and copied to the host once. Each rank's partition is updated as a whole, copied to
+the device, and gathered by all ranks.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ SentBack = Literal["pinned_16_bit", "wide", "fresh_16_bit"]
 
 @dataclass(frozen=True, slots=True)
 class FlatOptions:
-    """What distinguishes the versions and settings of stock ZeRO-1 and 2 offload.
+    """The options that distinguish versions and settings of DeepSpeed's ZeRO-1 and 2 offload.
 
     Attributes:
-        pinned: ``pin_memory``. Without it each copy passes unpinned memory, and backward waits for the copy.
-        parameters: the way of the updated parameters to the device. ``pinned_16_bit``: cast into a buffer that is
-            pinned where ``pin_memory`` is on (DeepSpeed since 0.17.0, pull request 7309); ``wide``: sent in fp32
-            (0.14.1 to 0.16, pull request 5301); ``fresh_16_bit``: cast into fresh unpinned memory (before).
-        torch_adam: torch's own Adam updates on the host.
+        pinned: ``pin_memory``. If False, each copy uses unpinned memory, and backward waits for it.
+        parameters: Way in which updated parameters reach the device. ``pinned_16_bit``: converted into a
+            buffer that is pinned if ``pin_memory`` is on (DeepSpeed since 0.17.0, pull request 7309).
+            ``wide``: copied in fp32 (0.14.1 to 0.16, pull request 5301). ``fresh_16_bit``: converted into
+            fresh unpinned memory (before 0.14.1).
+        torch_adam: True if torch's own Adam updates on the host.
     """
 
     pinned: bool = True
@@ -42,7 +43,10 @@ class FlatOptions:
 
 
 class FlatOffloadLoop(StockLoop):
-    """Updates follow the norm one pass after the other, and nothing overlaps them."""
+    """The training loop of ZeRO-1 and 2 with offload.
+
+    Host updates follow the gradient norm, and nothing overlaps them.
+    """
 
     def __init__(self, workload: Workload, flat: FlatOptions | None = None) -> None:
         self.flat = flat or FlatOptions()
@@ -54,8 +58,10 @@ class FlatOffloadLoop(StockLoop):
         super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Host memory: state, fp32 gradients, the 16-bit copy on its way to the device, and the sum
-        of the micro-batches where there are several.
+        """Return the schedule of all appended ops, with the host memory in use throughout an iteration.
+
+        That memory holds state, fp32 gradients, the 16-bit copy of new parameters, and, with several
+        micro-batches, the sum of their gradients.
         """
         w = self.workload
         crosses = w.gradient_accumulation_steps > 1 and not w.adds_on_device
@@ -69,9 +75,9 @@ class FlatOffloadLoop(StockLoop):
         return replace(made, held={**made.held, "host": host})
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
-        """Append the copies of the sum so far, in and out, unless it stays on the device.
+        """Append the copies of a layer's gradient sum between device and host, unless the sum stays on the device.
 
-        After the last micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
+        After the last micro-batch the sum is copied to the host in fp32. The copies are on backward's own stream.
         """
         elements = self.workload.layers[layer].params
         if not elements:
@@ -87,7 +93,7 @@ class FlatOffloadLoop(StockLoop):
         return self._waited_for(layer, moved)
 
     def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append the copy of the updated parameters to the device, as this version of DeepSpeed sends them."""
+        """Append the copy of updated parameters to the device, as the simulated version of DeepSpeed does it."""
         fresh = self.flat.parameters == "fresh_16_bit"
         pageable = fresh or not self.flat.pinned
         passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1

@@ -1,8 +1,8 @@
-"""The parameter gathers of DeepSpeed's ZeRO-3: its coordinator, simulated once.
+"""A simulation of ZeRO-3's parameter gathers, as DeepSpeed's coordinator does them.
 
-Between two uses it keeps parameters that come up again soon, and it prefetches for later modules
-(DeepSpeed, ``PartitionedParameterCoordinator``). So a parameter may be gathered once for a forward
-and its backward, or once for each use.
+Between two uses DeepSpeed keeps parameters that are used again soon, and it prefetches parameters of
+later modules (``PartitionedParameterCoordinator``). So a parameter may be gathered once for a forward and
+its backward, or once for each use.
 """
 
 from bisect import bisect_left
@@ -16,14 +16,15 @@ Module = Sequence[tuple[Hashable, int]]  # its parameters, each with its whole e
 
 @dataclass(frozen=True, slots=True)
 class GatherRules:
-    """Keys of ``zero_optimization``, in whole elements, with DeepSpeed's defaults.
+    """DeepSpeed's ``zero_optimization`` keys that control gathers, in elements of whole parameters.
 
     Attributes:
-        reuse: ``stage3_max_reuse_distance``: what is used again within so many stays.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays if it is used again within this number of
+            elements.
         ahead: ``stage3_prefetch_bucket_size``.
-        live: ``stage3_max_live_parameters``: with so many there, nothing is asked for ahead.
-        persistent: ``stage3_param_persistence_threshold``: a parameter of no more stays to the end
-            of the step.
+        live: ``stage3_max_live_parameters``: nothing is prefetched if as many elements are gathered.
+        persistent: ``stage3_param_persistence_threshold``: a parameter of at most this size stays until the
+            end of the step.
     """
 
     reuse: int = 10**9
@@ -34,13 +35,13 @@ class GatherRules:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The gathers of one micro-batch's forward and backward, with nothing gathered before.
+    """The parameter gathers of one micro-batch's forward and backward, with nothing gathered before.
 
     Attributes:
-        times: number of gathers of each parameter.
-        persistent: parameters that stay to the end of the step.
-        live: the most elements gathered at once. None: they are not this rank's partitions,
-            but copies of all ranks' partitions.
+        times: Number of gathers of each parameter.
+        persistent: Parameters that stay until the end of the step.
+        live: Largest number of elements gathered at the same time. None if gathered parameters are not this
+            rank's partitions, but copies of all ranks' partitions.
     """
 
     times: Mapping[Hashable, int]
@@ -48,9 +49,11 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return `Layer.persistent_params` and `regathered_params` of a layer of these parameters.
+        """Return `Layer.persistent_params` and `regathered_params` of the layer with the given parameters.
 
-        Each parameter comes with this rank's elements. Parameters that no module reads are never gathered.
+        Args:
+            pieces: Key of each parameter, and its number of elements on this rank. Parameters that no module
+                reads are never gathered.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {
@@ -60,11 +63,11 @@ class Gathered:
 
 
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
-    """Plays the modules of a forward and its backward, in the order of their uses, once recorded.
+    """Return the gathers of a forward and its backward from their modules in order of use.
 
-    A module without parameters counts too: it asks ahead. A module is released before the next one
-    begins; where activation checkpointing stops early, behind the last tensor that it needs,
-    DeepSpeed does not release that one.
+    A module without parameters counts too, because it triggers prefetching. A module is released before the
+    next one begins. One exception is not simulated: if activation checkpointing stops early, after the last
+    tensor that it needs, DeepSpeed does not release the module.
     """
     play = _Coordinator(modules, rules)
     for step, module in enumerate(modules):
@@ -102,7 +105,7 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather the module's own parameters."""
+        """Gather the parameters of one module that are not gathered yet."""
         self._gather({key: n for key, n in module if key not in self.there})
         missed = {key for key, _ in module if self.seen.get(key, -1) < step}
         popped: set[Hashable] = set()
@@ -116,7 +119,7 @@ class _Coordinator:
         return key, n
 
     def ask_ahead(self) -> None:
-        """The next ones of the queue that are not there, one more than fit into the bucket."""
+        """Prefetch the next parameters in order of use, until they exceed the prefetch bucket."""
         room = min(self.rules.live - self.available, self.rules.ahead)
         wanted: dict[Hashable, int] = {}
         asked = 0
@@ -128,7 +131,7 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release the parameters that are not used again soon after the module ``step``."""
+        """Release a module's parameters, except those that are used again soon after position ``step``."""
         for key, _ in module:
             if key in self.there and not self._kept(key, step):
                 self.available -= self.there.pop(key)

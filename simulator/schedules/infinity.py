@@ -1,9 +1,9 @@
-"""ZeRO-3 with more than optimizer state offloaded: parameters, activations, and state on NVMe.
+"""The schedule of ZeRO-3 with parameters and activations in host memory, or optimizer state on NVMe.
 
-DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
-ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated without a
-plan only. Under a plan parameters may live on the host too (`plan.ways`), and state on
-storage (placement ``stored``); activations are left to DeepSpeed, with stock's bits
+DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC
+2021) and ``activation_checkpointing.cpu_checkpointing``. They are simulated here only without a plan. A
+plan can also have parameters on the host (`plan.ways`) and state on storage (placement ``stored``). Under
+a plan DeepSpeed offloads activations with identical results
 (tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """
 
@@ -23,19 +23,19 @@ Location = Literal["device", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class InfinityOptions:
-    """The locations of state, parameters and activations between their uses.
+    """The memories that hold state, parameters and activations between their uses, as DeepSpeed's config says.
 
     Attributes:
-        optimizer: location of state; on ``nvme`` also of its fp32 gradients.
-        parameters, activations: ``cpu``: they come to the device for a pass. The last layer's
-            activations (logits) are used immediately and stay.
-        pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: the next subgroup is read
-            and the last one written while one is updated.
-        pinned: Host memory of gradients and state is pinned.
-        pinned_parameters: Host memory of parameters is pinned. Without it a pass waits for each copy.
-        async_gradients: Gradients are widened on the device, and backward does not wait for them (DeepSpeed since
-            0.19.5). Otherwise the host waits and widens.
-        torch_adam: Torch's own Adam updates on the host.
+        optimizer: Location of optimizer state. With ``nvme`` also of its fp32 gradients.
+        parameters, activations: ``cpu``: they are copied to the device for a pass. The last layer's
+            activations (logits) are used immediately and stay on the device.
+        pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: while a subgroup is updated, the next
+            one is read and the previous one is written.
+        pinned: True if host memory of gradients and state is pinned.
+        pinned_parameters: True if host memory of parameters is pinned. Otherwise a pass waits for each copy.
+        async_gradients: True if gradients are converted to fp32 on the device, and backward does not wait for
+            them (DeepSpeed since 0.19.5). Otherwise the host waits and converts.
+        torch_adam: True if torch's own Adam updates on the host.
     """
 
     optimizer: StateLocation = "nvme"
@@ -61,17 +61,17 @@ class InfinityOptions:
 
     @property
     def gradients(self) -> Gradients:
-        """Return how gradients reach the host."""
+        """Return how gradients reach host memory, as a value of `StockOptions.gradients`."""
         if self.pinned:
             return "stock" if self.async_gradients else "widened_on_host"
         return "unpinned" if self.async_gradients else "unpinned_widened_on_host"
 
 
 class InfinityLoop(StockLoop):
-    """Stock ZeRO-3 offload with additional copies of parameters and activations.
+    """The training loop of ZeRO-3 offload with additional copies of parameters and activations.
 
-    Copies for a pass begin while the pass before it runs, at best: DeepSpeed's prefetcher may be
-    later. Reads from and writes to storage do not slow each other.
+    Copies for a pass begin during the previous pass at the earliest. DeepSpeed's prefetcher may be later.
+    Reads from and writes to storage do not slow each other down.
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
@@ -181,7 +181,7 @@ class InfinityLoop(StockLoop):
         return self._parameters_to_host(subgroup, [after, updated])
 
     def _parameters_to_host(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
-        """Offloaded parameters are where the update writes them."""
+        """Return the op after which a subgroup's parameters are new. Parameters in host memory need no copy."""
         if self.locations.parameters == "cpu":
             return waits[-1]
         return super()._parameters_to_host(subgroup, waits)

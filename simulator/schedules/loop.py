@@ -1,4 +1,4 @@
-"""Forward and backward of a training loop: what every strategy's iteration has in common."""
+"""The forward and backward of a training loop, which the schedules of all strategies share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,15 +14,14 @@ MOST_PASSES = 1_000_000  # forwards and backwards of a layer: a minute or two, 2
 
 
 class TrainingLoop(ABC):
-    """Appends one iteration after the other; remembers what the next one must wait for.
+    """The base of builders that append one training iteration after the other to a schedule.
 
-    A strategy says where gradients go (`gradients`) and how the optimizer steps (`step`). With
-    gradient accumulation, forward and backward alternate micro-batch by micro-batch; a layer's
-    times are those of all micro-batches together.
+    A strategy decides what happens to gradients (`gradients`) and how the optimizer steps (`step`). With
+    gradient accumulation, forward and backward alternate for each micro-batch.
 
     Attributes:
-        parameters_new: subgroup -> the op after which a forward may read its parameters; what is
-            not in it is new as soon as `step()` has returned.
+        parameters_new: By subgroup, the op after which a forward may read its parameters. Parameters of other
+            subgroups are new as soon as `step()` has returned.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -39,10 +38,10 @@ class TrainingLoop(ABC):
         self.micro_step = 0
 
     def run(self, iterations: int) -> None:
-        """Append so many iterations.
+        """Append a number of training iterations to the schedule.
 
         Raises:
-            ValueError: there are more passes of layers than memory and patience are for.
+            ValueError: there are too many passes of layers to simulate in reasonable time and memory.
         """
         w = self.workload
         passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
@@ -67,28 +66,31 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Called when a layer's reduced gradients are there, last layer first."""
+        """Append ops for a layer's gradients after their reduction. It is called for the last layer first."""
 
     @abstractmethod
     def step(self) -> None:
-        """Append the norm, the updates and STEP_END; set step_end and parameters_new."""
+        """Append an optimizer step: the gradient norm, the updates, and the step's end.
+
+        Sets step_end and parameters_new.
+        """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Device memory that a layer's backward takes for gradients that stay there."""
+        """Return the device memory that a layer's backward allocates for gradients that stay on the device."""
         return 0
 
     @property
     def boundary(self) -> int:
-        """Return the micro-batch with the backward that completes the gradients."""
+        """Return the index of the last micro-batch of a step. Its backward completes the gradients."""
         return self.workload.gradient_accumulation_steps - 1
 
     @property
     def gradients_done(self) -> list[int]:
-        """The norm waits for these: backward, and the last exchange between nodes."""
+        """Return the ops that the gradient norm waits for: backward, and the last exchange between nodes."""
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
     def forward(self, micro_step: int) -> None:
-        """Each layer waits for just the subgroups that hold its parameters."""
+        """Append a micro-batch's forward. Each layer waits only for the subgroups that hold its parameters."""
         w = self.workload
         for number, layer in enumerate(w.layers):
             waits = self._parameter_waits(number) if micro_step == 0 else []
@@ -106,16 +108,16 @@ class TrainingLoop(ABC):
             self.after_forward(number, op)
 
     def issued_behind(self) -> list[int]:
-        """Return the ops that the training thread has awaited before it issues the next pass."""
+        """Return the ops that the training thread waits for before it issues the next pass."""
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append what brings a layer's inputs; return what its pass waits for."""
+        """Append the ops that bring a layer's parameters, and return the ops that the layer's pass waits for."""
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
     def after_forward(self, layer: int, op: int) -> None:
-        """Continue after each layer's forward. A hook for subclasses."""
+        """Append ops after a layer's forward. It does nothing unless a subclass overrides it."""
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -124,14 +126,14 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Run one layer ahead: while the previous one computes, not earlier."""
+        """Append a gather of a layer's parameters. It starts one layer ahead: while the previous layer computes."""
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer
         )
 
     def backward(self, micro_step: int) -> None:
-        """Last layer first."""
+        """Append a micro-batch's backward, the last layer first."""
         w = self.workload
         waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):
@@ -163,7 +165,7 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
-        """Append STEP_END, after the exchange of updated parameters that ZeRO-1 and 2 need."""
+        """Append the end of the optimizer step, after the exchange of updated parameters that ZeRO-1 and 2 need."""
         w = self.workload
         gathers = []
         if w.network_step_gather_bytes:
@@ -177,7 +179,7 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        """Return the op after which the next backward begins, and the op that reduces a layer's gradients."""
+        """Return the op after which the next layer's backward begins, and the op that reduces a layer's gradients."""
         waited_for, beside = reduce_parts(self.workload, layer)
         after = self._reduce(layer, waited_for, after)
         return after, self._reduce(layer, beside, after)
@@ -192,7 +194,7 @@ class TrainingLoop(ABC):
 
 
 def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
-    """Bytes of a layer's reduction that the next layer's backward waits for, and the other ones."""
+    """Return the bytes of a layer's gradient reduction that the next layer's backward waits for, and the rest."""
     size = workload.layers[layer].network_reduce_bytes
     beside = round(size * workload.reduced_beside)
     return size - beside, beside

@@ -1,4 +1,4 @@
-"""Schedules of the optimizers that ebbtide is compared with, as DeepSpeed 0.19.8 runs them."""
+"""Schedules of DeepSpeed's own offloads and of published optimizers, as DeepSpeed 0.19.8 runs them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,35 +44,35 @@ WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_o
 
 @dataclass(frozen=True, slots=True)
 class StockOptions:
-    """What distinguishes the stock strategies from one another.
+    """The options that distinguish DeepSpeed's ZeRO-3 offload strategies from one another.
 
     Attributes:
-        gradients: how they reach the host. In all builds of ZeRO-3 a gradient goes to a 16-bit
-            buffer, comes back, and goes home in fp32.
-            ``asynchronous``: widened on the device, to pinned buffers, on the stream of the
-            reductions beside the next layers' backward (DeepSpeed 0.19.8, where pinning is the
-            default; ``part_grads_async`` of Deep Optimizer States);
-            ``stock``: the same, or what a profile measured that it adds to backward;
-            ``widened_on_host``: pinned buffers, but the last copy blocks and leaves widening to
-            the host, through fresh unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit
-            device tensor to an fp32 host tensor);
-            ``unpinned``: all three copies from and to unpinned memory, backward waits for each;
-            ``unpinned_widened_on_host``: both (DeepSpeed before 0.19.5, unpinned by default).
-        updates: ``sequential``: one subgroup after the other, copies included, at the step;
-            ``interleaved``: host updates, copies and visits side by side, at the step;
-            ``with_backward``: a subgroup's host update starts once its gradient is home, and only
-            the new parameters' way to the device is left for the step.
-        host_ratio: share of subgroups whose state lives on the host; DeepSpeed puts the others'
-            (the first ones') into device memory. Twin-Flow's ``ratio``.
-        counts_host: the builds of 2024 round the number of hosted subgroups down, DeepSpeed 0.19.8
-            that of the others.
-        stride: of the hosted subgroups every so many-th visits the device; 0: none.
-        staging_slots: device buffers for visits.
-        result_copy: new masters come back from another process and are copied once more.
-        pageable_parameters: they are cast into fresh unpinned memory and sent from there, as
-            stock does whatever ``pin_memory`` says.
-        torch_adam: torch's own Adam updates on the host (``optimizer.params.torch_adam``, or a client's
-            optimizer with ``zero_force_ds_cpu_optimizer`` off), not DeepSpeedCPUAdam.
+        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to
+            a 16-bit host buffer, back, and to the host again in fp32.
+            ``asynchronous``: converted to fp32 on the device and copied to pinned buffers, on the reductions'
+            stream, while the next layers' backward runs (DeepSpeed 0.19.8, whose default is pinning, and
+            ``part_grads_async`` of Deep Optimizer States).
+            ``stock``: as ``asynchronous``, or the time that a profile measured in backward.
+            ``widened_on_host``: with pinned buffers, but the last copy blocks, and the host converts to fp32
+            through fresh unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit device tensor to an
+            fp32 host tensor).
+            ``unpinned``: all three copies use unpinned memory, and backward waits for each.
+            ``unpinned_widened_on_host``: both of the above (DeepSpeed before 0.19.5, unpinned by default).
+        updates: Order of updates. ``sequential``: one subgroup after the other, copies included, in the step.
+            ``interleaved``: host updates, copies and staged updates run concurrently in the step.
+            ``with_backward``: a subgroup's host update starts when its gradient is in host memory, and only
+            the copy of new parameters to the device is left for the step.
+        host_ratio: Fraction of subgroups with state in host memory. DeepSpeed keeps the first subgroups in
+            device memory. Twin-Flow's ``ratio``.
+        counts_host: True for builds of 2024, which round the number of subgroups on the host down. DeepSpeed
+            0.19.8 rounds the number of subgroups on the device down.
+        stride: Every stride-th subgroup on the host gets a staged update. 0: none.
+        staging_slots: Number of staging buffers in GPU memory.
+        result_copy: True if new masters come back from another process and are copied once more.
+        pageable_parameters: True if parameters are converted into fresh unpinned memory and copied from
+            there, as DeepSpeed does whatever ``pin_memory`` says.
+        torch_adam: True if torch's own Adam updates on the host (``optimizer.params.torch_adam``, or a
+            client's optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
     """
 
     gradients: Gradients = "stock"
@@ -99,7 +99,7 @@ class StockOptions:
 
 
 class StockLoop(TrainingLoop):
-    """The iteration of stock ZeRO-3 offload and of the published improvements on it."""
+    """The training iteration of DeepSpeed's ZeRO-3 offload and of published improvements on it."""
 
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
@@ -118,13 +118,16 @@ class StockLoop(TrainingLoop):
         self.written_back: list[int] = []
 
     def _residents(self, count: int) -> int:
-        """DeepSpeed 0.19.8 counts those on the device, older builds those on the host."""
+        """Return the number of subgroups with state in device memory.
+
+        DeepSpeed 0.19.8 rounds that number down, older builds the number of the others.
+        """
         if self.options.counts_host:
             return count - int(self.options.host_ratio * count + 1e-9)
         return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the appended ops as a schedule, with the memory that is in use throughout."""
+        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)
@@ -149,13 +152,13 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes of the device's parameters that live elsewhere."""
+        """Return the bytes of parameters in host memory that the device does not hold."""
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Send a layer's gradients home; what is complete may be updated at once."""
+        """Append the copies of a layer's gradients to the host, and the host updates that may run in backward."""
         on_host = self._send_to_host(layer, micro_step, after)
         self.gradients_on_host[layer] = on_host
         self.stream = [on_host]  # of the reductions: the next layer's copies queue behind these
@@ -167,7 +170,7 @@ class StockLoop(TrainingLoop):
                 self.updated[subgroup] = self._update_host(subgroup, [on_host])
 
     def backward(self, micro_step: int) -> None:
-        """Append a backward. It ends when the gradients' stream is empty: DeepSpeed synchronises with it."""
+        """Append a backward. It ends when all gradient copies have ended, because DeepSpeed synchronizes with them."""
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
         locations = list(self.gradients_on_host.values())
@@ -194,14 +197,20 @@ class StockLoop(TrainingLoop):
         return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
 
     def _goes_to_host(self, subgroup: int) -> bool:
-        """Interleaved builds leave the gradients of visiting subgroups on the device."""
+        """Return whether a subgroup's gradients are copied to host memory.
+
+        In interleaved builds the gradients of staged subgroups stay on the device.
+        """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
     def _waits_on_device(self, subgroup: int) -> bool:
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes allocated for staged subgroups, each whole when its first gradient arrives."""
+        """Return the device bytes allocated in a layer's backward for gradients of staged subgroups.
+
+        A subgroup's whole gradient is allocated when its first part arrives.
+        """
         if micro_step > 0:
             return 0
         waits = sum(
@@ -210,7 +219,7 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """The layer's share of what was measured: the device waits."""
+        """Append a layer's part of the time that a profile measured for copying gradients in backward."""
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
         elements = w.layers[layer].params
@@ -224,7 +233,10 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """The host waits for the copy and widens it, one core of it: nothing else is issued."""
+        """Append a gradient copy that the host waits for, and the conversion to fp32 on one core.
+
+        The host issues nothing else meanwhile.
+        """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
             OpKind.GRADIENT_D2H,
@@ -246,7 +258,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
-        """Append the gradient kernels. They share the device with the backward of the layers below."""
+        """Append the kernels for a layer's gradients. They share the device with the next layers' backward."""
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         if self.options.gradients in ("asynchronous", "stock"):
@@ -281,7 +293,10 @@ class StockLoop(TrainingLoop):
     # -- step --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Norm, then subgroup by subgroup; `step()` returns when all is done."""
+        """Append an optimizer step: the gradient norm, and then one subgroup's update after the other.
+
+        The step returns when all updates have ended.
+        """
         waits = [*self.gradients_done, *self.gradients_on_host.values(), *self.updated.values()]
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=waits)
         ends: list[int] = []
@@ -303,7 +318,7 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_host(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
+        """Append a subgroup's host update: unscale, Adam and downcast, at the machine's rate for all three together."""
         size = self.sizes[subgroup]
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
         if self.options.torch_adam:
@@ -321,7 +336,6 @@ class StockLoop(TrainingLoop):
         )
 
     def _result_copied(self, subgroup: int, waits: Sequence[int]) -> list[int]:
-        """New masters that come back from another process are copied once more."""
         size = self.sizes[subgroup] * FP32_BYTES
         copied = self.out.add(
             OpKind.PARAMETER_CAST,
@@ -351,7 +365,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
-        """``gradient_bytes`` waited on the device until now."""
+        """Append a subgroup's update on the device, which frees ``gradient_bytes`` of device memory."""
         return self.out.add(
             OpKind.UPDATE_DEVICE,
             Lane.DEVICE_UPDATE,
@@ -364,7 +378,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """State comes in once a slot is free, with the fp32 gradient if that is on the host."""
+        """Append a staged update. Its fp32 gradient is copied to the GPU with the state if it is in host memory."""
         waits = [after]
         if len(self.written_back) >= self.slots:
             waits.append(self.written_back[-self.slots])
@@ -389,19 +403,19 @@ class StockLoop(TrainingLoop):
 
 
 class DeviceLoop(TrainingLoop):
-    """Training without offload: all optimizer state in device memory."""
+    """The training loop without offload: all optimizer state is in device memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Reduced gradients stay on the device until the step."""
+        """Return the device bytes that a layer's backward allocates for gradients, which stay until the step."""
         if micro_step > 0:
             return 0
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Do nothing: gradients are on the device already."""
+        """Do nothing, because gradients are on the device already."""
 
     def step(self) -> None:
-        """Subgroup by subgroup on the device, each with a widened gradient of its own."""
+        """Append the update of each subgroup on the device. Each update first converts its gradient to fp32."""
         norm = self._norm()
         ends, adams = [norm], Bytes.of(self.workload).adams
         summed = self.workload.grad_bytes_per_param
@@ -424,7 +438,7 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def _norm(self) -> int:
-        """Append the norm, which DeepSpeed takes of one gradient after the other, each copied to float64."""
+        """Append the gradient norm. DeepSpeed copies one gradient after the other to float64 for it."""
         largest = max((n for group in self.workload.parameters for n in group), default=0)
         return self.out.add(
             OpKind.NORM,
@@ -436,7 +450,7 @@ class DeviceLoop(TrainingLoop):
         )
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the appended ops as a schedule, with the memory that is in use throughout."""
+        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

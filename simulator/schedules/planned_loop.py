@@ -1,8 +1,8 @@
-"""The iteration under any plan: passes, reductions of gradients, and waits for updates.
+"""The training iteration under any plan: passes, gradient reductions and waits for updates.
 
-The ops of a subgroup's gradient and state are left to the interpreters of recipes: the builder
-of schedules op by op (`ebbtide.simulator.schedules.ebbtide`), the compiled sweep from a recording
-(`ebbtide.simulator.schedules.tape`). So the passes are written once.
+The ops of a subgroup's gradient and update are added by interpreters of recipes: the builder of schedules
+(`ebbtide.simulator.schedules.ebbtide`), and the compiled simulator by way of a recorded iteration
+(`ebbtide.simulator.schedules.tape`). So the passes are written only once.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class Part(NamedTuple):
-    """A layer's part of a subgroup's gradient, which leaves when the layer's backward is done.
+    """A layer's part of a subgroup's gradient. It is sent when the layer's backward has ended.
 
     Attributes:
         number: Position among all parts of a workload.
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
-    """Return the parts of each layer, in the order in which training sends them."""
+    """Return, for each layer, its parts of subgroups' gradients, in the order of their transfer."""
     first = [layers[0] if layers else -1 for layers in workload.layers_of_subgroups()]
     number = 0
     result = []
@@ -45,15 +45,15 @@ def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
 
 
 class PlannedLoop(TrainingLoop):
-    """Forward, backward and step of a plan with placements that are not known here.
+    """A training loop under a plan. Subclasses interpret the plan's placements.
 
     Attributes:
-        homes: location of each subgroup's 16-bit parameters.
-        ends: each subgroup's last op in the latest step.
+        locations: Memory that holds each subgroup's 16-bit parameters.
+        ends: Each subgroup's last op in the latest step.
     """
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
-        """``overlaps``: the step returns while updates still run."""
+        """Set up a training loop under a plan. ``overlaps``: a step returns while updates still run."""
         super().__init__(workload)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
@@ -62,25 +62,29 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
-        """Append what happens to a part of a gradient that the op ``after`` has reduced."""
+        """Append the ops for a part of a subgroup's gradient that the op ``after`` has reduced."""
 
     @abstractmethod
     def prefetch(self) -> None:
-        """Let the first staged subgroups come in: the last layer's backward of the last micro-batch is done.
+        """Start copying staged subgroups to the GPU. The last layer's backward of the last micro-batch has ended.
 
-        The runtime sees that micro-batch begin with this layer's gradient.
+        The runtime notices that micro-batch by this layer's gradient.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Append the updates after the barrier. Return the op that publishes each subgroup's parameters, and its
-        last op.
+        """Append the updates after the gradient norm.
+
+        Returns:
+            By subgroup, the op after which its parameters are new, and the last op of each subgroup.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Parameters that live in host memory come in while the pass before this one runs. They
-        wait for their own updates; those of the layer's other parameters the pass waits for. What
-        is still there from an earlier pass does not come in again.
+        """Append copies of a layer's parameters from host memory, and return the ops that its pass waits for.
+
+        The copies run during the previous pass, after these parameters' updates. Parameters that are still on the
+        device from an earlier pass are not copied again. The pass itself waits for updates of the layer's other
+        parameters.
         """
         elements, of = self.fetched[layer], self.workload.layers[layer]
         size = fetched_for(of, elements, self.micro_step, backward=backward)
@@ -104,8 +108,10 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """The training thread itself waits, for an update until its last op has been issued, for
-        what comes in (DeepSpeed's handles). Nothing of the layer is queued on the device before.
+        """Append the training thread's time from the end of a wait for parameters to the layer's first kernel.
+
+        The thread itself waits for the copy, or for the last op of an update to be issued. Before that, nothing
+        of the layer is queued on the device.
         """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
@@ -116,7 +122,7 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Norm barrier, then all queues at once, each in the plan's order."""
+        """Append the gradient norm, and then the updates of all queues, each in the plan's order."""
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)
         if self.overlaps:

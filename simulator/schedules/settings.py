@@ -1,4 +1,4 @@
-"""The default settings that a strategy is tried at."""
+"""The default settings at which each strategy is tried in a comparison."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,7 +10,10 @@ Setting = Mapping[str, Any]
 
 
 def settings(name: str, subgroups: int) -> Iterator[Setting]:
-    """Options of `build_strategy` for so many subgroups; one empty one where there is no choice."""
+    """Yield the option sets of `build_strategy` to try for a strategy, for a number of subgroups.
+
+    A strategy without options to choose yields a single empty set.
+    """
     yield from SETTINGS.get(name, _none)(subgroups)
 
 

@@ -1,4 +1,4 @@
-"""Strategies by name: what a user would get from each of them."""
+"""The strategies by name: DeepSpeed's own offloads, published improvements, and ebbtide."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -20,11 +20,11 @@ LARGEST_STRIDE = 100  # published runs have some that are larger than their numb
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
     """Return the schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
 
-    All take ``iterations`` (3). See `STRATEGIES` for the names and each one's own options.
+    All strategies take ``iterations`` (3). `STRATEGIES` has the names and each strategy's own options.
 
     Raises:
-        ValueError: no such strategy or option, an option out of its range, or a strategy that
-            DeepSpeed does not have at the workload's ZeRO stage.
+        ValueError: there is no such strategy or option, an option is out of its range, or DeepSpeed does not
+            have the strategy at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
         raise RuleError(
@@ -55,7 +55,6 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
 
 @cache
 def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
-    """Return the strategy's options with the types that each may have."""
     hints = get_type_hints(builder)
     del hints["workload"], hints["return"]
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
@@ -70,7 +69,7 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
-    """Check an option's type. The strategy itself checks texts with a fixed choice."""
+    """Check the type of a strategy's option. The strategy itself checks texts with a fixed choice."""
     kind = next((t for t in types if t in _KINDS), None)
     if kind is None or (value is None and type(None) in types):
         return
@@ -88,11 +87,14 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
 def zero3_offload(
     workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
 ) -> Schedule:
-    """Build stock ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default.
+    """Return the schedule of ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default.
 
-    Gradients go to pinned buffers during backward, and updates run one after the other. Without
-    ``async_gradients`` the host waits for them and widens them (DeepSpeed before 0.19.5). With ``torch_adam``
-    torch's own Adam updates on the host.
+    Gradients are copied to pinned buffers during backward, and updates run one after the other.
+
+    Args:
+        async_gradients: False if the host waits for gradients and converts them to fp32 (DeepSpeed before
+            0.19.5).
+        torch_adam: True if torch's own Adam updates on the host.
     """
     gradients: Gradients = "stock" if async_gradients else "widened_on_host"
     options = StockOptions(gradients=gradients, torch_adam=torch_adam)
@@ -102,8 +104,9 @@ def zero3_offload(
 def zero3_offload_unpinned(
     workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
 ) -> Schedule:
-    """Return the same with ``"pin_memory": false`` (the default before 0.19.5): backward waits for copies
-    from and to unpinned memory.
+    """Return the schedule of ZeRO-3 offload with ``"pin_memory": false`` (the default before DeepSpeed 0.19.5).
+
+    Backward waits for each copy from and to unpinned memory.
     """
     gradients: Gradients = "unpinned" if async_gradients else "unpinned_widened_on_host"
     options = StockOptions(gradients=gradients, torch_adam=torch_adam)
@@ -111,7 +114,7 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """`zero3_offload` derived from the copies even where a profile measured its gradients' path."""
+    """Return the schedule of ZeRO-3 offload with gradient copies simulated even if a profile has measured them."""
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
 
@@ -124,10 +127,11 @@ def twin_flow(
     counts_host: bool = False,
     pinned: bool = True,
 ) -> Schedule:
-    """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory.
+    """Return the schedule of Twin-Flow: a fraction 1 - ``ratio`` of the subgroups keeps its state on the GPU.
 
-    Without ``async_gradients`` as in the builds of 2024, whose host widens the gradients; not
-    ``pinned``: as `zero3_offload_unpinned`.
+    Args:
+        async_gradients: False for the builds of 2024, in which the host converts gradients to fp32.
+        pinned: False for copies through unpinned memory, as in `zero3_offload_unpinned`.
     """
     if not (pinned or async_gradients):
         raise RuleError(
@@ -148,7 +152,10 @@ def deep_optimizer_states(
     staging_slots: int = 1,
     counts_host: bool = False,
 ) -> Schedule:
-    """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
+    """Return the schedule of Deep Optimizer States (Maurya et al., Middleware 2024).
+
+    Every stride-th subgroup gets a staged update.
+    """
     most = max(LARGEST_STRIDE, len(workload.subgroups))
     if stride > most:
         raise RuleError(
@@ -169,9 +176,10 @@ def deep_optimizer_states(
 
 
 def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None) -> Schedule:
-    """SuperOffload as in DeepSpeed: updates overlap backward only when clipping is off.
+    """Return the schedule of DeepSpeed's SuperOffload. Updates overlap backward only if clipping is off.
 
-    ``clip`` overrides the workload's.
+    Args:
+        clip: Whether gradients are clipped. None: as in the workload.
     """
     clipping = workload.clip if clip is None else clip
     options = StockOptions(updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True)
@@ -185,10 +193,13 @@ def zero_offload(
     parameters: SentBack = "pinned_16_bit",
     torch_adam: bool = False,
 ) -> Schedule:
-    """Stock ZeRO-1 or 2 offload: one gradient crossing, then everything one after the other.
+    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload: gradients are copied to the host once.
 
-    Not ``pinned``: copies from and to unpinned memory, which training waits for. ``parameters``: the new ones' way to
-    the device, by DeepSpeed's version (`FlatOptions`).
+    All updates follow one after the other.
+
+    Args:
+        pinned: False for copies through unpinned memory, which training waits for.
+        parameters: Way in which new parameters reach the device, by DeepSpeed's version (`FlatOptions`).
     """
     loop = FlatOffloadLoop(workload, FlatOptions(pinned, parameters, torch_adam))
     loop.run(iterations)
@@ -207,7 +218,7 @@ def zero_infinity(
     async_gradients: bool = True,
     torch_adam: bool = False,
 ) -> Schedule:
-    """Build ZeRO-3 with parameters and activations in host memory too, or optimizer state on NVMe."""
+    """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe."""
     options = InfinityOptions(
         optimizer, parameters, activations, pipelined, pinned, pinned_parameters, async_gradients, torch_adam
     )
@@ -217,7 +228,7 @@ def zero_infinity(
 
 
 def no_offload(workload: Workload, iterations: int = 3) -> Schedule:
-    """Plain ZeRO: all optimizer state in device memory."""
+    """Return the schedule of ZeRO without offload: all optimizer state is in device memory."""
     loop = DeviceLoop(workload if workload.zero_stage == 3 else workload.one_subgroup)
     loop.run(iterations)
     return loop.schedule(iterations)
@@ -235,12 +246,15 @@ def ebbtide(
     prefetch: int | None = None,
     threads: int | None = None,
 ) -> Schedule:
-    """Return the runtime under a plan; each option overrides the plan's, so features can be switched.
+    """Return the schedule of ebbtide's runtime under a plan. Each option overrides the plan's value.
 
-    Without a plan and without shares, all subgroups are updated on the host; below ZeRO-3 steps
-    wait for their updates. ``device_share``
-    and ``resident_share`` of the subgroups, evenly spread, are ``device`` and ``resident``;
-    ``fused=False`` puts stock's separate host passes in the place of the fused kernel.
+    Without a plan and without shares, all subgroups are updated on the host. Below ZeRO-3 steps wait for
+    their updates.
+
+    Args:
+        device_share, resident_share: Fractions of the subgroups with placements ``device`` and ``resident``,
+            evenly spread.
+        fused: False for DeepSpeed's separate host passes instead of the fused kernel.
     """
     if plan is None or device_share is not None or resident_share is not None:
         plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
@@ -257,9 +271,9 @@ def ebbtide(
 
 
 def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
-    """Return a plan with these shares of the subgroups on the device, evenly spread.
+    """Return a plan with given fractions of the subgroups on the device, evenly spread.
 
-    Residents come first in forward order, so that the next forward can start at once.
+    Resident subgroups come first in forward order, so that the next forward can start immediately.
 
     Raises:
         ValueError: a share is outside [0, 1], or both together exceed 1.
@@ -287,7 +301,7 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
 
 
 def spread(staged: int, count: int) -> list[Placement]:
-    """``staged`` of ``count`` subgroups on the device, evenly among those on the host."""
+    """Return ``count`` placements. ``staged`` of them are ``device``, evenly spread, the others ``host``."""
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
@@ -321,15 +335,15 @@ _STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": 
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """ZeRO stages that a strategy exists at."""
+    """Return the ZeRO stages at which DeepSpeed or ebbtide has a strategy."""
     return _STAGES.get(name, (3,))
 
 
 def stock_offload(stage: int) -> str:
-    """Return the name of DeepSpeed's own offload at a ZeRO stage."""
+    """Return the name of DeepSpeed's own offload strategy at a ZeRO stage."""
     return "zero3_offload" if stage == 3 else "zero_offload"
 
 
 def strategies_of(stage: int) -> tuple[str, ...]:
-    """Names of the strategies at a ZeRO stage."""
+    """Return the names of the strategies that exist at a ZeRO stage."""
     return tuple(name for name in STRATEGIES if stage in stages(name))

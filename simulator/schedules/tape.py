@@ -1,7 +1,7 @@
-"""One iteration of the passes as a recording, for an interpreter that adds what a plan decides.
+"""The recording of one training iteration, to which an interpreter adds the ops that a plan decides.
 
-The training loop is run for two iterations without a plan: the second shows each op's waits, for
-ops of its own iteration and of the one before. Where a plan's ops belong, there is a marker.
+The training loop runs for two iterations without a plan. The second shows each op's waits for ops of its
+own and of the previous iteration. A marker stands at each place where a plan's ops belong.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):
-    """The entry at a place of the tape."""
+    """The kind of an entry in a recorded training iteration: an op, or a marker for ops that the plan decides."""
 
     OP = 0
     GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for
@@ -25,16 +25,16 @@ class What(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of the tape.
+    """An entry of a recorded training iteration: an op, or a marker for ops that the plan decides.
 
     Attributes:
-        op: None of what is none.
-        part: The part of a gradient that a GRADIENT marker stands for.
-        added_to: True if gradients of earlier micro-batches are at home already.
+        op: Op of the entry. None for markers.
+        part: Part of a gradient that a GRADIENT marker stands for.
+        added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: what it waits for: place p as p; behind the places, for each subgroup the op after
-            which its parameters are new, and then its last one. A place at or behind this one is of
-            the iteration before.
+        refs: Entries that this entry waits for. Numbers from the number of entries on stand for ops of
+            updates: first, for each subgroup, the op after which its parameters are new, then each subgroup's
+            last op. An entry that is not before this one belongs to the previous iteration.
     """
 
     what: What
@@ -46,7 +46,7 @@ class Place:
 
 
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
-    """Return an iteration's ops that no placement changes.
+    """Return the recording of one training iteration, without the ops that placements decide.
 
     Raises:
         ValueError: there are more passes than `TrainingLoop.run` builds.
@@ -57,7 +57,7 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
 
 
 class _Recorder(PlannedLoop):
-    """The passes of a plan that is not known, with a marker for each thing that it decides."""
+    """A training loop under an unknown plan, with a marker for each thing that the plan decides."""
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
@@ -86,7 +86,7 @@ class _Recorder(PlannedLoop):
         return op
 
     def places(self) -> list[Place]:
-        """Return the second iteration."""
+        """Return the entries of the second recorded iteration."""
         ops, count = self.out.ops, len(self.out.ops) // 2
         assert [op.kind for op in ops[:count]] == [op.kind for op in ops[count:]]
         kept = [i for i in range(count) if i not in self.stand_ins]

@@ -1,8 +1,8 @@
-"""The order in which a checkpoint's bytes reach storage, and the bytes copied before an update.
+"""The writing order of a checkpoint's bytes, and the bytes that are copied before an update.
 
-Replays `ebbtide.runtime.checkpoint.stream.persist.BlockWriter` on bytes and seconds. Writers
-take the live bytes in the order of the plan's updates. An update that comes due earlier copies the
-rest of its subgroup into the reserved budget, and waits until the remainder is written.
+Simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. Writers take the live bytes in the
+order of the plan's updates. If a subgroup's update is due before its bytes are written, the rest is
+copied into the reserved budget. What does not fit is written first, and the update waits.
 """
 
 import heapq
@@ -19,11 +19,11 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one subgroup that are written in one go; seconds count from the save.
+    """The bytes of one subgroup that a checkpoint writes without interruption. Times count from the save.
 
     Attributes:
-        part: ``live``: before its update is due; ``copied``: from the budget; ``urgent``: from the
-            live bytes while the update waits.
+        part: ``live``: written before the update is due. ``copied``: written from the copy budget.
+            ``urgent``: written from the live state while the update waits.
     """
 
     subgroup: int
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The time at which an update will overwrite a subgroup. ``queue``: updates in one queue run in order."""
+    """The time at which an update will overwrite a subgroup. Updates of one ``queue`` run in order."""
 
     subgroup: int
     at_s: float
@@ -44,10 +44,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The order of one checkpoint's bytes.
+    """The writing order of one checkpoint's bytes.
 
     Attributes:
-        copied: bytes of each subgroup that are copied before its update.
+        copied: Bytes of each subgroup that are copied before its update.
     """
 
     segments: tuple[Segment, ...]
@@ -59,7 +59,10 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Bytes per second: to storage under the cap and in a hurry, and of a copy into the budget."""
+    """The rates of a checkpoint in bytes/s: of normal writes, of urgent writes, and of copies into the budget.
+
+    A write is urgent if an update waits for it.
+    """
 
     write_bytes_per_s: float
     urgent_bytes_per_s: float
@@ -74,13 +77,13 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Return the order and times of writing.
+    """Return the order and the times of writing a checkpoint's bytes.
 
     Args:
-        sizes_bytes: of each subgroup's state.
-        due: one update of each subgroup that will be overwritten, in any order.
-        rest_bytes: written after all subgroups.
-        turns: all subgroups in the order of their updates. None: in forward order.
+        sizes_bytes: Bytes of each subgroup's state.
+        due: One update of each subgroup that will be overwritten, in any order.
+        rest_bytes: Bytes to write after all subgroups.
+        turns: All subgroups in the order of their updates. None: in forward order.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
@@ -104,7 +107,7 @@ def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
 
 @dataclass
 class _Writer:
-    """All writer threads as one, at one pace."""
+    """All writer threads of a checkpoint as one writer with one rate."""
 
     pace: Pace
     free_bytes: float  # of the budget
@@ -124,7 +127,7 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Make a subgroup free for its update; return how long that takes."""
+        """Free a subgroup's state for its update, and return the seconds that the update waits for the checkpoint."""
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)
         if left <= _NOTHING:
@@ -143,7 +146,10 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Live and copied bytes alike in their turn, those without a subgroup last."""
+        """Write a checkpoint's live and copied bytes in order until a given time.
+
+        Bytes that belong to no subgroup come last.
+        """
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
                 ready_s, subgroup = heapq.heappop(self.copying)

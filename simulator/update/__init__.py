@@ -1,3 +1,1 @@
-"""The optimizer's update, written once: what its state is, the ops of each placement, the order of
-the subgroups, and what a plan takes of memory.
-"""
+"""The optimizer's update: its state, the ops of each placement, the subgroups' order, and its memory."""

@@ -1,4 +1,4 @@
-"""The bytes that a plan takes of each memory. No other code computes them."""
+"""The bytes of each memory that a plan takes. No other module computes them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Bytes of one rank that a plan holds all through an iteration, see `footprint_by_kind`."""
+    """Return the bytes of each memory that one rank uses throughout an iteration under a plan."""
     return totals(footprint_by_kind(workload, plan))
 
 
 def totals(held: ByKind) -> Footprint:
-    """Return the sum of all kinds."""
+    """Return the bytes held in each memory, summed over all kinds."""
     return {memory: sum(held[memory].values()) for memory in TIERS}
 
 
 def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
-    """Bytes of one rank that a plan holds all through an iteration, by what they are for.
+    """Return the bytes that one rank holds throughout an iteration under a plan, by memory and kind.
 
-    The workload's base (parameters, buckets), state, gradients, parameters where they live, and the
-    slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
-    parameters that live on the host, as many are on the device as are gathered at once.
+    They include the workload's base (parameters, buckets), state, gradients, parameters at their location,
+    and buffers. They do not include activations, which come and go, and memory reserved for checkpoints. Of
+    the parameters located on the host, the device holds as many as are gathered at the same time.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     locations = plan.parameter_locations
@@ -60,14 +60,15 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the device's bytes including a workload's base."""
+    """Return the bytes of device memory by kind, including a workload's parameters and buckets."""
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
 
 
 def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the device bytes that a workload holds throughout an iteration, without ``gone_bytes`` of
-    its parameters, which live elsewhere.
+    """Return the device bytes by kind that a workload holds throughout an iteration.
+
+    ``gone_bytes`` of its parameters, which are in host memory, are not counted.
     """
     left = workload.device_base_bytes
     parts: dict[Kind, int] = {"parameters": 0}
@@ -85,14 +86,18 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
 
 
 def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
-    """Elements of each layer's parameters that live on the host."""
+    """Return, for each layer, the number of its parameters' elements that are located in host memory."""
     if "host" not in locations:
         return [0] * len(workload.layers)
     return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Elements that the device does not hold, of what `fetched_elements` gives."""
+    """Return the number of parameter elements in host memory that the device does not hold at the same time.
+
+    Args:
+        fetched: Elements of each layer's parameters in host memory, from `fetched_elements`.
+    """
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
         live = math.ceil(sum(fetched) * workload.live_params / max(1, workload.params))
@@ -100,7 +105,7 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return how many of the layer's ``elements`` on the host come in for a pass."""
+    """Return the number of a layer's parameter elements that are copied from host memory for a pass."""
     gathered = layer.params
     if backward:
         gathered = layer.params if layer.regathered_params is None else layer.regathered_params
@@ -110,7 +115,7 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return how often an element of each layer comes in, if it lives on the host."""
+    """Return, for each layer, how many times per step its parameters would be copied from host memory."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -121,15 +126,15 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes per element in each memory, by the way in which it is updated, and the slots.
+    """The bytes per parameter in each memory, for each way of updating a subgroup, and the users of buffers.
 
     Attributes:
-        rows: by memory and kind, bytes of a parameter of each of `ways`. The device's share of
-            the parameters is in the workload's base.
-        users: the ways that use each kind of slot, as positions in `ways`: of subgroups that wait
-            for the norm, and of those updated early.
-        gradient_bytes: bytes of a parameter's gradient as micro-batches are added up.
-        sums: micro-batches are added up at home: see `keeps_window`.
+        rows: Bytes per parameter by memory and kind, one value for each of `plain_ways`. The parameters on
+            the device are not included, but in the workload's base.
+        users: Positions in `plain_ways` that use each kind of buffer, for subgroups that wait for the
+            gradient norm and for subgroups that are updated early.
+        gradient_bytes: Bytes per parameter of an accumulated gradient.
+        sums: True if micro-batches are accumulated in host memory. See `keeps_window`.
     """
 
     optimizer: OptimizerState
@@ -151,14 +156,14 @@ class Holding:
         kept: int = 1,
         state_stays: bool = False,
     ) -> Self:
-        """Return the bytes per parameter for this optimizer, precision and ZeRO stage.
+        """Return the bytes per parameter for an optimizer, a precision and a ZeRO stage.
 
-        Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
+        Below ZeRO-3, DeepSpeed's flat partitions in host memory keep room for resident state too.
 
         Args:
-            state_stays: they do so under ZeRO-3 (`Workload.state_stays`).
-            micro_batches: per step.
-            kept: finished steps with retained stored state.
+            state_stays: True if ZeRO-3 keeps such room (`Workload.state_stays`).
+            micro_batches: Number of micro-batches per step.
+            kept: Number of finished steps for which stored state is kept.
         """
         keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
         rows = []
@@ -198,7 +203,7 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return, by memory, the bytes of a parameter of each of `ways`, with its state and gradient."""
+        """Return the bytes per parameter of state and gradient in each memory, for each of `plain_ways`."""
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
             for memory in TIERS
@@ -212,7 +217,7 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
-        """Return the sum of all kinds of `by_kind`."""
+        """Return the bytes that subgroups and buffers take in each memory, without the workload's base."""
         return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
 
     def by_kind(
@@ -223,13 +228,13 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
-        """Return the bytes by memory and kind, without the workload's base.
+        """Return the bytes that subgroups and buffers take by memory and kind, without the workload's base.
 
         Args:
-            amounts: as `tally` gives them.
-            guessed: of the subgroups updated early, out of place; ``amounts`` are then of the others.
-            summed: elements with sums of micro-batches on the device. They leave from there,
-                and the gradients of the window before stay at home meanwhile.
+            amounts: Numbers and elements of subgroups for each of `plain_ways`, from `tally`.
+            updated_early: Such amounts of the subgroups that are updated early. ``amounts`` are then the others'.
+            summed: Elements with on-device gradient accumulation. Their sums are in device memory. Only gradients
+                of the previous accumulation window stay in host memory.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -248,12 +253,12 @@ class Holding:
         return taken
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
-        """Return the bytes of one slot of a kind. It holds the largest of its users; ``both`` as in `slots`."""
+        """Return the bytes of one buffer of a kind. The buffer is as large as the largest subgroup that uses it."""
         waiting, early_updates = ([int(n) for n in each] for each in self._of(slot, both, 2))
         return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-        """`slot_limits` of subgroups that wait for the norm, and of those that are guessed."""
+        """Return the number of buffers of each kind, for subgroups with normal and with early updates."""
         waiting, early = both[0][0], both[1][0]
         return {
             slot: slot_limit(
@@ -263,25 +268,26 @@ class Holding:
         }
 
     def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:
-        """Return a row of both amounts, of those that use a slot."""
         return tuple(
             [amounts[row][user] for user in users] for amounts, users in zip(both, self.users[slot], strict=True)
         )
 
     def sending_bytes(self, sent: float, summed: float) -> float:
-        """Return the device bytes for ``sent`` elements with gradients on their way to host memory.
+        """Return the device bytes for gradients that are copied to host memory.
 
-        These are the gradients in flight, and the sums of ``summed`` of them.
+        They hold the gradients being copied, of ``sent`` elements in all, and on-device sums for ``summed`` of
+        them.
         """
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """Return how many of these subgroups' sums, the first ones', the device has memory for.
+        """Return the number of subgroups that can accumulate gradients in the device memory left.
 
         Args:
-            sizes: elements of subgroups with gradients that go to host memory.
-            left_bytes: device memory left if no sum stays.
+            sizes: Elements of each subgroup with gradients that go to host memory. The first subgroups come
+                first.
+            left_bytes: Device memory left if no sum stays on the device.
         """
         if not self.sums:
             return 0
@@ -291,19 +297,19 @@ class Holding:
 
     @property
     def early_bytes(self) -> int:
-        """Bytes of host memory for each element of an early update: new state and new parameters."""
+        """Return the bytes of host memory per element of an early update, for its new state and new parameters."""
         return self.optimizer.state_bytes + self.wire_bytes
 
     @cached_property
     def _sending(self) -> list[bool]:
-        """Return whether gradients leave the device in each of `ways`."""
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, early_updates: bool = False) -> int:
-        """Return the bytes of a slot that holds any subgroup of up to so many elements.
+        """Return the bytes of a buffer that holds any subgroup of at most ``elements`` elements.
 
         Args:
-            guesses: also early ones, with new parameters that leave a device slot with the state.
+            early_updates: True if early updates use the buffer too. In device memory it then also holds their new
+                parameters.
         """
         if slot.holds_state:
             each = self.optimizer.tensor_count * FP32_BYTES
@@ -317,7 +323,7 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
+    """Return numbers and sizes of subgroups (`tally`), separately for normal and for early updates."""
     every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (
         tally(*map(list, zip(*some, strict=True))) if some else tally((), ())
@@ -327,24 +333,24 @@ def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
 
 
 def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
-    """Return how many of the wanted slots so much memory holds, but one at the least."""
+    """Return the number of wanted staging buffers that fit into some memory, but at least one."""
     if wanted * each_bytes <= left_bytes:
         return wanted
     return max(1, int(left_bytes // each_bytes))
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the elements of subgroups with sums of micro-batches on the device."""
+    """Return the number of elements in subgroups that accumulate gradients on the GPU under a plan."""
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
 def tally(
     sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return, for each of `ways`: number of subgroups, their elements, elements of the largest.
+    """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
 
     Args:
-        homes: locations of the parameters. Empty: all on the device.
+        locations: Memory that holds each subgroup's parameters. Empty: all on the device.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     everywhere: tuple[ParameterLocation, ...] = ("device",)
@@ -356,22 +362,22 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of steps with retained stored state for so many retained checkpoints.
+    """Return the number of steps to keep stored state for, given a number of checkpoints to keep.
 
-    It is at least one: a step never overwrites a committed one.
+    It is at least one, because a step never overwrites committed state.
     """
     return max(1, keep)
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """Micro-batches are added up at home, and the gradients of the window before are kept while the
-    next ones arrive.
+    """Return whether gradients of the previous accumulation window stay in host memory while the next arrive.
 
-    DeepSpeed applies them again to a parameter that the window's last micro-batch does not reach.
+    That is so if micro-batches are accumulated in host memory. DeepSpeed applies a kept gradient again to a
+    parameter that the window's last micro-batch does not reach.
     """
     return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)
 
 
 def slot_elements(largest: int) -> int:
-    """Return the elements of each tensor of a staging slot for subgroups of up to so many elements."""
+    """Return the elements per tensor of a staging buffer for subgroups of at most ``largest`` elements."""
     return -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT

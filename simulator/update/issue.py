@@ -1,7 +1,8 @@
-"""The state machine that decides which op of an update begins next.
+"""The state machine that decides which op of the optimizer's update is issued next.
 
-The schedule builder appends an op when the machine says so, the executor submits one. Both report
-events (a gradient is complete, the norm is known), and get calls of ``add`` in return.
+The schedule builder and the executor both use it. They report events (a gradient is complete, the norm is
+known), and the machine calls their ``add`` for each op, which the builder appends and the executor
+submits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ Add = Callable[[Step, int, list[Op]], Op]
 
 
 class _Buffer(NamedTuple, Generic[Op]):
-    """A buffer that is free behind the op which gave it back, the latest of so many (0: none yet)."""
+    """A buffer in GPU or host memory that is free once a given op has ended.
+
+    ``turn`` counts the releases of all buffers. 0: never used.
+    """
 
     number: int
     turn: int
@@ -25,14 +29,15 @@ class _Buffer(NamedTuple, Generic[Op]):
 
 
 class Issue(Generic[Op]):
-    """Issues the steps of all subgroups' recipes in order, and hands out slots.
+    """The state machine that issues the ops of all subgroups' updates in order and hands out buffers.
 
-    A slot is taken from the op that gave it back longest ago, in the order of issue. So nothing depends
-    on how long an op takes, and the same events give the same ops everywhere.
+    A freed buffer is reused in the order in which buffers were freed, counted in issued ops. So the sequence
+    of ops does not depend on how long any op takes, and the same events give the same ops everywhere.
 
     Attributes:
-        early: By subgroup, how many of its steps began before the norm, and the latest of them.
-        holds: By kind of slot and subgroup, the number of the buffer that the subgroup has.
+        early: By subgroup, the number of its steps that were issued before the norm, and the last of their
+            ops.
+        holds: By kind of buffer and subgroup, the number of the buffer that the subgroup holds.
     """
 
     def __init__(
@@ -46,18 +51,20 @@ class Issue(Generic[Op]):
         arrived: Callable[[int], list[Op]],
         redo: Sequence[Recipe] = (),
     ) -> None:
-        """Begin without any op.
+        """Begin a run with no op issued and all buffers free.
 
         Args:
-            recipes: The recipes of the plan, by subgroup.
-            order: The order of the updates behind the norm.
-            arrival: The order in which gradients become complete.
-            slots: The number of buffers of each kind.
-            prefetch: How many visits that wait for the norm may come in before it.
-            add: Issues a step of a subgroup behind some ops, and returns the new op.
-            arrived: Returns the ops that brought a subgroup's gradient to where the update reads it.
-            redo: The recipes of updates that no early update precedes, or a wrong one. Empty: no update
-                is wrong.
+            recipes: Recipe of each subgroup's update under the plan.
+            order: Order of the updates after the gradient norm is known.
+            arrival: Order in which gradients become complete.
+            slots: Number of buffers of each kind.
+            prefetch: Number of staged subgroups that may be copied to the GPU before the norm is known, in
+                addition to early updates.
+            add: Function that issues a step of a subgroup after some ops, and returns the new op.
+            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
+                update reads it.
+            redo: Recipes of updates without an early update, or after a wrong one. Empty if no early update can
+                be wrong.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -74,18 +81,18 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue what begins for the next step already."""
+        """Issue the ops that may already start for the next optimizer step, such as reads of stored state."""
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
 
     def backward(self, behind: Op | None, *, early: bool = True) -> None:
-        """Let visits come in: the last micro-batch's gradients begin to arrive. Early updates are first.
+        """Start copying staged subgroups' state to the GPU, now that the last micro-batch's gradients arrive.
 
-        Further calls for the same step do nothing. A visit that is in its slot since a step that was
-        skipped does not come again.
+        Early updates come first. Further calls in the same step do nothing. State that is still in its staging
+        buffer after a skipped step is not copied again.
 
         Args:
-            early: False if all updates of this step wait for the norm.
+            early: False if all updates of this step wait for the gradient norm.
         """
         if self._in_backward:
             return
@@ -97,23 +104,23 @@ class Issue(Generic[Op]):
         self.come_in()
 
     def gradient(self, subgroup: int) -> None:
-        """Begin an early update: the subgroup's gradient of this step is complete."""
+        """Report that a subgroup's gradient of this step is complete, and start its early update if it has one."""
         self._complete.add(subgroup)
         self._update_early(subgroup)
         self.come_in()
 
     def drop(self, subgroup: int) -> None:
-        """Forget an early update, which is wrong. What it has begun counts for nothing."""
+        """Discard a subgroup's wrong early update. It is issued again after the gradient norm."""
         self._complete.discard(subgroup)
         before = self._now[subgroup].before_norm
         if before and self.early.get(subgroup, (0,))[0] == before:
             del self.early[subgroup]
 
     def norm(self, op: Op) -> tuple[dict[int, Op], list[Op]]:
-        """Issue everything else of this step behind the norm.
+        """Issue all remaining ops of an optimizer step's updates, because the gradient norm is known.
 
         Returns:
-            By subgroup, the op behind which its parameters are new; and each subgroup's last op.
+            By subgroup, the op after which its parameters are new, and the last op of each subgroup.
         """
         late = {s for s in self.arrival if self.early.get(s, (0,))[0] < self._now[s].before_norm}
         new: dict[int, Op] = {}
@@ -131,13 +138,13 @@ class Issue(Generic[Op]):
         return new, ends
 
     def skip(self) -> None:
-        """End a step that updates nothing. What has come into a slot stays there for the next one."""
+        """End an optimizer step without any update. State in a staging buffer stays there for the next step."""
         for subgroup in list(self.early):
             self.drop(subgroup)
         self._end()
 
     def come_in(self) -> None:
-        """Issue the next ones that come in, as far as slots are free: an early update gives its slot back."""
+        """Issue the next copies of staged subgroups' state to the GPU, as far as staging buffers are free."""
         while self._coming and self._is_free(self._now[self._coming[0]].steps[0]):
             subgroup = self._coming.popleft()
             self._start(subgroup, self._begin)
@@ -149,7 +156,10 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return the order of the updates. Where late visits need slots, what has one is first."""
+        """Return the order of the subgroups' updates after the gradient norm.
+
+        If subgroups still need a staging buffer, those that already hold one come first.
+        """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
         held = [s for s in self.order if (Slot.STAGING, s) in self.holds]
@@ -160,7 +170,7 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """Issue what needs no norm, if the gradient is complete and a slot has been taken."""
+        """Issue the ops of a subgroup's update that do not need the gradient norm, if its gradient is complete."""
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))
         if subgroup not in self._complete or not (begun or recipe.steps[0].takes is None):
@@ -171,7 +181,7 @@ class Issue(Generic[Op]):
             self.early[subgroup] = begun, previous
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Yield the subgroups that take a slot early and keep it until the norm is known."""
+        """Yield the subgroups that take a buffer before the gradient norm is known and hold it until then."""
         left = dict(self.limits)
         for subgroup in self.order:
             recipe = self._now[subgroup]
@@ -193,10 +203,11 @@ class Issue(Generic[Op]):
         return self._take(step, subgroup, waits)
 
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
-        """Issue a step. It waits for the op that gave its buffer back, too.
+        """Issue a step of a subgroup's update after the op that freed its buffer.
 
-        State comes in behind the way home of its own last visit, if that is the later one: a visit that
-        was wrong comes twice in a step, and its slot may be another one, free for long.
+        State that is copied in also waits until its own last copy back is complete, if that was issued later.
+        After a wrong early update a subgroup is staged twice in a step, the second time perhaps in another buffer
+        that has long been free.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

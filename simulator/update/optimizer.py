@@ -1,6 +1,6 @@
-"""An optimizer's state per parameter, and the bytes that its update moves.
+"""The fp32 state per parameter of each supported optimizer, and the bytes that its update moves.
 
-Every byte count of the update comes from here. A new optimizer is a row of `OPTIMIZERS`.
+All byte counts of updates come from this module. A new optimizer is a row of `OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The fp32 tensors of one parameter that an update reads and writes.
+    """The fp32 tensors that an optimizer's update reads and writes for one parameter.
 
     Attributes:
-        name: as plans and workloads call it.
-        tensors: beside the master, by the keys of DeepSpeed's ``optimizer.state``.
-        master: an fp32 master parameter is part of the state.
+        name: Name of the optimizer in plans and workloads.
+        tensors: State tensors except the master, named as in DeepSpeed's ``optimizer.state``.
+        master: True if an fp32 master parameter is part of the state.
     """
 
     name: str
@@ -27,29 +27,30 @@ class OptimizerState:
 
     @property
     def tensor_count(self) -> int:
-        """Tensors of a subgroup's state, the master included."""
+        """Return the number of tensors of an optimizer's state, including the master parameter."""
         return len(self.tensors) + self.master
 
     @property
     def state_bytes(self) -> int:
-        """Per parameter, where the state lives."""
+        """Return the bytes per parameter of an optimizer's fp32 state."""
         return FP32_BYTES * self.tensor_count
 
     @property
     def staged_bytes(self) -> int:
-        """Per parameter, each way: all of the state comes in, and all of it goes back."""
+        """Return the bytes per parameter that a staged update copies in each direction: all of the state."""
         return self.state_bytes
 
     def host_traffic_bytes(self, gradient_bytes: int, wire_bytes: int) -> int:
-        """DRAM traffic of the fused host update per parameter: state read and written, the
-        gradient read, the new wire parameter written, in one pass.
+        """Return the host memory traffic of the fused host update in bytes per parameter.
+
+        In one pass it reads and writes the state, reads the gradient, and writes the new 16-bit parameter.
         """
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
-        """Return the cost of a parameter's update in Adam's parameters.
+        """Return the cost of one parameter's update relative to an Adam update.
 
-        Updates are bound by memory, and machines' rates are Adam's.
+        Updates are limited by memory bandwidth, and a machine's update rates are measured with Adam.
         """
         traffic = self.host_traffic_bytes(gradient_bytes, wire_bytes)
         return traffic / ADAM.host_traffic_bytes(gradient_bytes, wire_bytes)

@@ -1,11 +1,12 @@
-"""The rule that decides, step by step, whether updates may begin before the gradient norm is known.
+"""The rule that decides, step by step, whether early updates are allowed.
 
-A step that clips or overflows makes its early updates wrong: they are redone, which costs time. The rule
-keeps an account. A step whose early updates were right pays in the time that it has saved, a wrong one takes
-out the time that it has lost, and each step adds a small allowance. Updates begin early only while the
-account covers a wrong step. So whatever the clip rate is, and however it bursts or drifts, training loses at
-most the allowance of its steps and the first balance, compared with the same plan without early updates. If
-more steps are right than the break-even share asks for, the account stays full and no step pauses.
+Early updates start before the gradient norm is known. If a step clips or overflows, they are redone,
+which costs time. The rule keeps an account of time: a step with right early updates pays in the time that
+they saved, a step with wrong ones takes out the time that they cost, and each step adds a small
+allowance. Early updates are allowed only while the account covers a wrong step. Whatever the clip rate
+is, and however it changes, training therefore loses at most the first balance and the allowances,
+compared with the same plan without early updates. If the share of right steps is above break-even, the
+account stays full and early updates are never paused.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ FULLEST_BALANCE = 12.0  # wrong steps that the account covers at most
 
 
 class StepTimes(NamedTuple):
-    """Times of one iteration under a plan, in seconds.
+    """The times of one iteration under a plan with early updates, in seconds.
 
     Attributes:
-        right_s: the early updates are right.
-        plain_s: all updates wait for the norm.
-        wrong_s: the early updates are redone.
+        right_s: Time if the early updates are right.
+        plain_s: Time if all updates wait for the gradient norm.
+        wrong_s: Time if the early updates are wrong and redone.
     """
 
     right_s: float
@@ -35,22 +36,25 @@ class StepTimes(NamedTuple):
 
     @property
     def saves(self) -> float:
-        """Share of a plain iteration that right early updates save."""
+        """Return the fraction of an iteration without early updates that right early updates save."""
         return (self.plain_s - self.right_s) / self.plain_s
 
     @property
     def costs(self) -> float:
-        """Share of a plain iteration that wrong early updates cost."""
+        """Return the fraction of an iteration without early updates that wrong early updates cost."""
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     @property
     def break_even(self) -> float:
-        """Share of wrong steps at which early updates save nothing on average."""
+        """Return the fraction of wrong steps at which early updates save no time on average."""
         span_s = self.wrong_s - self.right_s
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
 
     def mean_s(self, clip_rate: float) -> float:
-        """Return the mean iteration under the rule if this share of the steps clips."""
+        """Return the mean seconds of an iteration if a given fraction of the steps clips.
+
+        `PauseRule` limits the loss by pausing early updates.
+        """
         always_s = (1 - clip_rate) * self.right_s + clip_rate * self.wrong_s
         return min(always_s, (1 + ALLOWANCE) * self.plain_s)
 
@@ -61,11 +65,14 @@ UNKNOWN = StepTimes(right_s=0.85, plain_s=1.0, wrong_s=1.15)
 
 @dataclass
 class PauseRule:
-    """The account of one run under one plan. Shares are of an iteration without early updates.
+    """The time account that decides whether the next step may update early, for one run under one plan.
+
+    All amounts are fractions of an iteration without early updates.
 
     Attributes:
-        times: of the plan's iterations, predicted or measured.
-        steps: number of optimizer steps so far; ``clipped``: those that clipped or overflowed.
+        times: Times of the plan's iterations, predicted or measured.
+        steps: Number of optimizer steps so far.
+        clipped: Number of steps so far that clipped or overflowed.
     """
 
     times: StepTimes = UNKNOWN
@@ -78,14 +85,14 @@ class PauseRule:
 
     @property
     def on(self) -> bool:
-        """Return whether the coming step may update early."""
+        """Return whether the next optimizer step may update early."""
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Account for a step that has ended.
+        """Add the time that a finished step's early updates saved to the account, or subtract the time they lost.
 
         Args:
-            right: whether its early updates were right; None if there were none.
+            right: Whether the step's early updates were right. None if it had none.
         """
         self.balance += ALLOWANCE
         if right is not None:
@@ -94,10 +101,13 @@ class PauseRule:
 
     @property
     def clip_rate(self) -> float:
-        """Clip rate to plan with: the counted one, and the assumed one as if `ASSUMED_STEPS` had shown it."""
+        """Return the clip rate to plan with: the counted one, mixed with an assumed one.
+
+        The assumed rate weighs as much as `ASSUMED_STEPS` counted steps.
+        """
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 
     def counted(self, clipped: bool) -> None:
-        """Count a step that clipped or not, early updates or none."""
+        """Count a finished optimizer step, and whether it clipped or overflowed."""
         self.steps += 1
         self.clipped += clipped

@@ -1,7 +1,7 @@
-"""The ops of a subgroup's gradient and state, by placement: lanes, amounts, waits.
+"""Recipes: the ops of a subgroup's gradient and update for each placement, with lanes, amounts and waits.
 
-The schedule builder, the compiled sweep and the footprint interpret `RECIPES`, and the executor
-does so through the schedule. The bounds read the same steps and `Bytes`.
+The schedule builder, the compiled simulator and the memory footprint interpret `RECIPES`. The executor
+follows them through the schedule. The lower bounds read the same steps and `Bytes`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, on
 
 
 class Queue(StrEnum):
-    """Subgroups of one queue are updated one after the other, in the plan's order."""
+    """A queue of updates (host or device). Its subgroups are updated one after the other, in the plan's order."""
 
     HOST = "host"
     DEVICE = "device"
 
 
 class Slot(StrEnum):
-    """Buffers that the subgroups of a queue take in turn."""
+    """The kind of a buffer that the subgroups of an update queue use in turn."""
 
     STAGING = "staging"  # device memory, for a visiting subgroup's state
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
@@ -41,24 +41,25 @@ class Slot(StrEnum):
 
     @property
     def memory(self) -> Memory:
-        """Return the memory that holds the slot."""
+        """Return the memory (host or device) that holds buffers of this kind."""
         return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
 
     @property
     def ahead(self) -> bool:
-        """Taken for the next step as soon as it is free. Device memory is the activations' too, so
-        that it waits for the end of their backward.
+        """Return whether this kind of buffer may be taken for the next optimizer step as soon as it is free.
+
+        Device buffers may not, because activations need that memory until the end of their backward.
         """
         return self.memory == "host"
 
     @property
     def holds_state(self) -> bool:
-        """Return whether the slot holds all of a subgroup's state, in fp32, and not its parameters."""
+        """Return whether a buffer of this kind holds a subgroup's fp32 state, and not its parameters."""
         return self in (Slot.STAGING, Slot.STATE)
 
 
 class Wait(IntFlag):
-    """The waits of a step, in addition to its lane's previous op, with their reasons."""
+    """The events that a step of an update waits for, in addition to the previous op of its lane."""
 
     NORM = 1  # only then the factor that unscales and clips is known
     GRADIENT = 2  # complete, at home, where the update reads it
@@ -70,10 +71,10 @@ class Wait(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes per parameter of one workload: what the steps' amounts are made of.
+    """The bytes per parameter from which the amounts of an update's ops are computed, for one workload.
 
     Attributes:
-        adams: see `OptimizerState.adams`; what an update's rate counts.
+        adams: Cost of an update relative to Adam's. See `OptimizerState.adams`.
     """
 
     state: int
@@ -105,26 +106,29 @@ def _adams(amounts: Bytes) -> float:
 
 
 def _unfused(amounts: Bytes) -> float:
-    """Traffic of stock's passes: the unscale reads and writes the fp32 gradient, the downcast reads
-    the master and writes a line that it fetches first.
+    """Return the host memory traffic per parameter of DeepSpeed's separate unscale, update and downcast passes.
+
+    The unscale reads and writes the fp32 gradient. The downcast reads the master and writes a cache line that
+    it fetches first.
     """
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op of a subgroup's update.
+    """A step of a recipe: one op of a subgroup's gradient or update.
 
     Attributes:
-        work, dram: per parameter, in the unit of ``rate`` and in bytes.
-        takes: a buffer it writes to: it waits until the buffer's last user has given it back.
-        gives_back: the buffer that is free when it ends.
-        threads: it runs on the plan's host threads.
-        device_share: of the device's compute.
-        early: it may run before the norm is known, as far as `early_limits` go: in backward, or
-            where its buffer is taken `Slot.ahead`, from the step before on.
-        publishes: a forward may read the subgroup's parameters when it has ended.
-        overwrites: it changes the state where it lives: what a checkpoint has to be asked for.
+        work, dram: Work per parameter in the unit of ``rate``, and host memory traffic per parameter in
+            bytes.
+        takes: Kind of buffer that the step writes to. The step waits until a buffer is free.
+        gives_back: Kind of buffer that is freed at the step's end.
+        threads: True if the step runs on the plan's host threads.
+        device_share: Fraction of the device's compute that the step takes.
+        early: True if the step may run before the gradient norm is known, within `early_limits`: in backward,
+            or from the previous optimizer step on if its kind of buffer is taken `Slot.ahead`.
+        publishes: True if a forward may read the subgroup's new parameters after the step.
+        overwrites: True if the step changes the state in place, so that a checkpoint must be asked first.
     """
 
     kind: OpKind
@@ -147,13 +151,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The ops of subgroups of one placement.
+    """The sequence of ops for the gradients and the update of subgroups with one placement.
 
     Attributes:
-        steps: of the update, in order; each belongs to one subgroup.
-        state, gradient: the memory that holds them between the iterations' updates.
-        gradient_steps: of the gradient after its reduction, micro-batch by micro-batch. The last
-            one of the last micro-batch completes the gradient, or the reduction if there is none.
+        steps: Steps of the update, in order. Each belongs to one subgroup.
+        state, gradient: Memory that holds the state, and the gradient, before and after the update.
+        gradient_steps: Steps of each micro-batch's gradient after its reduction. The gradient is complete
+            after the last step of the last micro-batch, or after the reduction if there are no steps.
     """
 
     queue: Queue
@@ -164,15 +168,15 @@ class Recipe:
 
     @cached_property
     def slots(self) -> frozenset[Slot]:
-        """Return the kinds of slots that its subgroups take in turn."""
+        """Return the kinds of buffers (such as staging buffers) that a subgroup's update uses."""
         return frozenset(step.takes for step in self.steps if step.takes is not None)
 
     @cached_property
     def parameters_on_host(self) -> Recipe:
-        """Return the recipe for parameters in host memory.
+        """Return the ops (recipe) of an update for a subgroup with its parameters in host memory.
 
-        The host kernel writes them in place. The device's go out ahead of the state, because forward waits for
-        them.
+        The host kernel writes such parameters in place. After a device update they are copied out before the
+        state, because forward waits for them.
         """
         steps: list[Step] = []
         for step in self.steps:
@@ -186,9 +190,11 @@ class Recipe:
 
     @cached_property
     def updated_early(self) -> Recipe | None:
-        """Return the same, updated as soon as the gradient is complete, on the guess that the step neither
-        clips nor overflows: out of place, so that a wrong guess is dropped. Its new parameters wait
-        for the norm in a buffer of their own. None: nothing of it can be done before the norm.
+        """Return the ops (recipe) of an update that starts before the gradient norm is known.
+
+        None if the placement allows none. The update starts as soon as the gradient is complete, assuming that
+        the step neither clips nor overflows. It writes to other buffers than it reads, so that a wrong update can
+        be dropped. The new parameters wait for the gradient norm in their own buffer.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:
@@ -208,9 +214,9 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the recipe with a gradient sum that stays on the device until the last micro-batch is added.
+        """Return the ops (recipe) of a subgroup with on-device gradient accumulation.
 
-        None: no sum ever leaves the device.
+        The sum is copied to the host after the last micro-batch. None if the gradients never leave the device.
         """
         location = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(location) == len(self.gradient_steps):
@@ -220,15 +226,18 @@ class Recipe:
 
     @cached_property
     def before_norm(self) -> int:
-        """Return the number of first steps that wait for the gradient and slots only, never for the norm."""
+        """Return the number of ops at the start of an update that do not wait for the gradient norm.
+
+        They wait only for the gradient and for buffers.
+        """
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a copy from host memory: its bytes are read from DRAM.
+    """Return the op that copies from host memory to another memory, and so reads DRAM.
 
     Args:
-        lane: another than the tier's.
+        lane: Lane of the copy, if it is not the memory tier's usual one.
     """
     way = TIERS[memory].into
     assert way is not None
@@ -236,10 +245,10 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a copy to host memory: its bytes are written to DRAM.
+    """Return the op that copies from another memory to host memory, and so writes to DRAM.
 
     Args:
-        lane: another than the tier's.
+        lane: Lane of the copy, if it is not the memory tier's usual one.
     """
     way = TIERS[memory].out_of
     assert way is not None
@@ -276,13 +285,15 @@ _PARAMETERS_OUT = out_of(
 
 
 def _behind_the_norm(publish: Step) -> Step:
-    """New parameters that have waited for it in a buffer of their own."""
+    """Return a copy of new parameters to the GPU that waits for the gradient norm."""
     return replace(publish, waits=publish.waits | Wait.NORM, gives_back=None)
 
 
 def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
-    """The new state goes home to where the old one is not, and takes the new parameters along: they
-    wait there for the norm.
+    """Return the steps of an early staged update.
+
+    The new state is copied to another host buffer than the old state's, together with the new parameters,
+    which wait there for the norm.
     """
 
     def location(b: Bytes) -> float:
@@ -388,12 +399,13 @@ UNFUSED_HOST = Recipe(
 def recipe_of(
     placement: Placement, location: Memory, *, fused: bool = True, updated_early: bool = False, summed: bool = False
 ) -> Recipe:
-    """Return the recipe of a subgroup's update; ``location`` is the location of its parameters.
+    """Return the ops (recipe) of a subgroup's update for a placement and a parameter location.
 
     Args:
-        fused: False: `UNFUSED_HOST` replaces the host's kernel.
-        guessed: update before the norm, if that is possible.
-        summed: add up micro-batches on the device, if that is possible.
+        location: Memory that holds the subgroup's parameters between their uses.
+        fused: False to use DeepSpeed's separate host passes (`UNFUSED_HOST`) instead of the fused kernel.
+        updated_early: True to update before the gradient norm is known, if that is possible.
+        summed: True to accumulate gradients on the GPU, if that is possible.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
     recipe = recipe if location == "device" else recipe.parameters_on_host
@@ -402,27 +414,28 @@ def recipe_of(
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """Return the number of buffers of each kind: never more than subgroups that use them.
+    """Return the number of buffers of each kind for a plan, at most as many as subgroups that use them.
 
     Args:
-        recipes: of all subgroups.
+        recipes: Recipes of all subgroups.
     """
     users = Counter(slot for recipe in recipes for slot in recipe.slots)
     return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
 
 
 def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
-    """`slot_limits` of one kind that so many subgroups use."""
+    """Return the number of buffers of one kind for a plan, given the number of subgroups that use them."""
     planned = {Slot.STAGING: staging_slots, Slot.STATE: host_slots}
     return min(planned.get(slot, PARAMETER_SLOTS), users)
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return how many waiting subgroups may take each kind of slot before the norm is known.
+    """Return the number of buffers of each kind that subgroups may take before the gradient norm is known.
 
-    Staging memory is shared with activations, so the plan gives the number. Host slots always exist.
+    Early updates are not counted. Staging buffers share GPU memory with activations, so the plan limits them.
+    Host buffers always exist.
 
     Args:
-        slots: as `slot_limits` gives them.
+        slots: Number of buffers of each kind, from `slot_limits`.
     """
     return {Slot.STAGING: prefetch, Slot.STATE: slots[Slot.STATE]}

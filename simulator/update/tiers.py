@@ -1,6 +1,6 @@
-"""The tiers of memory: how much of each there is, and the lanes on which bytes get there and back.
+"""The memory tiers (device, host, storage): their capacities, and the lanes that copy bytes between them.
 
-Everybody who moves or counts bytes reads this table; a further tier is a row.
+All code that moves or counts bytes uses this table. A new tier is a new row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Memory = Literal["device", "host", "storage"]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A direction between host memory and another tier, and the rate that is its full speed."""
+    """A copy direction between host memory and another memory tier: its lane, and the rate of its full speed."""
 
     lane: Lane
     rate: RateName
@@ -25,12 +25,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One kind of memory. Host memory is in the middle: what goes anywhere goes through it.
+    """A memory tier: device memory, host memory or storage. All copies between tiers pass through host memory.
 
     Attributes:
-        capacity: the field of `Machine` that says how many bytes there are; "": none does.
-        shared: the ranks of a node have it together.
-        into, out_of: from host memory and back; None: it is host memory.
+        capacity: Field of `Machine` with the tier's capacity in bytes. Empty if there is no such field.
+        shared: True if all ranks of a node share the tier.
+        into, out_of: Copy directions from host memory to this tier and back. None for host memory.
     """
 
     capacity: str = ""
@@ -39,7 +39,7 @@ class Tier:
     out_of: Way | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
-        """Return the capacity of one of so many ranks on the node. None: the machine does not say."""
+        """Return a memory tier's capacity in bytes for one of a node's ranks. None if the machine does not tell."""
         if not self.capacity:
             return None
         return int(getattr(machine, self.capacity)) // (ranks if self.shared else 1)

@@ -1,4 +1,4 @@
-"""The ways of updating a subgroup."""
+"""The ways of updating a subgroup: placement, parameter location, early update and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_
 
 
 class Way(NamedTuple):
-    """A way to update a subgroup. The attributes are those of a row of a plan file (`WayRun`)."""
+    """A way of updating a subgroup: placement, parameter location and two flags.
+
+    The attributes are those of a row of a plan file (`WayRun`).
+    """
 
     placement: Placement
     parameters: ParameterLocation = "device"
@@ -26,32 +29,32 @@ class Way(NamedTuple):
 
     @staticmethod
     def each(placements: Iterable[Placement], parameters: ParameterLocation = "device") -> tuple[Way, ...]:
-        """Return the plain ways of some placements."""
+        """Return the ways of updating subgroups with the given placements, with all flags off."""
         return tuple(Way(placement, parameters) for placement in placements)
 
     @property
     def code(self) -> int:
-        """Return the way as a number below 128."""
+        """Return a number below 128 that encodes a subgroup's placement, parameter location and flags."""
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """Return the ops of an update in this way."""
+        """Return the recipe (sequence of ops) that updates a subgroup in this way."""
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
-        """Return the ops of an update in this way with stock's separate passes on the host."""
+        """Return the recipe (sequence of ops) of an update with DeepSpeed's host passes, not the fused kernel."""
         return recipe_of(
             self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
         )
 
     @property
     def redo(self) -> Recipe:
-        """Return the ops of an update in this way that no early update precedes, or a wrong one.
+        """Return the recipe (sequence of ops) of a subgroup's update in a step without a right early update.
 
-        On the host, early or not, new parameters wait in a buffer of their own.
+        The update waits for the gradient norm. On the host the new parameters then always have their own buffer.
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]
@@ -61,33 +64,33 @@ class Way(NamedTuple):
 
     @property
     def plain(self) -> Way:
-        """Return the way without early update and without a sum on the device."""
+        """Return the way of updating a subgroup with early update and on-device gradient accumulation turned off."""
         return Way(self.placement, self.parameters)
 
     @property
     def can_be_early(self) -> bool:
-        """True if the placement allows an update before the norm."""
+        """Return whether a subgroup's placement allows an update before the gradient norm is known."""
         return recipe_of(self.placement, self.parameters).updated_early is not None
 
     @property
     def can_sum_on_device(self) -> bool:
-        """True if gradients go to host memory, so that a sum can stay on the device instead."""
+        """Return whether a subgroup's gradients go to host memory, so that their sum can stay on the GPU instead."""
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return the way without the bits that its placement does not allow."""
+        """Return the way of updating a subgroup without the flags that the subgroup's placement does not allow."""
         return self._replace(
             early=self.early and self.can_be_early, sum_on_device=self.sum_on_device and self.can_sum_on_device
         )
 
 
 def plain_ways() -> list[Way]:
-    """Return the ways without early update and without a sum on the device."""
+    """Return all ways of updating a subgroup without early update and on-device gradient accumulation."""
     return [Way(placement, parameters) for parameters, placement in product(LOCATION_CODES, RECIPES)]
 
 
 def ways() -> list[Way]:
-    """Return all ways that there are, the plain ones first."""
+    """Return all valid ways of updating a subgroup, those without any flag first."""
     every = (
         plain._replace(early=early, sum_on_device=summed)
         for early, summed, plain in product((False, True), (False, True), plain_ways())
@@ -100,5 +103,5 @@ _BY_CODE = {way.code: way for way in ways()}
 
 
 def of_codes(codes: Iterable[int]) -> tuple[Way, ...]:
-    """Return the ways of some codes."""
+    """Return the ways of updating subgroups that are encoded by the given numbers (`Way.code`)."""
     return tuple(_BY_CODE[int(code)] for code in codes)

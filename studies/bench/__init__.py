@@ -1,1 +1,1 @@
-"""Code shared by several studies: trials, clocks, records, comparisons of bits."""
+"""Code shared by several studies: trials, clocks, records and bitwise comparisons of tensors."""

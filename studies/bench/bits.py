@@ -1,4 +1,4 @@
-"""Are two training results the same, bit for bit?"""
+"""Bitwise comparison of two training results."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,12 +10,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of everything that training has changed, by name, in host memory.
+    """Return host copies of a model's parameters and optimizer state, by name.
 
-    Per trainable parameter, all in full size whatever the partitioning: ``NAME`` as the model
-    computes with it, ``NAME/fp32`` the optimizer's master, and its moments (``NAME/exp_avg``,
-    ``NAME/exp_avg_sq``). A collective operation with several ranks. Goes through DeepSpeed's public
-    calls, so that stock and ebbtide are asked in the same way.
+    Each trainable parameter gives several full-size tensors, however it is partitioned. ``NAME`` is
+    the parameter that the model computes with, ``NAME/fp32`` the optimizer's master copy,
+    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are its moments. With several ranks this is a collective
+    operation. Only public calls of DeepSpeed are used, so that the baseline and ebbtide are read in
+    the same way.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -41,7 +42,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield all masters and moments of a ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
+    """Yield the fp32 masters and moments of a ZeRO-3 optimizer, in DeepSpeed's order, without copying."""
     for master in optimizer.fp32_partitioned_groups_flat:
         yield master
         state = optimizer.optimizer.state.get(master, {})
@@ -49,7 +50,7 @@ def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """xxh3-128 of their bytes."""
+    """Return the xxh3-128 hash of the tensors' bytes, in hexadecimal."""
     whole = xxhash.xxh3_128()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
@@ -58,7 +59,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the names of tensors that are not `torch.equal` or that only one side has. Empty: same bits."""
+    """Return the sorted names of tensors that differ between two training results.
+
+    Tensors differ if they are not `torch.equal`, have different dtypes, or exist in only one of the
+    results.
+    """
     names = sorted(ours.keys() | theirs.keys())
     return tuple(
         name for name in names if name not in ours or name not in theirs or not _same(ours[name], theirs[name])

@@ -1,7 +1,8 @@
-"""The workload of the studies: a byte-level GPT that learns the source of Python's own library.
+"""Workload of the studies: a byte-level GPT trained on the source code of Python's standard library.
 
-Real text that is on every machine, no tokenizer, no download. The data of a step is a function of
-the step's number, so that a resumed run sees what the uninterrupted one saw.
+The text is real and exists on every machine, so no tokenizer and no download is needed. The data
+of a step is a function of the step's number, so a resumed run sees the same data as an
+uninterrupted run.
 """
 
 import os
@@ -26,11 +27,11 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 @dataclass(frozen=True)
 class ByteGPTConfig:
-    """Sizes of the model.
+    """Sizes of a byte-level GPT model.
 
     Attributes:
-        sequence: bytes of context; one sample has ``sequence`` predicted bytes.
-        checkpoint_activations: recompute each block in backward instead of keeping it.
+        sequence: Bytes of context. A sample has ``sequence`` predicted bytes.
+        checkpoint_activations: Recompute each block in backward instead of keeping its activations.
     """
 
     layers: int
@@ -48,7 +49,7 @@ class ByteGPTConfig:
 
     @property
     def params(self) -> int:
-        """Elements of all parameters: blocks, both embeddings, last norm, output head."""
+        """Return the number of the model's parameters: blocks, both embeddings, last norm and output head."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
 
@@ -72,7 +73,7 @@ SIZES: dict[str, ByteGPTConfig] = {
 
 
 class Block(nn.Module):
-    """A pre-LN transformer block: (batch, sequence, hidden) to the same shape."""
+    """A pre-LayerNorm transformer block that maps (batch, sequence, hidden) to the same shape."""
 
     def __init__(self, config: ByteGPTConfig) -> None:
         super().__init__()
@@ -101,13 +102,14 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte. ``forward(inputs, targets)`` returns the mean cross entropy.
+    """A GPT that predicts the next byte. ``forward(inputs, targets)`` returns the mean cross entropy.
 
     Args:
-        config: the sizes.
-        seed: of the initial weights (N(0, 0.02), residual outputs scaled by 1/sqrt(2 layers) as
-            in GPT-2), whatever torch's own random state is. None: uninitialised weights for
-            models built under ``deepspeed.zero.Init``, which partitions while modules are made.
+        config: Sizes of the model.
+        seed: Seed of the initial weights, independent of torch's random state. Weights come from N(0,
+            0.02), and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None, weights
+            stay uninitialized, for models built under ``deepspeed.zero.Init``, which partitions while
+            modules are made.
     """
 
     def __init__(self, config: ByteGPTConfig, seed: int | None = 0) -> None:
@@ -149,12 +151,13 @@ class ByteGPT(nn.Module):
 
 @cache
 def python_sources() -> np.ndarray:
-    """Return the standard library's .py files one after the other, as bytes (uint8).
+    """Return the standard library's .py files, concatenated in the order of their paths, as a uint8
+    array.
 
-    In the order of their paths; without tests and installed packages.
+    Tests and installed packages are left out.
 
     Raises:
-        RuntimeError: this Python comes without its library's sources.
+        RuntimeError: If this Python comes without the sources of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -173,7 +176,7 @@ def python_sources() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches by step number: the same step gives the same bytes, in any order, on any run."""
+    """Training batches by step number. A step gets the same bytes in any order of calls and in any run."""
 
     batch: int
     sequence: int
@@ -181,7 +184,7 @@ class Batches:
     rank: int = 0
 
     def at(self, step: int, device: str | torch.device = "cpu") -> Batch:
-        """Inputs and targets of a step, each int64 of (batch, sequence)."""
+        """Return the inputs and targets of a training step, each int64 with shape (batch, sequence)."""
         text = python_sources()
         rng = np.random.default_rng([self.seed, self.rank, step])
         starts = rng.integers(0, len(text) - self.sequence - 1, size=self.batch)
@@ -201,14 +204,14 @@ def ds_config(
     offload: bool = True,
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config: ZeRO-3, optimizer offloaded to pinned host memory, AdamW.
+    """Return a DeepSpeed config with ZeRO-3, AdamW, and the optimizer offloaded to pinned host memory.
 
     Args:
-        micro_batch: samples per rank and micro-step.
-        subgroup_size: ``sub_group_size``, in elements.
-        precision: ``bf16``, ``fp16`` or ``fp32``.
-        offload: False keeps the optimizer's state on the device.
-        zero: further keys of ``zero_optimization``; they win.
+        micro_batch: Samples per rank and micro-batch.
+        subgroup_size: Value of ``sub_group_size``, in elements.
+        precision: Training precision: ``bf16``, ``fp16`` or ``fp32``.
+        offload: If False, the optimizer's state stays on the GPU.
+        zero: Further keys of ``zero_optimization``. They override the values set here.
     """
     if precision not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"precision must be bf16, fp16 or fp32, but got {precision!r}")
@@ -229,14 +232,14 @@ def ds_config(
 
 
 def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
-    """Return a DeepSpeed engine for all of the model's parameters."""
+    """Return a baseline DeepSpeed engine that trains all parameters of a model."""
     import deepspeed
 
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def train_step(engine: Any, batch: Batch) -> torch.Tensor:
-    """Forward, backward, step on one batch; returns the loss, detached."""
+    """Run forward, backward and optimizer step on one batch. Return the detached loss."""
     loss: torch.Tensor = engine(*batch)
     engine.backward(loss)
     engine.step()

@@ -1,4 +1,4 @@
-"""Command-line flags and terminal output of studies."""
+"""Command-line flags and terminal output that the studies share."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -23,11 +23,11 @@ MOST_ROWS = 40  # of a table; longer ones are in the record alone
 
 
 def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with ``--json PATH``.
+    """Return the command-line parser of a study, with the option ``--json PATH``.
 
     Args:
-        doc: the study's module docstring.
-        drawn: the study also makes a picture.
+        doc: Module docstring of the study, shown by ``--help``.
+        drawn: True if the study also draws a picture.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
@@ -38,7 +38,7 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
 
 
 def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentParser:
-    """Return the parser of a study that kills training. ``kills`` is the default number."""
+    """Return the parser of a study that kills training processes. ``kills`` is the default number of kills."""
     parser = study_parser(study, doc, required=False)
     parser.add_argument("--kills", type=whole_number, default=kills)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,7 +53,7 @@ def whole_number(text: str) -> int:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """The first column is text, the others are figures, to the right."""
+    """Return an empty terminal table. Its first column is left-aligned, all further columns right-aligned."""
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -63,7 +63,7 @@ def table_of(title: str, *columns: str) -> Table:
 def publish(
     study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Write the record and its picture if there is a path, and print the record's figures."""
+    """Print a study's figures. If a path is given, also write the record and, with ``draw``, a picture."""
     if path is not None:
         write_record(path, study, figures)
         if draw is not None:
@@ -72,9 +72,9 @@ def publish(
 
 
 def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield tables of a record: one of its figures by name, and one for each list of rows.
+    """Yield terminal tables of a study's figures: one for single figures, and one for each list of rows.
 
-    Plans are left out, and so are more rows than a screen has.
+    Plans and lists of more than `MOST_ROWS` rows are left out.
     """
     yield from _table(title, [_flat(figures)])
     yield from _tables_in(title, figures)
@@ -96,12 +96,12 @@ def _is_plan(value: Mapping[str, Any]) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    """Rows by name."""
+    """Return whether a value is a mapping from names to rows."""
     return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the row with nested values under dotted names. Lists, rows and plans are left out."""
+    """Return a row with nested values under dotted names, without lists, named rows and plans."""
     made: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """Yield a table, transposed if it has more columns than rows. Yield nothing without columns."""
+    """Yield a table of rows, transposed if it has more columns than rows. Yield nothing without columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return
@@ -125,7 +125,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """Yield the name with its unit, and each value in it."""
+    """Yield a column's heading with its unit, then each value as text in that unit."""
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

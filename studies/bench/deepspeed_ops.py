@@ -1,6 +1,6 @@
-"""Compiles DeepSpeed's host ops ahead of the first engine, and survives an interrupted compile.
+"""Compilation of DeepSpeed's host ops ahead of the first engine, safe against interrupted compiles.
 
-python -m studies.bench.deepspeed_ops cpu_adam    # one of them; both without a name
+python -m studies.bench.deepspeed_ops cpu_adam    # without a name: all ops
 """
 
 import contextlib
@@ -15,14 +15,14 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBui
 
 
 def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
-    """Build CPU Adam and, without a GPU, the shared-memory collectives.
+    """Compile DeepSpeed's host ops: CPU Adam and, without a GPU, the shared-memory collectives.
 
-    About a minute on two cores the first time, cached in torch's extensions folder after that.
-    What another process is building is waited for.
+    The first compile takes about a minute on two cores. The result is cached in torch's extensions
+    folder. An op that another process is compiling is waited for.
 
     Raises:
-        RuntimeError: no ninja on PATH, or the compiler failed.
-        KeyError: no such op.
+        RuntimeError: If ninja is not on PATH, or the compiler fails.
+        KeyError: If an op is unknown.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -47,11 +47,11 @@ def _build_folder(op: str) -> Path:
 
 @contextlib.contextmanager
 def _own_lock(folder: Path) -> Iterator[None]:
-    """Remove the lock that an interrupted build of this project left.
+    """Hold a lock while an op is built, and remove torch's lock if an interrupted build left it.
 
-    torch guards a build with a plain file ``lock``. If its owner is killed, every later process
-    waits forever. This flock ends with its owner: a process that gets it and finds the marker of an
-    earlier build knows that the earlier build is dead.
+    torch guards a build with a plain file ``lock``. If the building process is killed, every later
+    process waits forever. This flock ends with its process. A process that gets it and finds the
+    marker of an earlier build knows that the earlier build is dead.
     """
     marker = folder / "ebbtide-building"
     with (folder / "ebbtide-lock").open("w") as handle:

@@ -1,4 +1,4 @@
-"""Processes forked from a warm parent: importing DeepSpeed takes longer than what they do."""
+"""Processes forked from a parent that has already imported DeepSpeed, because the import is slow."""
 
 import faulthandler
 import os
@@ -17,7 +17,7 @@ TOLD_FROM_S = 5.0  # a process that was given less is not thought to hang
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """Fork a process that runs ``work`` and ends. Return its id. Its output is appended to ``log``."""
+    """Fork a process that runs ``work``, and return the process id. Its output is appended to ``log``."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -39,7 +39,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
 
 
 class Forked:
-    """A forked process; its output goes to ``log``."""
+    """A forked process that appends its output to a log file."""
 
     def __init__(self, work: Callable[[], None], log: Path) -> None:
         self.log, self.pid = log, fork(work, log)
@@ -64,12 +64,12 @@ class Forked:
 
     @property
     def output(self) -> str:
-        """The end of what it printed."""
+        """Return the last 3000 characters of the process's output."""
         return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"
 
 
 class Child(Forked):
-    """The only rank of its own job."""
+    """A forked process that is the only rank of its own training job."""
 
     def __init__(self, work: Callable[[], None], log: Path) -> None:
         self._port = free_port()
@@ -92,10 +92,10 @@ class Child(Forked):
         return status
 
     def wait(self, limit_s: float = LIMIT_S) -> None:
-        """Wait until the child has ended by itself.
+        """Wait until the process ends by itself.
 
         Raises:
-            RuntimeError: it failed, or did not end in time.
+            RuntimeError: If the process fails or does not end in time.
         """
         status = self.ended(limit_s)
         if status:
@@ -104,10 +104,10 @@ class Child(Forked):
             )
 
     def kill(self) -> None:
-        """SIGKILL.
+        """Kill the process with SIGKILL.
 
         Raises:
-            RuntimeError: it was dead already, so that the kill did not fire.
+            RuntimeError: If the process was dead already, so that the kill had no effect.
         """
         os.kill(self.pid, signal.SIGKILL)
         status = self.ended(LIMIT_S)

@@ -20,10 +20,12 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """The moment at which a process gets SIGKILL.
+    """The moment at which a training process gets SIGKILL.
 
     Attributes:
-        point: a named point, at its ``occurrence``-th time. Empty: after ``delay_s``.
+        point: Named point in the code at which the kill happens. If empty, it happens after
+            ``delay_s`` seconds.
+        occurrence: Number of times that ``point`` must be reached for the kill.
     """
 
     point: str = ""
@@ -35,14 +37,14 @@ class Kill:
 
 
 class KillingFiles(Files):
-    """Ends its process with SIGKILL at a named point of the protocol."""
+    """File operations that kill their own process with SIGKILL at a named point of the commit protocol."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill, self._left = kill, kill.occurrence
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Return whether this is the chosen point at the chosen occurrence."""
+        """Count an arrival at a named point, and return whether the kill is due there."""
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0
@@ -54,7 +56,7 @@ class KillingFiles(Files):
 
 @dataclass
 class Trial:
-    """The outcome of one kill."""
+    """The outcome of one kill of a training process."""
 
     kill: Kill
     fired: bool = False
@@ -77,8 +79,10 @@ OneTrial = TypeVar("OneTrial", bound=Trial)
 
 
 def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Path) -> OneTrial:
-    """A random moment may come after the end, an occurrence may not come up: then an earlier one is
-    tried. The folder of a sound trial is removed.
+    """Try a kill at earlier and earlier moments until it takes effect. Return the last trial.
+
+    A random moment may come after the end of the run, and an occurrence may never be reached. The
+    folder of a successful trial is removed.
     """
     for number in range(ATTEMPTS):
         trial = attempt(kill, folder / str(number))
@@ -91,7 +95,7 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
 
 
 def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
-    """Run all trials one after the other. Print the progress, and every trial that is not ``sound``."""
+    """Run all kill trials in turn and return them. Print the progress and every failed trial."""
     done = []
     for number, trial in enumerate(trials, start=1):
         done.append(trial)
@@ -103,7 +107,7 @@ def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
 
 
 def counted(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the summary of kills for a record."""
+    """Return the summary of kill trials for a study's record."""
     by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
         "kills": len(trials),
@@ -115,7 +119,10 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console) -> int:
-    """Write and show the record; the exit code. What failed stays where it is."""
+    """Write and print the record of a kill study, and return the exit code.
+
+    The files of failed trials are kept. Without a failure the scratch folder is removed.
+    """
     publish(study, path, figures)
     if figures["failures"]:
         console.print(f"what is left of the failed trials: {scratch}")

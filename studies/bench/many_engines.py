@@ -1,4 +1,4 @@
-"""DeepSpeed's repeated work for every engine, done once in a process that makes many engines."""
+"""Shortcuts for a process that makes many DeepSpeed engines: work repeated for each is done once."""
 
 import atexit
 import functools
@@ -6,7 +6,7 @@ import gc
 
 
 def answer_once() -> None:
-    """Prepare a process that makes many engines and times none of them."""
+    """Speed up a process that makes many DeepSpeed engines and times none of them."""
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
     remember_processor()
@@ -14,10 +14,10 @@ def answer_once() -> None:
 
 
 def remember_processor() -> None:
-    """Read the processor's name once.
+    """Read the processor's name only once per process.
 
-    Every CPU optimizer of DeepSpeed, and every op that it loads, reads it in a separate process, which
-    takes over a second.
+    Every CPU optimizer and every op of DeepSpeed reads the name in a separate process, which takes
+    over a second.
     """
     import cpuinfo
 
@@ -26,11 +26,11 @@ def remember_processor() -> None:
 
 
 def freeze_heap() -> None:
-    """Freeze the present objects, so that garbage collections do not look at them again.
+    """Exclude all present Python objects from later garbage collections.
 
     DeepSpeed collects all garbage whenever it makes a ZeRO-3 engine, and Accelerate whenever it
-    prepares one. That takes 1.5 s for the imported modules, and more with each earlier engine, which
-    its own hooks keep alive.
+    prepares one. A collection takes 1.5 s for the imported modules, and longer with each earlier
+    engine, which its own hooks keep alive.
     """
     _unfreeze_at_exit()
     gc.collect()
@@ -39,8 +39,8 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Unfreeze at exit, because Triton would report its own types as leaked.
+    """Register an unfreeze of all objects at exit, because Triton would report its own types as leaked.
 
-    Asking gc whether anything is frozen takes 0.1 s: it counts everything.
+    The call is cached, because asking gc for frozen objects takes 0.1 s.
     """
     atexit.register(gc.unfreeze)

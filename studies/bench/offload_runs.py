@@ -1,4 +1,4 @@
-"""Published runs of offloaded training, row by row: what was run and what was measured."""
+"""Settings and measurements of published runs of offloaded training, read from a CSV file."""
 
 import csv
 import math
@@ -32,21 +32,22 @@ _HIDDEN_STEP = 512
 
 
 class RunError(ValueError):
-    """A file of runs that cannot be used; the message says what to change."""
+    """An error in a file of published training runs. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One published run of one rank's iteration.
+    """The settings and measurements of one published training run.
 
     Attributes:
-        async_grads: None if the log does not say it (an older build).
-        stride: 0 if no subgroup is staged to the device.
-        accumulation: micro-batches per iteration: global batch / (micro-batch x dp).
-        family: the campaign that a run belongs to: its source without model sizes.
-        measured: milliseconds and GiB by column. Empty if only a prediction is wanted.
-        unknown: blank fields, filled with the usual setting.
-        where: file and line, for messages.
+        async_grads: Logged switch for asynchronous gradient copies. None if an older build does not
+            log it.
+        stride: Every ``stride``-th subgroup is updated on the GPU. 0 if none is.
+        accumulation: Micro-batches per iteration: global batch / (micro-batch x data-parallel ranks).
+        family: Campaign of the run: its source without model sizes.
+        measured: Measured milliseconds and GiB by column. Empty if only a prediction is wanted.
+        unknown: Names of blank fields, which are filled with the usual setting.
+        where: File and line of the run, for messages.
     """
 
     testbed: str
@@ -70,7 +71,12 @@ class Run:
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """A label that is a little off is the model's (`model_of`); one far off is an error."""
+        """Check the run's model label against the logged shape.
+
+        Raises:
+            RunError: If the label is far off. For a smaller difference `model_of` chooses the hidden
+                size.
+        """
         if not self.contradicted:
             return
         logged = not {"layers", "hidden"} & set(self.unknown)
@@ -93,17 +99,17 @@ class Run:
 
     @property
     def logged_params(self) -> float:
-        """Return the parameters of the whole model, from the logged layers and hidden size."""
+        """Return the number of parameters of the whole model, from the logged layers and hidden size."""
         return 12 * self.layers * self.hidden**2 + (VOCABULARY + self.seq) * self.hidden
 
     @property
     def contradicted(self) -> bool:
-        """The log's layers and hidden size are not those of the model it names."""
+        """Return whether the log's layers and hidden size contradict the model size that the log names."""
         return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
 
     @property
     def labelled_hidden(self) -> int:
-        """Return the largest usual hidden size that the label allows at the logged depth."""
+        """Return the largest usual hidden size that the labelled model size allows at the logged depth."""
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
 
@@ -113,16 +119,16 @@ class Run:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """Return a plain description of the model that was trained.
+    """Return a plain description of the model that a published run trained.
 
-    The launch script of the runs (published beside the logs) names swiglu, rmsnorm, untied
-    embeddings, no biases and key-value heads of their own; Megatron-LM fuses queries, keys and
-    values, and gate and up. The logs' memory over 1 to 16 ranks tells the parameters: 5.90 B where
-    the label says 7 B and 11.19 B where it says 13 B. That is four key-value heads, the default of
-    Megatron-DeepSpeed's example script, and an MLP of 8/3 the hidden size. Where label and logged
-    shape contradict each other, the hidden size is the largest multiple of 512 that the label
-    allows at the logged depth (20 B: 6144, as GPT-NeoX with its 64 heads has it, and as the logs'
-    memory shows).
+    The launch script of the runs, published beside the logs, names swiglu, rmsnorm, untied
+    embeddings, no biases and separate key-value heads. Megatron-LM fuses queries, keys and values,
+    and gate and up. The logged memory over 1 to 16 ranks gives the parameters: 5.90 B for the label 7
+    B, and 11.19 B for the label 13 B. That fits four key-value heads, the default of
+    Megatron-DeepSpeed's example script, and an MLP of 8/3 the hidden size. If label and logged shape
+    contradict each other, the hidden size is the largest multiple of 512 that the label allows at the
+    logged depth. For 20 B that is 6144, as in GPT-NeoX with its 64 heads, and as the logged memory
+    shows.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
@@ -140,14 +146,14 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
-    """Return the runs of a CSV with the columns of the published ones.
+    """Return the training runs of a CSV file that has the columns of the published runs.
 
     Args:
-        flag: the option that named the file, for messages.
-        blanks: columns of MAY_BE_BLANK may be; such runs name them in `Run.unknown`.
+        flag: Command-line option that named the file, for messages.
+        blanks: Allow blanks in the columns of `MAY_BE_BLANK`. `Run.unknown` names the blank fields.
 
     Raises:
-        RunError: no such file, a missing column, no row, or a value that is no number.
+        RunError: If the file is missing, lacks a column or has no row, or a value is not a number.
     """
     try:
         with Path(path).open(newline="") as file:
@@ -205,7 +211,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """Return on, off, or None for an older build that does not log it."""
+    """Return a logged on/off setting as True or False. None if an older build does not log it."""
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -215,7 +221,7 @@ def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
 
 
 def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
-    """0 where no subgroup visits the device, whatever the column says."""
+    """Return the stride of GPU-updated subgroups, or 0 if the run updates no subgroup on the GPU."""
     stride = _number(row, "stride", where, USUAL["stride"])
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
@@ -226,7 +232,10 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 
 
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
-    """Return the heads of the logged shape: 32 in files without the column, heads of 128 elements if blank."""
+    """Return the number of attention heads of a logged model.
+
+    Files without the column mean 32 heads. A blank cell means heads of 128 elements.
+    """
     if "heads" not in row:
         return 32
     if _blank(row, "heads"):
@@ -238,7 +247,7 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 
 
 def _usual(params_b: float) -> dict[str, float]:
-    """Return the values for blank fields: the campaigns' usual setting, and the nearest published shape."""
+    """Return the values for a run's blank fields: the campaigns' usual setting and the nearest published shape."""
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]
     if abs(params_b / label - 1) > _LABEL_TOLERANCE:
@@ -247,7 +256,10 @@ def _usual(params_b: float) -> dict[str, float]:
 
 
 def _accumulation(row: dict[str, str], where: str, micro_batch: int, dp: int) -> int:
-    """DeepSpeed's rule: train_batch_size = micro-batch x accumulation x data-parallel ranks."""
+    """Return the number of micro-batches per iteration, by DeepSpeed's rule.
+
+    The rule is train_batch_size = micro-batch x accumulation x data-parallel ranks.
+    """
     if _blank(row, "global_batch"):
         return 1
     batch = int(_positive(row, "global_batch", where))
@@ -299,11 +311,13 @@ def _number(row: dict[str, str], name: str, where: str, default: float | None = 
 
 
 def family_of(source: str) -> str:
-    """``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` are one campaign."""
+    """Return the campaign of a run: its source without model sizes.
+
+    ``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` belong to the same campaign.
+    """
     bare = re.sub(r"act-output-?|(?<![\w.])\d+(\.\d+)?B-?", "", source)
     return bare.strip("/-") or source
 
 
 def testbeds(runs: Sequence[Run]) -> list[str]:
-    """Return the testbeds in alphabetical order."""
     return sorted({run.testbed for run in runs})

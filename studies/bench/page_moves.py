@@ -1,4 +1,4 @@
-"""Seconds from a slider's move on the service's page to the new picture, in a real browser."""
+"""Timing of the service's web page in a real browser, from a slider's move to the new picture."""
 
 import random
 import shutil
@@ -26,9 +26,9 @@ _MOVE = """([id, share]) => {
 
 
 def page_moves(url: str, moves: int = 60) -> list[float]:
-    """Seconds of each move of a slider, as the page itself measures them: input to new picture.
+    """Return the seconds from each move of a random slider to the new picture, as measured by the page.
 
-    Empty where there is no Chromium or no playwright.
+    The list is empty if Chromium or playwright is missing.
     """
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
@@ -55,7 +55,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
 
 
 def _answered(page: Any, times: int) -> None:
-    """Wait until so many questions are answered and the whole table is drawn."""
+    """Wait until the page has answered ``times`` questions and drawn the whole table."""
     page.wait_for_function(
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",

@@ -1,4 +1,4 @@
-"""Times forward, backward and step of a training loop without slowing it down."""
+"""A clock for the phases of a training loop (forward, backward, step) that does not slow the loop down."""
 
 import statistics
 import time
@@ -13,10 +13,9 @@ PHASES = ("forward", "backward", "step")
 
 
 class PhaseClock:
-    """Times phases on the stream that computes: CUDA events there, the wall clock elsewhere.
+    """A clock for the phases of training: CUDA events on a GPU, wall-clock time on a CPU.
 
-    Nothing is synchronised until `iterations` is asked for, so that what overlaps stays
-    overlapped.
+    Nothing is synchronized before `iterations` is called, so that overlapping work stays overlapped.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -24,7 +23,7 @@ class PhaseClock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """The end of a phase and the start of the next one."""
+        """Mark the end of a training phase and the start of the next one."""
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
@@ -33,7 +32,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the seconds between each two neighbouring marks."""
+        """Return the seconds between each two neighboring marks of the clock."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [b - a for a, b in pairs]
@@ -41,7 +40,7 @@ class PhaseClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
     def iterations(self) -> list[dict[str, float]]:
-        """Seconds of each phase, and of the ``iteration``, per timed training step."""
+        """Return the seconds of each phase and of the whole ``iteration``, for each timed training step."""
         seconds = self.seconds()
         stride = len(PHASES) + 1  # the gap between two steps (data, prints) is nobody's phase
         rows = []
@@ -52,7 +51,7 @@ class PhaseClock:
 
 
 def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
-    """`studies.bench.byte_gpt.train_step` with a mark at each phase's border."""
+    """Run one training step, and mark the clock at each phase's border. Return the detached loss."""
     clock.mark()
     loss: torch.Tensor = engine(*batch)
     clock.mark()
@@ -64,10 +63,10 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
 
 
 def medians(rows: Sequence[dict[str, float]], warmup: int = 0) -> dict[str, float]:
-    """Median of each phase over the rows after the first ``warmup``, in seconds.
+    """Return the median seconds of each training phase over the rows after the first ``warmup``.
 
     Raises:
-        ValueError: no row is left.
+        ValueError: If no row is left.
     """
     kept = rows[warmup:]
     if not kept:

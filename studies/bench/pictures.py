@@ -1,4 +1,4 @@
-"""Pictures of studies: drawn without a display, written, closed."""
+"""Pictures of the studies, drawn without a display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def picture(path: Path, *grid: int, dpi: int = 130, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Return the figure and the axes of matplotlib's ``subplots``; written when the block has ended."""
+    """Yield the figure and axes of matplotlib's ``subplots``, and save the picture after the block."""
     import matplotlib as mpl
 
     mpl.use("Agg")

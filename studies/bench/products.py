@@ -1,4 +1,4 @@
-"""16-bit matrix products on CPUs with and without instructions for them."""
+"""16-bit matrix products on CPUs with and without native instructions for them."""
 
 from functools import cache
 
@@ -17,12 +17,12 @@ def computes_16_bit() -> bool:
 
 
 def widened(x: torch.Tensor) -> bool:
-    """Return whether products with this tensor are faster in fp32."""
+    """Return whether matrix products with this tensor are faster in fp32."""
     return x.device.type == "cpu" and x.dtype != torch.float32 and not computes_16_bit()
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, but on a CPU without 16-bit products in fp32, rounded once at the end."""
+    """``nn.Linear`` that computes in fp32 on a CPU without 16-bit products, and rounds once at the end."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         if not widened(input):
@@ -32,5 +32,5 @@ class Linear(nn.Linear):
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b``, in fp32 and rounded once where the CPU has no 16-bit products."""
+    """Return ``a @ b``. On a CPU without 16-bit products, compute in fp32 and round once."""
     return (a.float() @ b.float()).to(a.dtype) if widened(a) else a @ b

@@ -1,4 +1,4 @@
-"""A single-rank job for a study that was started without torchrun."""
+"""Setup of a single-rank job for a study that was started without torchrun."""
 
 import atexit
 import os
@@ -8,10 +8,11 @@ from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 
 def become_only_rank() -> None:
-    """Set what torch.distributed reads from the environment, unless a launcher has set it.
+    """Set the environment variables that torch.distributed reads, unless a launcher has set them.
 
-    One rank on a port that is free now, so that several studies can run at once. DeepSpeed calls
-    collectives by names that torch has renamed since, of which torch would warn at every step.
+    The job is one rank on a port that is free now, so that several studies can run at once. torch's
+    warnings about renamed collectives are silenced, because DeepSpeed calls the old names at every
+    step.
     """
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:

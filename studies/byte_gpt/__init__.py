@@ -1,4 +1,4 @@
-"""`studies.bench.byte_gpt` under the name that scripts have imported it by."""
+"""Former name of `studies.bench.byte_gpt`, kept for scripts that import it."""
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ByteGPTConfig, ds_config, train_step
 

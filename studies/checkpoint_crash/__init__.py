@@ -1,1 +1,1 @@
-"""Training that is killed inside the commit protocol, and what is left on disk."""
+"""Study of training that is killed inside the commit protocol of a checkpoint, and of the files left on disk."""

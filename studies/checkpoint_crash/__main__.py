@@ -1,4 +1,4 @@
-"""``python -m studies.checkpoint_crash``."""
+"""Command-line entry point: ``python -m studies.checkpoint_crash``."""
 
 from studies.checkpoint_crash.command import main
 

@@ -1,11 +1,12 @@
-"""Kills training with SIGKILL and checks that no checkpoint is lost, torn, or resumes differently.
+"""A study that kills training with SIGKILL and checks that no checkpoint is lost, torn, or resumes
+differently.
 
-Each trial: a real training run (one or two ranks) that saves after every step is killed, at a named
-point of the commit protocol or at a random moment; then what is on disk is verified, the run
-resumes from it, and every later step is compared, bit by bit, with the uninterrupted run. A third
-of the runs are DeepSpeed's own updates, the others train under a plan with parameters in host
-memory, or some of them there: killed with one of these homes, resumed with another; with updates
-that begin before the norm; or with a part of the state on storage, whose steps are committed there.
+Each trial is a real training run on one or two ranks that saves after every step. It is killed at
+a named point of the commit protocol or at a random moment. Then the files on disk are verified,
+the run resumes from them, and every later step is compared, bit by bit, with an uninterrupted
+run. In a third of the runs DeepSpeed updates the state. The other runs train under a plan: with
+all or some parameters in host memory (killed with one of these locations, resumed with the
+other), with early updates, or with a part of the state on storage, where its steps are committed.
 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
@@ -51,7 +52,12 @@ Reference = dict[tuple[int, int], tuple[str, str]]  # (rank, step) -> state hash
 
 @dataclass
 class Trial(killed.Trial):
-    """``storing``: every rank has state on storage."""
+    """The outcome of one kill in the crash study.
+
+    Attributes:
+        homes: Location of the parameters, a key of `RESUMED_WITH`.
+        storing: True if every rank has state on storage.
+    """
 
     kill: Kill
     world_size: int = 1
@@ -73,8 +79,9 @@ TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 
 def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:
-    """Kill, world size and parameter homes (`Run.homes`), without end: every named point in turn,
-    random moments in between.
+    """Yield the kill, world size and parameter location (`Run.homes`) of each trial, without end.
+
+    Every named point of the commit protocol gets its turn, with random moments in between.
     """
     rng, number = random.Random(seed), 0
     while True:
@@ -102,15 +109,20 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Choose the save that is hit. Retention deletes from the third on, copies come per block."""
+    """Return the occurrence of a named point at which the kill happens.
+
+    Old checkpoints are deleted from the third save on. Blocks are copied many times per save.
+    """
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
     return rng.randint(1, 12 if point == "copied_on_update" else 6)
 
 
 def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
-    """Return the uninterrupted run, twice: it must agree with itself, and where parameters live may change
-    no bit. And its length in seconds.
+    """Return the states of an uninterrupted run, and its length in seconds.
+
+    The run is made twice and must agree with itself. Under a plan the two runs have different
+    parameter locations, which may not change a bit.
     """
     runs: list[Reference] = []
     for attempt, homes in enumerate(("device", "host") if planned else ("", "")):
@@ -135,7 +147,7 @@ def _require_success(run: Run) -> None:
 
 
 def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
-    """Kill, verify, resume, compare."""
+    """Kill a training run, verify its checkpoints, resume it, and compare it with the uninterrupted run."""
     trial = Trial(kill, world_size=world_size, homes=homes)
     killed_run = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
     trial.fired = _run_and_kill(killed_run, length_s)
@@ -163,7 +175,7 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
-    """Return whether the victim died of this study's SIGKILL at the chosen point."""
+    """Start a run and kill one rank. Return whether the rank died of SIGKILL at the chosen point."""
     ranks = start(run)
     victim = ranks[run.kill.rank]
     if not run.kill.point:
@@ -189,7 +201,7 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """Check that everything with a checkpoint's name is whole, and that no reported commit is gone."""
+    """Check that every checkpoint on disk is whole, and that no reported commit is gone."""
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")
@@ -216,7 +228,7 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
 
 
 def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
-    """One after the other; none starts after ``limit_s``."""
+    """Yield the outcomes of trials, run one after the other. No trial starts after ``limit_s`` seconds."""
     begin = time.monotonic()
     truth_of = functools.cache(functools.partial(reference, scratch=scratch))
     for number, (kill, world_size, homes) in enumerate(islice(kills(seed, trained), count)):
@@ -228,7 +240,6 @@ def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequen
 
 
 def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
-    """Return the figures of the record."""
     return {
         **counted(trials),
         "lost_committed": sum(bool(t.lost) for t in trials),

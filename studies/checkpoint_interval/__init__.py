@@ -1,1 +1,1 @@
-"""Goodput over the checkpoint interval: killed training runs compared with the prediction."""
+"""Study of goodput over the checkpoint interval: killed training runs compared with the prediction."""

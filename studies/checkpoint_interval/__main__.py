@@ -1,4 +1,4 @@
-"""``python -m studies.checkpoint_interval``."""
+"""Command-line entry point: ``python -m studies.checkpoint_interval``."""
 
 from studies.checkpoint_interval.command import main
 

@@ -1,9 +1,9 @@
 """Goodput over the checkpoint interval: predicted, and measured on training that gets killed.
 
-Predicted from the simulated stall, interference and time to commit, with Young's, Daly's and
-CheckFreq's interval and the tuner's marked. Measured on real runs of a small model under ebbtide's
-runtime at each of these intervals: SIGKILL at exponential moments, the same for all, restart from
-the newest checkpoint, useful steps counted.
+The prediction uses the simulated stall, interference and time to commit. It marks the intervals
+by Young, Daly and CheckFreq, and the tuner's interval. The measurement trains a small model under
+ebbtide's runtime at each of these intervals. SIGKILL comes at exponential moments, the same for
+all intervals. Training restarts from the newest checkpoint, and useful steps are counted.
 
     python -m studies.checkpoint_interval --json studies/results/checkpoint/interval.json
 """
@@ -40,12 +40,13 @@ RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of uninterrupted training with checkpoints. Medians over its cycles.
+    """Measurements of uninterrupted training with checkpoints, as medians over its checkpoint cycles.
 
     Attributes:
-        iteration_s: of the second half of each cycle, after all writing.
-        stall_s: extra time of the step that saves. interference_s: extra time of all others, summed up.
-        told: the runtime's own report of the last checkpoint.
+        iteration_s: Seconds of an iteration in the second half of each cycle, after all writing.
+        stall_s: Extra seconds of the step that saves.
+        interference_s: Extra seconds of all other steps, summed up.
+        told: The runtime's own report on the last checkpoint.
     """
 
     iteration_s: float
@@ -57,7 +58,7 @@ class Measured:
 
 
 def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
-    """Train under the plan, with a checkpoint every `CYCLE` steps; then once more, resumed."""
+    """Train under the plan with a checkpoint every `CYCLE` steps, then resume once, and return the times."""
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
         notes = folder / f"notes{run}"
@@ -89,7 +90,7 @@ def host_plan(work: Workload) -> Plan:
 
 
 def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_s: float) -> Workload:
-    """Forward and backward stretched until an iteration takes as long as it does here and now."""
+    """Return the workload with forward and backward scaled until an iteration takes ``iteration_s`` seconds."""
     for _ in range(4):
         factor = iteration_s / CheckpointSimulation(work, plan, machine).iteration_s
         layers = [
@@ -104,7 +105,7 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
 
 
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
-    """Return the curve, and the rules on it."""
+    """Return the predicted goodput over the checkpoint interval, and the intervals by the rules of thumb."""
     iteration_s, cost = simulation.iteration_s, choice.cost
     marks = {"ebbtide": choice.saving.interval_steps, **rules_of_thumb(iteration_s, cost, failures)}
     most = 40 * max(marks.values())
@@ -133,7 +134,11 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
-    """Compare with the recorded `studies.checkpoint_stall` of the same model and optimizer."""
+    """Return predicted and recorded stalls and slowdowns.
+
+    The record is that of `studies.checkpoint_stall`. Without a record of the same model and sequence
+    the result is empty.
+    """
     if not RECORDED_STALL.exists():
         return {}
     result = json.loads(RECORDED_STALL.read_text())
@@ -157,7 +162,6 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
 
 
 def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return all figures."""
     training = Training("tiny", 32, 20_000) if args.quick else Training()
     seconds, cycles = (2.0, 2) if args.quick else (12.0, 8)
     warm_up()
@@ -199,7 +203,7 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """Return the distance of prediction and measurement, in percentage points of goodput."""
+    """Return the distance between predicted and measured goodput, in percentage points."""
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)
     apart = [100 * abs(r["goodput"] - r["predicted_goodput_same_failures"]) for r in rows]
@@ -214,9 +218,11 @@ def distance(
 
 
 def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return each rule's interval as measured, and how many pairs of rules the prediction ranks correctly.
+    """Return the measured goodput at each rule's interval, and the number of pairs of rules ranked
+    correctly.
 
-    Only pairs of rules with different intervals count. All have met the same failures.
+    The rules choose a checkpoint interval, and the prediction ranks them. Only pairs with different
+    intervals count. All intervals have met the same failures.
     """
     by_steps = {row["interval_steps"]: row for row in rows}
     seen = {
@@ -241,7 +247,6 @@ def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the command."""
     parser = study_parser("checkpoint_interval", __doc__, drawn=True)
     parser.add_argument("--mtbf", type=float, default=25.0, help="seconds between failures")
     parser.add_argument("--failures", type=int, default=5, help="kills per interval")

@@ -1,4 +1,4 @@
-"""Training that is killed at exponential moments: what it committed, and what was predicted."""
+"""Training that is killed at exponential moments: the steps it committed, and the prediction."""
 
 import math
 import random
@@ -18,22 +18,26 @@ QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait") -> float:
-    """Expected in the long run, also where the next checkpoint has to wait for the last one."""
+    """Return the expected goodput in the long run, for a checkpoint every ``steps`` steps.
+
+    Waits of a checkpoint for the previous one are included.
+    """
     every, paid = cost.at_interval(steps, iteration_s, busy)
     return expected_goodput(iteration_s, paid, failures, every)
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Committed between two failures that lie so far apart, as predicted."""
+    """Return the predicted number of steps that are committed between two failures ``gap_s`` seconds apart."""
     every, paid = cost.at_interval(steps, iteration_s, "wait")
     interval_s = every * iteration_s + paid.stall_s + paid.interference_s
     return every * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Exponential, one from each of ``count`` equal parts of the distribution, in random order.
+    """Return exponential times between failures, in random order.
 
-    All intervals get the same failures.
+    There is one time from each of ``count`` equal parts of the distribution. All checkpoint intervals
+    get the same failures.
     """
     gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
     random.Random(seed).shuffle(gaps)
@@ -43,9 +47,10 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 def campaign(
     training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
-    """Train with a checkpoint every so many steps, and kill the training after each gap.
+    """Train with each checkpoint interval, and kill the training after each of the given times.
 
-    The intervals take turns, failure by failure, so that disturbances of the machine affect all of them.
+    The intervals take turns, failure by failure, so that disturbances of the machine affect all of
+    them.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):
@@ -71,7 +76,7 @@ def campaign(
 
 
 def _committed(folder: Path) -> int:
-    """Return the step of the newest checkpoint that verifies: what a restart would go on from."""
+    """Return the step of the newest valid checkpoint, from which a restart would continue."""
     from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
     from ebbtide.runtime.checkpoint.protocol.inspect import verify
 
@@ -94,7 +99,7 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to each failure what an iteration took around then, on any interval's turn."""
+    """Add to each failure's record the iteration time around it, measured over all checkpoint intervals."""
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]
         for failure in turn:
@@ -104,9 +109,10 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 
 
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
-    """Goodput as measured, and as predicted for just these failures.
+    """Return the goodput of one interval as measured, and as predicted for the same failures.
 
-    Time counts in iterations of that moment: neighbours make this machine faster and slower.
+    Time is counted in iterations of the same moment, because other load makes the machine faster and
+    slower.
     """
     steps, failures = row["interval_steps"], row["failures"]
     expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)

@@ -1,4 +1,4 @@
-"""Tables and pictures of the interval study."""
+"""Pictures of the study of the checkpoint interval."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from studies.bench.pictures import picture
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the prediction with the rules, and the measurement."""
+    """Draw the predicted goodput with the intervals by the rules of thumb, and the measured goodput."""
     with picture(path, 1, 2, figsize=(11, 4.2), sharex=True, sharey=True) as (_, (left, right)):
         predicted = figures["predicted"]
         for ax in (left, right):

@@ -1,4 +1,4 @@
-"""Training that checkpoints under a plan and is killed, in processes forked from a warm parent."""
+"""Training that checkpoints under a plan and is killed, in processes forked after all imports."""
 
 import time
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Training:
-    """The trained model, by its name in `studies.bench.byte_gpt.SIZES`."""
+    """The model that the interval study trains, named as in `studies.bench.byte_gpt.SIZES`."""
 
     model: str = "40m"
     sequence: int = 32
     subgroup_size: int = 5_000_000
 
     def engine(self, plan: Plan) -> Any:
-        """Return an engine of ebbtide's runtime under the plan."""
+        """Return an engine that trains the model with ebbtide's runtime under a plan."""
         import ebbtide.runtime
 
         return ebbtide.runtime.initialize(**self._parts(), plan=plan)[0]
@@ -47,7 +47,7 @@ class Training:
 
 
 def warm_up() -> None:
-    """Import what every fork needs; starts no thread."""
+    """Import everything that each forked process needs, without starting a thread."""
     from studies.bench.byte_gpt import python_sources
     from studies.checkpoints.run import warm_up as warm
 
@@ -59,7 +59,7 @@ def warm_up() -> None:
 
 
 def profile(training: Training, folder: Path, seconds: float) -> None:
-    """Write machine.json and workload.json; for a child."""
+    """Measure the machine and profile the workload in a child process. Write machine.json and workload.json."""
     from ebbtide.profiler import measure_machine, profile_engine
 
     from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
@@ -80,13 +80,13 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
-    """Return the plan with a checkpoint every so many steps into a folder; 0: none."""
+    """Return the plan with a checkpoint every ``steps`` steps into a folder. 0 means no checkpoints."""
     saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
 def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
-    """Resume from the newest checkpoint if there is one; note each step and its time."""
+    """Train from the newest checkpoint if there is one, and write down each step and its time."""
     begin = time.monotonic()
     folder = Path(plan.checkpoint.dir or "")
     engine = training.engine(plan)
@@ -106,6 +106,6 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
 
 
 def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
-    """Return the numbers on each line of a kind. A line cut short by a kill is left out."""
+    """Return the numbers on each line of a kind from a run's notes. A line cut short by a kill is left out."""
     lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
     return [tuple(float(x) for x in line.split()[1:]) for line in lines if line.startswith(kind)]

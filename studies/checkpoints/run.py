@@ -1,7 +1,7 @@
-"""The training run that the crash study kills: tiny, real DeepSpeed, forked from a warm parent.
+"""The training run that the crash study kills: a tiny model in real DeepSpeed.
 
-Importing DeepSpeed takes seconds, so the study imports it once and forks its runs: each is a
-process of its own, with its own process group, engine, threads and files.
+Importing DeepSpeed takes seconds, so the study imports it once and forks its runs. Each run is a
+separate process with its own process group, engine, threads and files.
 """
 
 import importlib
@@ -46,9 +46,9 @@ class Kill(killed.Kill):
     """The moment at which one rank gets SIGKILL.
 
     Attributes:
-        rank: the victim.
-        one_tag: save every checkpoint under the same tag, so that it replaces the last one.
-        exchange: the filesystem can swap two names in one step.
+        rank: The killed rank.
+        one_tag: Save every checkpoint under the same tag, so that it replaces the last one.
+        exchange: True if the filesystem can swap two names in one step.
     """
 
     rank: int = 0
@@ -57,7 +57,7 @@ class Kill(killed.Kill):
 
 
 class KillingFiles(killed.KillingFiles):
-    """Says on disk that the point was reached."""
+    """File operations that kill one rank at a named point, and first write to disk that the point was reached."""
 
     def __init__(self, kill: Kill, rank: int, mark: Path) -> None:
         super().__init__(kill if rank == kill.rank else replace(kill, point=""))
@@ -75,14 +75,14 @@ class KillingFiles(killed.KillingFiles):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of all ranks.
+    """One run of all ranks in the crash study.
 
     Attributes:
-        folder: the checkpoints' folder. Logs and notes go next to it.
-        number: the run's number in its folder: 0 is killed, 1 resumes.
-        homes: location of the parameters, one of `HOMES`, under a plan with updates that overlap the
-            next forward. `STORED`: a part of the state is on storage, too. `GUESSED`: all updates
-            begin before the norm, and some steps clip. Empty: DeepSpeed's own updates.
+        folder: Folder of the checkpoints. Logs and notes go next to it.
+        number: Number of the run in its folder: 0 is killed, 1 resumes.
+        homes: Location of the parameters, a key of `HOMES`, under a plan with updates that overlap
+            the next forward. With `STORED` a part of the state is on storage too. With `GUESSED` all
+            updates are early, and some steps clip. If empty, DeepSpeed updates the state.
     """
 
     folder: Path
@@ -102,10 +102,10 @@ class Run:
 
 
 def warm_up() -> None:
-    """Do once, before forking, the imports and the loading of compiled ops.
+    """Import modules and load compiled ops once, before any run is forked.
 
-    DeepSpeed asks whether there is CUDA. Asking the driver would leave every forked process
-    unable to use the GPU. Asking NVML does not.
+    DeepSpeed asks for the presence of CUDA. Asking the driver would leave every forked process unable
+    to use the GPU. Asking NVML does not.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import ebbtide.runtime.checkpoint.deepspeed.engine
@@ -124,7 +124,7 @@ def warm_up() -> None:
 
 
 def start(run: Run) -> list[Forked]:
-    """Fork the ranks."""
+    """Fork one process per rank of a run."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
@@ -249,7 +249,10 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """Return the step's data, shuffled by torch's generator: a lost random state changes the weights."""
+    """Return the data of a step, shifted by torch's random numbers.
+
+    A random state that is lost in a resume therefore changes the weights.
+    """
     import torch
 
     from studies.bench.byte_gpt import SIZES, Batches
@@ -260,7 +263,7 @@ def _batch(rank: int, step: int, device: Any) -> Any:
 
 
 def state_hash(engine: Any) -> str:
-    """Return a hash of every bit that training depends on: masters, moments, wire parameters."""
+    """Return a hash of every bit that training depends on: masters, moments and 16-bit parameters."""
     import torch
 
     from studies.bench.bits import digest
@@ -273,7 +276,7 @@ def state_hash(engine: Any) -> str:
 
 
 def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
-    """(step, hash of the state, chain of random numbers) that a run wrote down."""
+    """Yield the recorded steps of a rank: step, hash of the state, and chain of random numbers."""
     path = run.note("steps", rank)
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -284,6 +287,10 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
 
 
 def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
-    """Waits for the processes, kills what is left at the end; exit codes, negative for signals."""
+    """Wait for the processes of a run, and kill those that are left after ``timeout_s`` seconds.
+
+    Returns:
+        The exit codes, negative for signals.
+    """
     end = time.monotonic() + timeout_s
     return [rank.ended(end - time.monotonic()) for rank in ranks]

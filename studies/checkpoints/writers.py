@@ -1,4 +1,4 @@
-"""Checkpoint writers to compare: DeepSpeed's, torch DCP, ebbtide, timed inside real training."""
+"""Checkpoint writers to compare (DeepSpeed's, torch DCP and ebbtide), timed inside real training."""
 
 import mmap
 import os
@@ -21,7 +21,7 @@ IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
 
 @dataclass(frozen=True)
 class Workload:
-    """A byte GPT of `studies.bench.byte_gpt`, and how many steps are timed."""
+    """A model of `studies.bench.byte_gpt` to train, and the number of timed steps."""
 
     model: str
     sequence: int
@@ -35,7 +35,11 @@ class Workload:
 
 
 class Writer(ABC):
-    """Saves and restores; ``waited_s``: what training waited for it outside of `save`."""
+    """A checkpoint writer, which saves and restores an engine's state.
+
+    Attributes:
+        waited_s: Seconds that training has waited for the writer outside of `save`.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -43,7 +47,7 @@ class Writer(ABC):
 
     @classmethod
     def config(cls) -> dict[str, Any]:
-        """Return the additions to DeepSpeed's config."""
+        """Return the keys that the writer adds to DeepSpeed's config."""
         return {}
 
     @abstractmethod
@@ -65,14 +69,14 @@ class Nothing(Writer):
 
 
 class TorchWriter(Writer):
-    """DeepSpeed's default: torch.save, synchronous, no fsync."""
+    """DeepSpeed's default checkpoint writer: torch.save, synchronous, without fsync."""
 
     def save(self, folder: Path, tag: str) -> None:
         self.engine.save_checkpoint(str(folder), tag=tag)
 
 
 class FastPersist(TorchWriter):
-    """DeepSpeed's ``checkpoint.writer``."""
+    """DeepSpeed's FastPersist writer, set by the config key ``checkpoint.writer``."""
 
     decoupled = False
 
@@ -83,7 +87,7 @@ class FastPersist(TorchWriter):
 
 
 class DecoupledFastPersist(FastPersist):
-    """The same in a process of its own; training waits for the commit in a later step."""
+    """DeepSpeed's FastPersist writer in a separate process. Training waits for the commit in a later step."""
 
     decoupled = True
 
@@ -103,7 +107,7 @@ class DecoupledFastPersist(FastPersist):
 
 
 class DcpAsync(Writer):
-    """torch.distributed.checkpoint.async_save of the same optimizer state and the module."""
+    """torch.distributed.checkpoint.async_save of the optimizer state that DeepSpeed would save."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -135,7 +139,7 @@ class DcpAsync(Writer):
 
 
 class Ebbtide(TorchWriter):
-    """The lazy engine with DeepSpeed's own optimizer: waits for the disk are in ``waited_s``."""
+    """ebbtide's lazy checkpoints with DeepSpeed's own optimizer. ``waited_s`` has the waits for the disk."""
 
     def __init__(self, engine: Any) -> None:
         from ebbtide.runtime.checkpoint import install
@@ -167,7 +171,10 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Train and save in this process; the figures of one writer. Times are medians."""
+    """Train and save with one checkpoint writer in this process, and return its figures.
+
+    Times are medians.
+    """
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +211,7 @@ def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class _Session:
-    """Training with a save after every so many steps."""
+    """Training that saves a checkpoint every few steps."""
 
     def __init__(self, engine: Any, batches: Any, writer: Writer, folder: Path) -> None:
         self.engine, self.batches, self.writer, self.folder = engine, batches, writer, folder
@@ -212,7 +219,10 @@ class _Session:
         self.last_tag = ""
 
     def train(self, steps: int, every: int) -> dict[str, Any]:
-        """Medians: stall per checkpoint (in the save and, later, for it), time per iteration."""
+        """Train, and return the medians of the stall per checkpoint and of the time per iteration.
+
+        A stall includes the save itself and later waits for the checkpoint.
+        """
         from studies.bench.byte_gpt import train_step
 
         stalls, iterations = list[float](), list[float]()
@@ -248,7 +258,7 @@ class _Session:
 
 
 def _write_rate(session: _Session, folder: Path) -> float:
-    """Return the bytes per second from the call until the writer is done, with nothing else running."""
+    """Return the bytes per second of a save, from the call until the writer is done, without training."""
     rates = []
     for number in range(3):
         begin = time.perf_counter()
@@ -269,9 +279,10 @@ def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dic
     because a disk is slower after some writers than after others.
 
     Returns:
-        ``checkpoint_rate``: relative to a plain writer of as many bytes, read from distinct places in
-        memory as a checkpoint's are. ``checkpoint_rate_over_cached``: relative to one that writes the
-        same two blocks repeatedly, which an emulated disk reads from the processor's cache.
+        ``checkpoint_rate``: Rate relative to a plain writer of the same number of bytes, read from
+        distinct places in memory as for a checkpoint. ``checkpoint_rate_over_cached``: Rate relative
+        to a plain writer of the same two blocks again and again, which an emulated disk reads from
+        the processor's cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),
@@ -307,7 +318,7 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def _restore(writer: Writer, folder: Path, tag: str) -> float:
-    """Load from disk, after dropping the files' pages from the cache."""
+    """Return the seconds to load a checkpoint from disk, after dropping its pages from the cache."""
     for path in (folder / tag).rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -320,10 +331,11 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
 
 
 def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
-    """Return the rate of threads that only pwrite aligned blocks with O_DIRECT.
+    """Return the bytes per second of threads that only write aligned blocks with O_DIRECT.
 
     Args:
-        cached: each thread writes one block repeatedly, instead of a checkpoint's many.
+        cached: Let each thread write one block repeatedly, instead of the many blocks of a
+            checkpoint.
     """
     size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
     path = folder / "raw"

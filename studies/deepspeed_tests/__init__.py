@@ -1,1 +1,1 @@
-"""DeepSpeed's own tests, with a plan on every engine that they build."""
+"""DeepSpeed's own tests, run with a plan on every engine that they build."""

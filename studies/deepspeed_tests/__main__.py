@@ -1,4 +1,4 @@
-"""Entry point of ``python -m studies.deepspeed_tests``."""
+"""Command-line entry point: ``python -m studies.deepspeed_tests``."""
 
 from studies.deepspeed_tests.command import main
 

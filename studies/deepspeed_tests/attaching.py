@@ -1,6 +1,6 @@
 """A plan for each engine that can take one, in every process of DeepSpeed's tests.
 
-An engine that could take a plan and does not get one fails its test with ebbtide's message.
+If an engine could take a plan and is refused, its test fails with ebbtide's message.
 """
 
 import copy
@@ -45,7 +45,7 @@ DEEPSPEED = deepspeed.initialize
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test that runs. Unpickled in one of its processes, it begins there."""
+    """A running test of DeepSpeed's own suite. Unpickling this object in a process prepares it for the test."""
 
     name: str
     arm: str
@@ -55,7 +55,7 @@ class Case:
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
-        """Append one line to the notes. Lines of concurrent ranks stay whole."""
+        """Append one line to the notes on this test. Lines of concurrent ranks stay whole."""
         rank, at_s = os.environ.get("RANK"), time.time()
         line = {"case": self.name, "arm": self.arm, "rank": rank, "at_s": at_s, **what}
         with self.notes.open("a") as file:
@@ -63,7 +63,7 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """Replace `deepspeed.initialize` in this process by the case's own."""
+    """Replace `deepspeed.initialize` in this process as the test's arm (such as stock or auto) requires."""
     case = Case(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
     return case
@@ -101,7 +101,7 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a copy of the config, taken out of the arguments; None: there is no ZeRO in it."""
+    """Return a copy of the DeepSpeed config, and take it out of the arguments. None if it has no ZeRO."""
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(known, (str, Path)):
@@ -118,7 +118,7 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
-    """Return the config with its optimizer offloaded; a client's own optimizer stays what it is."""
+    """Return the config with its optimizer offloaded. An optimizer object passed by the client is kept."""
     zero = config["zero_optimization"]
     asked = (zero.get("offload_optimizer") or {}).get("device")
     if getattr(asked, "value", asked) in (None, "none") and not zero.get("cpu_offload"):
@@ -131,10 +131,10 @@ def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
 
 
 def put_plan(case: Case, engine: Any) -> None:
-    """Attaches, or notes why there is nothing to attach to.
+    """Attach the plan of the test's arm to an engine, or note why the engine cannot take a plan.
 
     Raises:
-        whatever ebbtide says to an engine that could take a plan.
+        Exception: Any error of ebbtide for an engine that could take a plan.
     """
     why = without_a_plan(engine)
     if why is not None:
@@ -153,7 +153,7 @@ def reads_at_once(name: str) -> bool:
 
 
 def without_a_plan(engine: Any) -> str | None:
-    """Return the expected reasons, all there are; None: the engine has what a plan needs."""
+    """Return the expected reason why an engine cannot take a plan. None if it can."""
     if engine.zero_optimization_stage() == 0:
         return "ZeRO stage 0"
     if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
@@ -178,7 +178,7 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """Note that a plan is live and, once, that a step was taken under it."""
+    """Note that an engine has a plan and, once, that it has taken a step under the plan."""
     session = session_of(engine)
     plan = session.plan
     held = {name: plan.count(name) for name in ("resident", "device", "host", "stored")}

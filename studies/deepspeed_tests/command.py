@@ -1,12 +1,13 @@
-"""Do DeepSpeed's own tests pass with a plan attached to the engines that they build?
+"""DeepSpeed's own tests, run with a plan attached to the engines that they build.
 
     pip install --target PYTEST 'pytest<8.4'
     python -m studies.deepspeed_tests --deepspeed-source DIR --pytest PYTEST --folder OUT --json P
 
-DIR is a checkout of DeepSpeed's source at the version that is installed; nothing of it is copied.
-Its tests run unchanged; only `deepspeed.initialize` is wrapped: it offloads the optimizer to the
-CPU where the config has ZeRO, and, under a plan, attaches one. An engine that could take a plan and
-is refused fails its test. Hours; begun again with the same --folder it goes on.
+DIR is a checkout of DeepSpeed's source at the installed version. No file of it is copied. The
+tests run unchanged, only `deepspeed.initialize` is wrapped: it offloads the optimizer to the CPU
+if the config has ZeRO and, under a plan, attaches the plan. If an engine could take a plan and is
+refused, its test fails. The study takes hours. If it is started again with the same --folder, it
+continues.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def test_files(root: Path, named: Iterable[str]) -> list[str]:
 
 
 def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> None:
-    """Run one file under pytest, and again while tests that hang end it early."""
+    """Run one test file under pytest. Run it again as long as hanging tests end it early."""
     orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
     plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"]
@@ -84,13 +85,16 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
 
 @cache
 def commit() -> str:
-    """Return ebbtide's commit, with ``-dirty`` if files differ from it, or an empty string outside a checkout."""
+    """Return ebbtide's git commit, with ``-dirty`` after changes. Empty outside a checkout."""
     command = ["git", "-C", str(OURS), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
-    """Two ranks on this machine's CPU where there is no GPU; no process outlives its test."""
+    """Return the environment of pytest. Without a GPU, tests run with two ranks on this machine's CPU.
+
+    No process outlives its test.
+    """
     paths = [options.pytest, OURS, options.deepspeed_source / "tests"]
     made = {
         **os.environ,
@@ -109,7 +113,10 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
 
 
 def summary(results: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows by file and arm, of the tests that stock passes, and what fails by name."""
+    """Return result rows by test file and arm (such as stock or auto), and the failures by name.
+
+    Only tests that pass with stock DeepSpeed are counted.
+    """
     ended = {(r["arm"], r["case"]): r for r in results if "outcome" in r}
     passed = sorted(case for (arm, case), r in ended.items() if (arm, r["outcome"]) == PASSED)
     files = []
@@ -125,10 +132,12 @@ PASSED = ("stock", "passed")
 
 
 def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one file's row under one arm. ``cases`` are the cases that stock passes.
+    """Return one test file's row of results under one arm. ``cases`` are the tests that pass with stock
+    DeepSpeed.
 
-    ``attached``: passed, with a plan live on an engine of the test. ``stepped``: also with a step taken
-    under it. A test that built engines with and without a plan counts as attached.
+    ``attached`` counts passed tests with a plan on one of their engines. ``stepped`` counts those
+    that also took a step under the plan. A test that built engines with and without a plan counts as
+    attached.
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
     good = {case for case, outcome in outcomes.items() if outcome == "passed"}
@@ -158,7 +167,7 @@ def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
-    """Return the failures under a plan of tests that stock passes."""
+    """Return the failures under a plan of tests that pass with stock DeepSpeed."""
     found = []
     for (arm, case), result in ended.items():
         if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":

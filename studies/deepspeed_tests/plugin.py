@@ -1,6 +1,7 @@
-"""pytest's side of it: says which test runs, and writes down how it ended.
+"""A pytest plugin that tells which of DeepSpeed's tests runs, and records its result.
 
-Loaded by ``-p studies.deepspeed_tests.plugin``; `Orders` come in the environment.
+It is loaded by ``-p studies.deepspeed_tests.plugin``. Its settings (`Orders`) come in the
+environment.
 """
 
 import json
@@ -22,7 +23,7 @@ WORST = ("failed", "skipped", "passed")
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The settings of one run of pytest."""
+    """The settings of one pytest run of DeepSpeed's tests."""
 
     arm: str
     folder: str  # of `results` and of the notes
@@ -46,7 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def settled(orders: Orders) -> set[str]:
-    """Tests of this arm that need not run (again)."""
+    """Return the tests that need not run again: they have ended, or have hung too often."""
     of_arm = [line for line in lines(orders.results) if line["arm"] == orders.arm]
     begun = Counter(line["case"] for line in of_arm if "outcome" not in line)
     ended = {line["case"] for line in of_arm if "outcome" in line}
@@ -54,7 +55,7 @@ def settled(orders: Orders) -> set[str]:
 
 
 class Reporter:
-    """The reporter of one run of pytest."""
+    """The reporter of one pytest run of DeepSpeed's tests."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders

@@ -1,5 +1,6 @@
-"""Imported once by the process that the ranks of DeepSpeed's tests are forked from: an engine's
-first imports and questions take longer than most of the tests.
+"""Imports of the process from which the ranks of DeepSpeed's tests are forked.
+
+An engine's first imports and queries take longer than most of the tests, so they are done once.
 """
 
 import contextlib

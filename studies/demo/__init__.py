@@ -1,1 +1,1 @@
-"""The demo: measure, profile, plan, train, crash and resume on this machine."""
+"""The demo of ebbtide: measure, profile, plan, train, crash and resume on this machine."""

@@ -1,4 +1,4 @@
-"""``python -m studies.demo``."""
+"""Command-line entry point: ``python -m studies.demo``."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""The main job on this machine, start to end: measure, profile, plan, train, crash, resume.
+"""The demo of ebbtide on this machine: measure, profile, plan, train, crash and resume.
 
     python -m studies.demo            # or: make demo
     python -m studies.demo --quick    # a tiny model, to see that everything works
 
-Leaves runs/demo/: machine.json, workload.json, plan.json, trace.json (open it in
-ui.perfetto.dev), summary.json and three pictures. Exit code 1 if a bit differs.
+Writes these files to runs/demo/: machine.json, workload.json, plan.json, trace.json (open it in
+ui.perfetto.dev), summary.json and three pictures. The exit code is 1 if a bit differs.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The trained model, and the time and elements for measuring the machine."""
+    """Size of the demo: the trained model, and the seconds and elements for measuring the machine."""
 
     model: DemoModel = field(default_factory=DemoModel)
     seconds: float = 12.0
@@ -45,7 +45,7 @@ QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=
 
 
 class Demo:
-    """The six steps, in order; each leaves files that the next ones read."""
+    """The demo's six steps, in order. Each step leaves files that the next ones read."""
 
     def __init__(self, folder: Path, size: DemoSize, console: Console) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Demo:
         self.first_prediction: Times = {}
 
     def prepare(self) -> None:
-        """An empty folder: what an earlier demo left would be mistaken for this one's."""
+        """Empty the demo's folder, so that an earlier demo's files are not mistaken for new ones."""
         warm_up(["studies.demo.warm"])
         for name in ("checkpoints", "runs", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -73,7 +73,7 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Profile stock, plans, then train both in turn; True if all their bits are the same."""
+        """Profile stock DeepSpeed, make a plan, then train with both in turn. Return whether all bits are equal."""
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
         with self._started("stock", train.stock, model=model) as stock:
@@ -101,7 +101,7 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Show times and the verdict on the bits."""
+        """Print the phase times and the verdict on the bits. Return whether all bits are equal."""
         same = self._compare("stock", "plan")
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
@@ -111,7 +111,11 @@ class Demo:
         return same
 
     def crash(self) -> bool:
-        """Kill, resume, compare with the run that was never killed; True if all bits agree."""
+        """Kill a training run, resume it, and compare it with a run that was never killed.
+
+        Returns:
+            True if all bits are equal.
+        """
         self._headline(5, "checkpoints in the background, SIGKILL in the middle of one, resume")
         plan = self._crash_plan()
         path = self.folder / "plan_checkpointed.json"
@@ -148,7 +152,7 @@ class Demo:
         self.console.print(f"\n[bold]{number}/6  {text}[/bold]")
 
     def _phase(self, title: str, work: Callable[..., object], /, **arguments: Any) -> None:
-        """Run a child to its end."""
+        """Run a child process of the demo to its end."""
         with self._started(title, work, **arguments) as child:
             self._watch(child, title)
 
@@ -162,10 +166,10 @@ class Demo:
             yield child
 
     def _watch(self, child: PhaseProcess, title: str) -> None:
-        """Show how far it is until it ends or pauses.
+        """Show the progress of a child process until it ends or pauses.
 
         Raises:
-            PhaseError: it ended badly.
+            PhaseError: If the child process fails.
         """
         with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
@@ -187,7 +191,7 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Compare bits; the tensors of ``reference`` (gigabytes of them) go."""
+        """Return whether two runs have the same bits, and delete the tensors of ``reference`` (gigabytes)."""
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
         if wrong or not losses:
@@ -200,7 +204,6 @@ class Demo:
         return not wrong and losses
 
     def _times(self) -> Times:
-        """Median phases: measured from all turns, predicted from the plan file."""
         plan = Plan.load(self.folder / "plan.json")
         times = {"stock": Run.load(self.folder, "stock").medians()}
         times |= predicted_phases(plan, "stock")
@@ -250,7 +253,7 @@ class Demo:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if all bits agree, 1 if not, 2 if a phase failed."""
+    """Run the demo. Return 0 if all bits are equal, 1 if not, 2 if a phase failed."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,17 +14,17 @@ _POLL_S = 0.01
 
 
 class CrashError(RuntimeError):
-    """The run could not be killed where it should have been."""
+    """An error of the demo: the training run could not be killed at the intended moment."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """The state of the checkpoints at the kill.
+    """The state of the demo's checkpoints at the kill.
 
     Attributes:
-        committed: the last committed checkpoint, which must survive.
-        written_bytes: bytes of the next one on disk, at least.
-        checkpoint_bytes: bytes of a whole one.
+        committed: Tag of the last committed checkpoint, which must survive.
+        written_bytes: Bytes of the next checkpoint that are on disk, at least.
+        checkpoint_bytes: Bytes of a whole checkpoint.
     """
 
     committed: str
@@ -51,12 +51,12 @@ def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_
 
 
 def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
-    """Kill ``child`` when its second checkpoint is partly on disk and not yet committed.
+    """Kill a training process when its second checkpoint is partly on disk and not yet committed.
 
-    Looks at nothing but the folder: how much is in it, and what ``latest`` names.
+    Only the checkpoint folder is read: its size on disk, and the tag that ``latest`` names.
 
     Raises:
-        CrashError: the run ended before it was caught writing, or committed under our hands.
+        CrashError: If the run ends before the kill, or commits the checkpoint just before the kill.
     """
     first, size = _wait_for_commit(child, folder)
     for written in _growth(child, folder, size):
@@ -89,7 +89,7 @@ def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
 
 
 def committed(folder: Path) -> str:
-    """Return the tag that ``latest`` names; empty if there is none yet."""
+    """Return the checkpoint tag that the file ``latest`` names. Empty if there is no such file yet."""
     latest = folder / "latest"
     try:
         return latest.read_text().strip()
@@ -98,7 +98,7 @@ def committed(folder: Path) -> str:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes that the folder's files really occupy: holes of a file in the making do not count."""
+    """Return the bytes that a folder's files occupy on disk. Unwritten ranges of a file do not count."""
     total = 0
     for parent, _, names in os.walk(folder):  # which leaves out a folder that has just gone
         for name in names:

@@ -1,4 +1,4 @@
-"""The demo's measuring phases: the machine, and the plan made of it and of stock's profile."""
+"""The demo's measuring phases: the machine, and the plan for this machine and the profiled workload."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def compile_kernels() -> None:
 
 
 def measure(folder: Path, seconds: float, elements: int) -> None:
-    """Compile what is missing, then measures; writes ``machine.json``."""
+    """Compile missing kernels, measure the machine, and write ``machine.json``."""
     from ebbtide.profiler import measure_machine
 
     compile_kernels()
@@ -30,7 +30,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
 
 def make_plan(folder: Path) -> None:
-    """Search and writes ``plan.json``."""
+    """Search for a plan for the measured machine and the profiled workload, and write ``plan.json``."""
     from ebbtide.tuner import plan
 
     report(0, 1, "searching")
@@ -38,7 +38,7 @@ def make_plan(folder: Path) -> None:
 
 
 def predict_anew(folder: Path) -> None:
-    """The plan as it is, with what the simulator says of it on the profile as it now is."""
+    """Simulate the existing plan with the current profile, and write the new prediction to ``plan.json``."""
     from ebbtide.tuner.placements.planning import predicted_anew
 
     path = folder / "plan.json"

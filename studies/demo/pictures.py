@@ -1,4 +1,4 @@
-"""The demo's three pictures: iteration timeline, memory curve, stock against plan."""
+"""The demo's three pictures: iteration timeline, memory curve, and stock DeepSpeed against the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHITE_TEXT = {"backward", "step"}
 
 
 def machine_label(machine: Machine) -> str:
-    """Return a picture's note about the origin of its figures."""
+    """Return a picture's label: the machine that its figures come from."""
     where = machine.device_name or machine.name
     if machine.device_kind == "cuda":
         return where
@@ -29,7 +29,7 @@ def machine_label(machine: Machine) -> str:
 
 
 def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2) -> None:
-    """The last iterations predicted, above the last measured ones on the same time axis."""
+    """Draw the last predicted iterations above the last measured iterations, on the same time axis."""
     pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
@@ -42,12 +42,12 @@ def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: s
 
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
-    """The last ``count`` iterations that a `step()` has ended, from second 0."""
+    """Return the part of a timeline with the last ``count`` iterations that have ended, from second 0."""
     return _cut(timeline, _ended(timeline)[-count:])
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline of median length, to leave out disturbed ones."""
+    """Return the timeline of median length, so that disturbed timelines are left out."""
     return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 
@@ -63,7 +63,7 @@ def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
 
 
 def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
-    """Memory over one profiled iteration, the phases shaded."""
+    """Draw the memory usage over one profiled iteration, with shaded phases."""
     with picture(path, dpi=140, figsize=(9, 4.2)) as (_, ax):
         _draw_memory(ax, workload, machine)
 
@@ -92,7 +92,7 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
-    """Start, end and name of each phase in a row."""
+    """Return start, end and name of each phase of a memory curve."""
     result: list[tuple[float, float, str]] = []
     for point, following in pairwise(curve):
         if result and result[-1][2] == point.phase:
@@ -103,11 +103,11 @@ def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
 
 
 def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str) -> None:
-    """Stacked phases, one bar per run or prediction.
+    """Draw one bar of stacked phase times for each run or prediction.
 
     Args:
-        bars: name to seconds of ``forward``, ``backward`` and ``step``.
-        verdict: what the bit comparison found.
+        bars: Seconds of ``forward``, ``backward`` and ``step``, by the name of the run or prediction.
+        verdict: Result of the bit comparison.
     """
     with picture(path, dpi=140, figsize=(9, 0.8 * len(bars) + 1.9)) as (_, ax):
         _draw_bars(ax, bars)

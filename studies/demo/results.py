@@ -1,4 +1,4 @@
-"""The results of the demo's training runs, read and compared."""
+"""Reading and comparison of the results of the demo's training runs."""
 
 import json
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ STOCK_NAMES = ("stock ZeRO-3 offload", "zero3_offload")
 
 @dataclass(frozen=True)
 class Run:
-    """One training run's results, without its tensors.
+    """The results of one training run of the demo, without its tensors.
 
     Attributes:
-        first_step: 0, or the step at which a resumed run continued.
-        losses: of steps ``first_step`` and later. Exact: JSON keeps a float's every bit.
-        phases: seconds of each phase, per timed step.
+        first_step: Step at which the run began: 0, or a later one if the run was resumed.
+        losses: Losses from step ``first_step`` on. They are exact, because JSON keeps every bit of a
+            float.
+        phases: Seconds of each phase, for each timed step.
     """
 
     name: str
@@ -36,12 +37,12 @@ class Run:
         return cls(name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]), facts["tensors"])
 
     def medians(self) -> dict[str, float]:
-        """Return the median seconds of each phase over the timed steps."""
+        """Return the median seconds of each training phase over the run's timed steps."""
         return medians(self.phases)
 
 
 def same_bits(folder: Path, ours: str, theirs: str) -> tuple[str, ...]:
-    """Names of the parameters and moments that differ between two runs; empty if none."""
+    """Return the names of parameters and moments that differ between two runs. Empty if all are equal."""
     return differences(_tensors(folder, ours), _tensors(folder, theirs))
 
 
@@ -52,12 +53,16 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def same_losses(whole: Run, part: Run) -> bool:
-    """Return whether the second run's losses equal the first one's, from its first step to the end."""
+    """Return whether two runs have equal losses, from the second run's first step to the end."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 
 
 def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
-    """``{"plan, predicted": phases}``; for stock from the plan's alternatives, {} if not there."""
+    """Return the predicted phase times of the plan or of stock, as ``{"plan, predicted": phases}``.
+
+    The prediction for stock DeepSpeed comes from the plan's alternatives. Empty if it is not among
+    them.
+    """
     if side == "plan":
         chosen = plan.prediction
     else:

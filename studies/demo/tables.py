@@ -1,4 +1,4 @@
-"""The tables that the demo prints."""
+"""The tables and lines of text that the demo prints."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """Return a table of the most important rates. Spreads and the rest are in the file."""
+    """Return a table of a machine's most important rates. Spreads and all other rates are in its file."""
     table = _table("", "measured")
     device = "device" if measured.device_kind == "cuda" else f"{measured.device_kind} device"
     ways = (measured.h2d_bytes_per_s, measured.d2h_bytes_per_s)
@@ -47,7 +47,7 @@ def machine(measured: Machine) -> Table:
 
 
 def doubts(measured: Machine, path: Path) -> str:
-    """Return one line for all warnings of the measurement, or an empty string."""
+    """Return one line about all warnings of a machine's measurement. Empty without warnings."""
     if not measured.warnings:
         return ""
     count = len(measured.warnings)
@@ -56,7 +56,7 @@ def doubts(measured: Machine, path: Path) -> str:
 
 
 def workload(profiled: Workload) -> str:
-    """Size, phase times and the memory peak."""
+    """Return a line with a workload's size, phase times and memory peak."""
     peak = max((max(p.device_bytes, p.host_bytes) for p in profiled.memory_curve), default=0)
     memory = f", memory peak {peak / 2**20:.0f} MiB" if peak else ""
     return (
@@ -67,7 +67,7 @@ def workload(profiled: Workload) -> str:
 
 
 def plan(chosen: Plan) -> Table:
-    """Return the plan's prediction above those of the best alternatives, stock among them."""
+    """Return a table of the plan's prediction and those of the best alternatives, stock DeepSpeed included."""
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
     stock = [p for p in ordered if p.strategy in STOCK_NAMES]
@@ -88,7 +88,7 @@ def plan(chosen: Plan) -> Table:
 
 
 def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
-    """Phases as rows, runs and predictions as columns."""
+    """Return a table of phase times, with phases as rows, and runs and predictions as columns."""
     table = _table("per iteration", *columns, "speed-up")
     for phase in (*PHASES, "iteration"):
         cells = [f"{row[phase] * 1e3:.0f} ms" for row in columns.values()]
@@ -100,7 +100,7 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the basis of the predictions, and their values before the runs."""
+    """Return a line that explains the demo's predictions, with their values before the runs."""
     shown = [
         f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times
     ]
@@ -111,7 +111,7 @@ def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, M
 
 
 def crash(hit: Crash) -> str:
-    """Return a line about the kill."""
+    """Return a line about the kill: the share of the checkpoint on disk, and the committed checkpoint."""
     share = hit.written_bytes / hit.checkpoint_bytes
     return (
         f"killed with {share:.0%} of the next checkpoint on disk ({hit.written_bytes / 2**20:.0f} "
@@ -121,7 +121,7 @@ def crash(hit: Crash) -> str:
 
 
 def files(folder: Path) -> Table:
-    """The folder's files and what each is for."""
+    """Return a table of the files in the demo's folder, with the purpose of each."""
     table = _table("file", "what it is")
     table.columns[1].justify = "left"
     for name, purpose in _FILES.items():
@@ -131,7 +131,7 @@ def files(folder: Path) -> Table:
 
 
 def what_next(folder: Path) -> str:
-    """Return the suggestions for the next steps."""
+    """Return the demo's suggestions for next steps."""
     return (
         "\nNext: [bold]make serve[/bold] opens a page with this machine, plan and run: move a "
         "slider, see what it would change.\n"

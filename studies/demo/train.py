@@ -1,7 +1,7 @@
-"""The demo's training runs: stock DeepSpeed and the plan, in turn, and the one that is killed.
+"""The demo's training runs: stock DeepSpeed and the plan in turn, and the run that is killed.
 
-Each runs in a process of its own and writes what the demo compares: phase times and losses as
-JSON, every parameter and moment as a torch file.
+Each run is a separate process. It writes phase times and losses as JSON, and every parameter and
+moment as a torch file. The demo compares these files.
 """
 
 import json
@@ -32,12 +32,12 @@ TURN_STEPS = 3
 
 @dataclass(frozen=True)
 class DemoModel:
-    """The trained model, the same in all runs that are compared.
+    """The model that the demo trains, the same in all compared runs.
 
     Attributes:
-        size: a name of `studies.bench.byte_gpt.SIZES`.
-        turns: turns of each side. A turn takes a second, so that a machine with drifting speed is the
-            same for both.
+        size: Key of `studies.bench.byte_gpt.SIZES`.
+        turns: Number of turns of each side. A turn takes a second, so that drift of the machine's
+            speed affects both sides equally.
     """
 
     size: str = "57m"
@@ -48,11 +48,11 @@ class DemoModel:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of a whole run."""
+        """Return the number of optimizer steps of a whole run."""
         return FIRST_STEPS + self.turns * TURN_STEPS
 
     def engine(self, plan: Path | None) -> Any:
-        """Return a DeepSpeed engine: stock, or ebbtide's under ``plan``."""
+        """Return a DeepSpeed engine for the model: stock DeepSpeed's, or ebbtide's if a plan is given."""
         model = ByteGPT(SIZES[self.size].with_sequence(self.sequence))
         config = ds_config(self.batch, self.subgroup_size)
         if plan is None:
@@ -63,7 +63,7 @@ class DemoModel:
 
 
 class Training:
-    """An engine in training: what it does at which step, and what is noted of it."""
+    """A training run of the demo: its engine, and the losses and times of its steps."""
 
     def __init__(self, model: DemoModel, plan: Path | None) -> None:
         report(0, model.steps, "starting DeepSpeed")
@@ -76,14 +76,14 @@ class Training:
         self._losses: list[torch.Tensor] = []
 
     def resume(self, folder: Path) -> None:
-        """Load the newest committed checkpoint. The next step follows it."""
+        """Load the newest committed checkpoint of a folder. Training continues with the step after it."""
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
         self.first = self.next = self.engine.global_steps
 
     def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
-        """The next steps; of them those with these numbers are timed, or profiled."""
+        """Train ``steps`` more steps. Time or profile those numbered in ``timed`` or ``profiled``, counted from 0."""
         last = self.next + steps
         for number, step in enumerate(range(self.next, last)):
             batch = Batches(self.model.batch, self.model.sequence).at(step, self.engine.device)
@@ -99,7 +99,7 @@ class Training:
         self.next = last
 
     def save(self, folder: Path, name: str) -> None:
-        """Write ``runs/NAME.json`` and ``runs/NAME.pt``."""
+        """Write the run's losses and times to ``runs/NAME.json``, and its tensors to ``runs/NAME.pt``."""
         report(self.next, self.model.steps, "collecting parameters and moments")
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")
@@ -117,11 +117,11 @@ class Training:
 
 
 def stock(folder: Path, model: DemoModel) -> None:
-    """Stock DeepSpeed: pauses once it is profiled, and after each turn.
+    """Train with stock DeepSpeed. Pause after the profile, and after each turn.
 
-    One step of a turn is timed and one is profiled. ``workload.json`` is written before the first
-    turn, for the plan, and behind the last one, of the turns' profiled steps, together with what
-    the simulator says on them of the plan.
+    One step of each turn is timed and one is profiled. ``workload.json`` is written before the first
+    turn, for the plan. After the last turn, it is written again from the turns' profiled steps, and
+    the plan is simulated again with it.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
@@ -169,7 +169,6 @@ def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | 
 
 
 def _write_timelines(measured: Timeline, folder: Path, plan: Path) -> None:
-    """Predicted and measured, as one trace with two processes and as one picture."""
     workload, machine = (Workload.load(folder / "workload.json"), Machine.load(folder / "machine.json"))
     predicted = simulate(build_schedule(workload, Plan.load(plan)), machine)
     last_iterations(predicted, 3).to_perfetto(folder / "trace.json", measured)

@@ -1,8 +1,8 @@
-"""Imports and facts that every phase of the demo needs, loaded once: seconds saved in each phase.
+"""Imports that all phases of the demo share, done once to save seconds in each phase.
 
 The process that forks the phases imports this module. It starts no thread and no OpenMP team,
-which would not survive a fork. A failing import is left to the phase that needs it, because that
-phase has a log.
+because they would not survive a fork. A failing import is left to the phase that needs it,
+because a phase has a log.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Unchanged training scripts, killed while they save and rotate."""
+"""Study of unchanged training scripts that are killed while they save and rotate checkpoints."""

@@ -1,4 +1,4 @@
-"""``python -m studies.front_door_kills``."""
+"""Command-line entry point: ``python -m studies.front_door_kills``."""
 
 from studies.front_door_kills.command import main
 

@@ -1,10 +1,12 @@
-"""Kills unchanged training scripts with SIGKILL while they save and rotate, and resumes them.
+"""A study that kills unchanged training scripts with SIGKILL while they save and rotate, and resumes
+them.
 
-Each trial: a script (Trainer, Accelerate, or a loop that removes the oldest folder itself) that
-keeps one or two checkpoints is killed right after a save, while an older checkpoint is being
-deleted, or at a random moment. Then it is started again, looks for its newest checkpoint itself,
-and trains to the end: the step it resumed from is compared with what stock DeepSpeed would have
-had on disk at that point of the script, its final state with the uninterrupted run's, bit by bit.
+In each trial a script (Trainer, Accelerate, or a loop that removes the oldest folder itself)
+keeps one or two checkpoints. It is killed right after a save, while an older checkpoint is being
+deleted, or at a random moment. Then the script starts again, looks for its newest checkpoint
+itself, and trains to the end. The step that it resumed from is compared with the checkpoint that
+stock DeepSpeed would have had on disk at that point. The final state is compared with the
+uninterrupted run's, bit by bit.
 
     python -m studies.front_door_kills --kills 30 --json studies/results/checkpoint/front_door.json
 """
@@ -33,11 +35,13 @@ RUN_LIMIT_S = 300.0
 
 @dataclass
 class Trial:
-    """The outcome of one kill.
+    """The outcome of one kill of an unchanged training script.
 
     Attributes:
-        stock_step: step of the newest checkpoint that stock would have at this point of the script.
-        resumed_step: 0: from the start; -1: the script could not go on.
+        stock_step: Step of the newest checkpoint that stock DeepSpeed would have at this point of the
+            script.
+        resumed_step: Step that the script resumed from. 0: It started from the beginning. -1: It
+            failed.
     """
 
     script: Script
@@ -50,7 +54,9 @@ class Trial:
 
     @property
     def lost(self) -> bool:
-        """The script cannot go on, or starts anew where stock would not."""
+        """Return whether the script fails after the kill, or starts from the beginning although stock would
+        resume.
+        """
         return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
 
     @property
@@ -63,7 +69,7 @@ class Trial:
 
 
 def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
-    """Scripts, limits and kinds of kill in turn; their moments at random."""
+    """Return the kills to try: scripts, checkpoint limits and kinds of kill in turn, at random moments."""
     rng, made = random.Random(seed), []
     kinds = ("on_save", "rotation", "random")
     for count in range(number):
@@ -80,7 +86,7 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
 
 
 def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> Trial:
-    """Kill, look, resume, compare. The folder of a sound trial is removed."""
+    """Kill a script, resume it, and compare the results. The folder of a successful trial is removed."""
     _run(trial, truth, length_s, scratch)
     if trial.sound:
         shutil.rmtree(scratch)
@@ -114,10 +120,10 @@ def _run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) ->
 
 
 def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
-    """Return the uninterrupted run and its length in seconds.
+    """Return the results of an uninterrupted run of the script, and its length in seconds.
 
     Raises:
-        RuntimeError: a run that nobody killed failed.
+        RuntimeError: If the run fails.
     """
     begin = time.monotonic()
     scratch.mkdir(parents=True)
@@ -127,7 +133,6 @@ def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
 
 
 def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
-    """Return the figures of the record."""
     return {
         "kills": len(done),
         "fired": sum(t.fired for t in done),
@@ -143,7 +148,7 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Do once, before forking, work that starts neither threads nor a process group."""
+    """Import modules before forking, without starting a thread or a process group."""
     warm_up()
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2

@@ -1,4 +1,4 @@
-"""Unchanged training scripts under the front door, as functions that a forked child runs."""
+"""Unchanged training scripts with ebbtide in DeepSpeed's JSON, as functions that a forked process runs."""
 
 import json
 import os
@@ -18,12 +18,12 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 
 @dataclass(frozen=True)
 class Kill:
-    """The moment of SIGKILL.
+    """The moment at which a training script gets SIGKILL.
 
     Attributes:
-        where: ``on_save``: right after the save; ``rotation``: while an older checkpoint is being
-            deleted; ``random``: the parent kills after ``delay_s``; empty: never.
-        occurrence: number of the save, or of the deleted file, counted from 1.
+        where: ``on_save``: right after a save. ``rotation``: while an older checkpoint is being
+            deleted. ``random``: after ``delay_s``, by the parent process. Empty: never.
+        occurrence: Number of the save, or of the deleted file, counted from 1.
     """
 
     where: str = ""
@@ -33,21 +33,21 @@ class Kill:
 
 @dataclass(frozen=True)
 class Script:
-    """A training script, how many checkpoints it keeps, and what DeepSpeed's JSON says of them."""
+    """A training script, the number of checkpoints that it keeps, and the ``checkpoint`` settings in its JSON."""
 
     name: str
     limit: int
     checkpoint: dict[str, Any]
 
     def saved(self, folder: Path) -> list[int]:
-        """Return the steps with a complete save in the raw folder, as stock would have them."""
+        """Return the steps with a complete save in the script's folder, as stock DeepSpeed would have them."""
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))
         return [s for s in steps if (folder / pattern.format(s) / last).exists()]
 
 
 def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
-    """Train to the end, from the newest checkpoint if there is one; write what came out."""
+    """Train to the end, from the newest checkpoint if there is one, and write the results to a file."""
     import ebbtide.runtime
 
     from studies.bench.bits import digest, optimizer_state
@@ -63,7 +63,7 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
 
 
 class Progress:
-    """Counts saves and deletions; ends the process where the kill says."""
+    """A counter of a script's saves and deletions, which kills the process at the chosen one."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill
@@ -76,7 +76,7 @@ class Progress:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """An audit hook: a rotation removes files one by one."""
+        """Count deleted files of a checkpoint. This is an audit hook, because a rotation removes files one by one."""
         if event == "shutil.rmtree":
             self._rotating = "checkpoint" in Path(str(args[0])).name
         elif event == "os.remove" and self._rotating:
@@ -181,7 +181,7 @@ def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
 
 
 def _newest(script: Script, folder: Path) -> int:
-    """Return the highest number in a folder's name, as such loops look for it."""
+    """Return the step of the newest checkpoint, by the numbers in folder names, as training scripts do."""
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
     pattern = FOLDER[script.name]
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
@@ -195,7 +195,7 @@ def _trained(
     load: Callable[[str], object],
     save: Callable[[str], object],
 ) -> tuple[int, list[float], Any]:
-    """Return a folder per checkpoint, the oldest removed right after each save."""
+    """Train with one folder per checkpoint. Remove the oldest folder right after each save."""
     examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
     if first:
@@ -221,7 +221,6 @@ def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[f
 
 
 def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
-    """``save_state`` and ``load_state``."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin

@@ -1,1 +1,1 @@
-"""The suite for a machine with a GPU."""
+"""The suite of checks and measurements for a machine with a GPU."""

@@ -1,4 +1,4 @@
-"""``python -m studies.gpu``."""
+"""Command-line entry point: ``python -m studies.gpu``."""
 
 from studies.gpu.command import main
 

@@ -1,13 +1,13 @@
-"""Everything that wants a GPU, in one command; the parts can be had one at a time.
+"""All checks and measurements that need a GPU, in one command or part by part.
 
     python -m studies.gpu --out DIR [--part smoke] [--minutes 9]
     python -m studies.gpu --rehearse [--out DIR]     every part without a GPU, at toy sizes
-    python -m studies.gpu --plot DIR                 pictures of what is in DIR
+    python -m studies.gpu --plot DIR                 pictures of the records in DIR
 
-Parts: smoke, contract, baseline (1.3b), peers (3b), speed (1.3b), checkpoints; each is made of
-sections, which can be named too. Every section is a process: its record DIR/SECTION.json is written
-as it ends, what it printed is in DIR/logs/, and a failure stops no other. Called again, the suite
-goes on where it was; DIR/results.tar.gz holds all of it.
+Parts: smoke, contract, baseline (1.3b), peers (3b), speed (1.3b), checkpoints. A part consists of
+sections, which can be named too. Every section is a process. It writes the record
+DIR/SECTION.json when it ends, and prints to DIR/logs/. A failure stops no other section. If the
+suite is started again, it continues. DIR/results.tar.gz holds all results.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ARCHIVED_BYTES = 8 * 2**20  # of a file: traces and records, no storage benchmar
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m studies.gpu``; exit code 1 if a section failed or bits differ."""
+    """Run the command ``python -m studies.gpu``. The exit code is 1 if a section failed or bits differ."""
     args = _arguments(arguments)
     if args.plot is not None:
         for picture in draw_parts(args.plot):
@@ -144,7 +144,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the section's record; one from a run before if it is whole."""
+    """Run a section of the GPU suite in its own process, and return its record.
+
+    A complete record of an earlier run is reused.
+    """
     path = suite.out / f"{name}.json"
     if not suite.again and (known := _whole(path, suite)) is not None:
         return known
@@ -191,7 +194,6 @@ def _whole(path: Path, suite: Suite) -> dict[str, Any] | None:
 
 
 def _section(name: str, args: argparse.Namespace) -> None:
-    """Run one section in its own process."""
     begun = time.monotonic()
     if not args.rehearse and not torch.cuda.is_available():
         sys.exit("a section needs a CUDA GPU, but torch finds none: use --rehearse")
@@ -216,7 +218,7 @@ def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def archive(folder: Path) -> Path:
-    """Put all records, logs and pictures into one file, written whole or not at all."""
+    """Pack all records, logs and pictures of a folder into one archive, written whole or not at all."""
     path = folder / ARCHIVE
     temporary = path.with_suffix(".part")
     kept = {".json", ".png", ".stderr", ".stdout", ".command"}

@@ -1,8 +1,9 @@
-"""Bit identity on the machine at hand: configurations of training times placements, each exact.
+"""Bit identity on this machine: ebbtide against stock DeepSpeed over many configurations and
+placements.
 
-Every configuration is trained by stock DeepSpeed twice: where the two differ (a kernel that sums in
-any order), no conclusion is drawn from a difference of ebbtide's, and the row says so. The tests'
-own contract is wider, but it lives in ``tests/``, above the studies; this needs the package alone.
+Stock DeepSpeed trains every configuration twice. If its two runs differ, because a kernel sums in
+any order, a difference between ebbtide and stock proves nothing, and the row says so. The tests'
+own contract is wider, but it is in ``tests/``. This module needs only the package.
 """
 
 import itertools
@@ -54,7 +55,10 @@ IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3", "parameters in host 
 
 
 def contract(suite: Suite) -> Figures:
-    """Everything, or as far as the time goes; ``correct`` is None if nothing was compared."""
+    """Compare all configurations with stock DeepSpeed, as far as the time allows, and return the record.
+
+    The record's ``correct`` is None if nothing was compared.
+    """
     settle()
     rows: list[Figures] = []
     names = IN_REHEARSAL if suite.emulated else tuple(CONFIGURATIONS)
@@ -72,7 +76,7 @@ def contract(suite: Suite) -> Figures:
 
 
 def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
-    """Return the record of the rows so far; ``correct`` is None if nothing was compared."""
+    """Return the record of the comparisons so far. ``correct`` is None if nothing was compared."""
     compared = [row for row in rows if row["identical"] is not None]
     differing = [row for row in compared if not row["identical"]]
     return {
@@ -86,7 +90,10 @@ def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
 
 
 def settle() -> None:
-    """Sums in one order; what has no such kernel is told by the control. No engine is timed."""
+    """Choose kernels that sum in a fixed order, and speed up the making of engines.
+
+    Kernels without a fixed order are detected by the control run. No engine of this process is timed.
+    """
     answer_once()
     if torch.cuda.is_available():
         same_sums()
@@ -147,7 +154,7 @@ def _stored(options: dict[str, Any], emulated: bool) -> Outcome:
 
 
 def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
-    """Train under ``auto``, which switches to its own plan before the last steps."""
+    """Train with the plan ``auto``, which switches to its own plan before the last steps."""
     import ebbtide.runtime
     from ebbtide.profiler import measure_machine
 
@@ -160,10 +167,10 @@ def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
 def start(
     stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, *, frozen: bool = False, **options: Any
 ) -> Any:
-    """Return a DeepSpeed engine on a tiny model, always from the same weights.
+    """Return a DeepSpeed engine on a tiny model, which always starts from the same weights.
 
     Args:
-        frozen: every second parameter is not trained.
+        frozen: Leave every second parameter untrained.
     """
     import deepspeed
 
@@ -177,7 +184,7 @@ def start(
 
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **fields: Any) -> Any:
-    """Return the engine under a plan that repeats the placements, with random delays before each op."""
+    """Return the engine with a plan that repeats the given placements, and random delays before each op."""
     import ebbtide.runtime
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
@@ -191,7 +198,10 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
 
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
-    """Return the placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
+    """Return a plan that repeats the given placements over the engine's subgroups.
+
+    Below ZeRO-3 the plan cuts the optimizer state into subgroups of ``subgroup`` elements.
+    """
     from ebbtide.runtime.zero.cuts import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))
@@ -205,7 +215,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
 
 
 def train(engine: Any) -> Outcome:
-    """State, losses and norms at the end; the engine is gone after that."""
+    """Train all steps, destroy the engine, and return its state, losses and gradient norms."""
     losses, norms = _steps(engine, 0, STEPS)
     state = state_of(engine)
     engine.destroy()
@@ -222,7 +232,7 @@ def _steps(engine: Any, first: int, end: int) -> tuple[list[torch.Tensor], list[
 
 
 def differing(ours: Outcome, stock: Outcome) -> list[str]:
-    """Names of what is not `torch.equal`."""
+    """Return the names of the tensors, losses and norms that differ between two training runs."""
     result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
     result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]

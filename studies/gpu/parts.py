@@ -1,4 +1,4 @@
-"""The parts of the GPU suite and the sections they are made of."""
+"""The parts of the GPU suite, and the sections of each part."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from studies.peers import compare
 
 
 def peers(suite: Suite) -> Figures:
-    """Run all variants in turn: same model, same cap, same seeds."""
+    """Train with all compared systems in turn: same model, same GPU memory cap, same seeds."""
     return compare(suite)
 
 
@@ -59,7 +59,7 @@ BUDGET_S = {
 
 
 def sections_of(names: list[str]) -> list[tuple[str, str]]:
-    """(part, section) of the parts or sections named, each once, in the suite's order."""
+    """Return the (part, section) pairs of the named parts or sections, each once, in the suite's order."""
     wanted = set(names) or set(PARTS)
     return [
         (part, section)

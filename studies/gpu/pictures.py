@@ -12,10 +12,11 @@ PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 
 def draw_parts(folder: Path) -> list[Path]:
-    """Draw every part that has something to show; return the pictures.
+    """Draw a picture for every record of the suite that has rows to show, and return the pictures'
+    paths.
 
     Raises:
-        SystemExit: the folder holds no record of the suite.
+        SystemExit: If the folder holds no such record.
     """
     result = []
     for part, draw in DRAWERS.items():
@@ -32,7 +33,7 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows that ran. `efficiency` has a single one."""
+    """Return the rows of a record that ran. The section `efficiency` has a single row."""
     rows = record.get("rows") or [record.get("row") or {}]
     return [row for row in rows if row.get("iteration_s")]
 
@@ -51,7 +52,6 @@ def _where(record: Figures) -> str:
 
 
 def _phases(ax: Any, record: Figures) -> None:
-    """Stacked phases of each row, slowest at the top."""
     rows = sorted(_rows(record), key=lambda row: row["iteration_s"])
     names = [row.get("name") or row["variant"] for row in rows]
     left = [0.0] * len(rows)

@@ -1,4 +1,4 @@
-"""Checks that fail first on a new machine: compilers, the device kernel, one step, any overlap."""
+"""Checks that fail first on a new machine: compilers, the GPU kernel, one training step, overlap of lanes."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ DEVICE_LANES = D2H_LANES | H2D_LANES | {Lane.DEVICE_UPDATE}
 
 
 def ops(suite: Suite) -> Figures:
-    """DeepSpeed's host ops and both of ours compile, or are there."""
+    """Check that DeepSpeed's host ops and ebbtide's host and GPU kernels compile, or are compiled already."""
     from ebbtide.runtime.kernels import host
 
     from studies.bench.deepspeed_ops import build_host_ops
@@ -45,7 +45,7 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """Compile the op for training without offload, so that its section does not pay for it."""
+    """Compile DeepSpeed's fused Adam for training without offload, so that no later section spends that time."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -56,7 +56,7 @@ def _fused_adam() -> str:
 
 
 def kernel_bits(suite: Suite) -> Figures:
-    """Device kernel against host kernel over random values with special ones among them."""
+    """Compare the GPU kernel with the host kernel bit by bit, on random and special values."""
     from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
     from ebbtide.runtime.kernels.host import host_update
 
@@ -109,15 +109,18 @@ def _on_device(
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the number of elements with other bits: 0.0 is not -0.0, and one NaN is as good as another."""
+    """Return the number of elements with different bits. 0.0 differs from -0.0, and any two NaN are equal."""
     bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
     same = (a.view(bits) == b.view(bits)) | (torch.isnan(a) & torch.isnan(b))
     return int((~same).sum())
 
 
 def one_step(suite: Suite) -> Figures:
-    """Return a tiny model under all placements: the bits of stock, lanes that overlap, and every place
-    that makes the host wait for the device in a steady step.
+    """Train a tiny model under all placements for a few steps, and compare it with stock DeepSpeed.
+
+    Returns:
+        The tensors that differ, the overlap of the lanes, and every place in the code that makes the
+        host wait for the GPU in a steady step.
     """
     settle()
     stock = train(start())
@@ -139,7 +142,7 @@ def one_step(suite: Suite) -> Figures:
 
 
 def sanitizer(suite: Suite) -> Figures:
-    """Run one step again under NVIDIA's checker of memory accesses, if it is installed."""
+    """Run the section ``one_step`` again under NVIDIA's checker of memory accesses, if it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None or suite.emulated:
         return {"summary": "compute-sanitizer is not installed, or there is no GPU: not run"}
@@ -152,10 +155,11 @@ def sanitizer(suite: Suite) -> Figures:
 
 
 class Synchronisations:
-    """A counter of calls that make the host wait and that torch's own debug mode does not report.
+    """A counter of calls that make the host wait for the GPU and that torch's own debug mode does not
+    report.
 
     Attributes:
-        places: file:line of the caller -> number of calls.
+        places: Number of calls by function and calling file and line.
     """
 
     NAMES = ("synchronize", "Event.synchronize", "Stream.synchronize")
@@ -190,7 +194,7 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """Return the last steps of a run without delays, and what synchronised in three of them."""
+    """Train without delays. Return the last timeline, and the number of waits for the GPU by place in the code."""
     import ebbtide.runtime
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -221,7 +225,7 @@ def _debug_waits(mode: str) -> None:
 
 
 def overlap(timeline: Timeline) -> tuple[float, float]:
-    """Return the seconds with two or more busy update lanes, and the seconds with any busy one."""
+    """Return the seconds of a timeline with two or more busy update lanes, and with any busy update lane."""
     spans = [s for s in timeline.spans if s.lane in DEVICE_LANES or s.lane == Lane.HOST]
     marks = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
     both = busy = 0.0

@@ -1,4 +1,4 @@
-"""Measurements at the size of one GPU: the machine, stock, a plan and its parts."""
+"""Measurements at the size of one GPU: the machine, stock DeepSpeed, a plan and the plan's features."""
 
 import json
 from typing import Any
@@ -10,17 +10,18 @@ from studies.gpu.suite import Figures, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
-    """Measure the machine's rates."""
+    """Measure the machine's rates, and save its profile."""
     machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
 
 
 def baseline(suite: Suite) -> Figures:
-    """Stock twice, pinned and bound to cores near the GPU, and ebbtide under the tuner's plan.
+    """Time stock DeepSpeed twice, and ebbtide once under the tuner's plan.
 
-    The second run of stock is the control: where the two differ in a bit, nothing can be said of
-    anybody's bits, and what they differ in time is noise.
+    Stock DeepSpeed uses pinned memory and cores near the GPU. Its second run is the control: if the
+    two stock runs differ in a bit, nothing can be said about ebbtide's bits. A difference of their
+    times is noise.
     """
     suite.plan()
     stocks = {name: ["--variant", "stock"] for name in ("stock", "stock_again")}
@@ -32,8 +33,10 @@ def baseline(suite: Suite) -> Figures:
 
 
 def parameter_offload(suite: Suite) -> Figures:
-    """Parameters in host memory: stock twice, ebbtide with all state and parameters there, and with
-    half of the parameters on the device.
+    """Time training with parameters in host memory: stock DeepSpeed twice and ebbtide twice.
+
+    ebbtide trains once with all state and parameters in host memory, and once with half of the
+    parameters on the GPU.
     """
     away = ["--offload-param"]
     rows = suite.trials(
@@ -65,7 +68,12 @@ def _ebbtide(suite: Suite) -> list[str]:
 
 
 def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
-    """``correct``, ``control_identical``, ``noise`` (second stock over first) and ``speedup``."""
+    """Compare ebbtide's run with two runs of stock DeepSpeed.
+
+    Returns:
+        ``correct``, ``control_identical``, ``noise`` (time of the second stock run over the first)
+        and ``speedup``.
+    """
     figures: Figures = {"correct": None, "control_identical": None, "speedup": None}
     if "failed" in stock:
         return figures
@@ -80,7 +88,7 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
 
 
 def efficiency(suite: Suite) -> Figures:
-    """Return the chosen plan against its floor."""
+    """Measure the chosen plan and compare its time with the lower bound."""
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
     row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
     limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
@@ -93,7 +101,7 @@ def efficiency(suite: Suite) -> Figures:
 
 
 def ablation(suite: Suite) -> Figures:
-    """Return the chosen plan without one feature at a time, all on one engine."""
+    """Measure the chosen plan without one feature at a time, all on one engine."""
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {
         "whole": {},
@@ -106,7 +114,7 @@ def ablation(suite: Suite) -> Figures:
 
 
 def fidelity(suite: Suite) -> Figures:
-    """Predicted against measured over plans of many kinds, all on one engine."""
+    """Compare predicted and measured times of many kinds of plans, all on one engine."""
     workload, machine = suite.workload(), suite.machine()
     plans = _varied(suite, workload)
     rows = suite.plans("fidelity", plans)
@@ -134,7 +142,7 @@ def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
 
 
 def checkpoint_stall(suite: Suite) -> Figures:
-    """Measure the cost of a checkpoint: `studies.checkpoint_stall` in its own process."""
+    """Measure the cost of a checkpoint, with `studies.checkpoint_stall` in its own process."""
     path = suite.out / "checkpoint_stall_full.json"
     command = ["studies.checkpoint_stall", "--json", str(path)]
     if suite.emulated:

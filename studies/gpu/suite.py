@@ -1,4 +1,4 @@
-"""Shared parts of all sections of the GPU suite: the folder, the sizes, and processes with a limit."""
+"""Shared parts of the GPU suite's sections: the folder, the sizes, and processes with a time limit."""
 
 import contextlib
 import json
@@ -24,20 +24,20 @@ SHOWN_CHARACTERS = 300  # of an error; the whole of it is in the folder's logs/
 
 
 class OutOfTimeError(RuntimeError):
-    """The time that the suite was given (--minutes) is used up."""
+    """An error of the GPU suite: the time given by ``--minutes`` is used up."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The settings that all sections share.
+    """The settings that all sections of the GPU suite share.
 
     Attributes:
-        emulated: run tiny sizes on a machine without a GPU.
-        deadline_s: limit on the monotonic clock for every process.
-        again: also repeat what an earlier run has measured.
-        at_once: number of concurrent trials. More than one is for untimed trials.
-        host_gib: host memory. None: the system's figure, which may be too small on a virtual machine
-            that grows with its use.
+        emulated: Run tiny sizes on a machine without a GPU.
+        deadline_s: Time on the monotonic clock by which every process must have ended.
+        again: Also repeat measurements of an earlier run.
+        at_once: Number of concurrent trials. Use more than one only if trials are not timed.
+        host_gib: Host memory in GiB. If None, the system's figure is used, which may be too small on
+            a virtual machine that grows with its use.
     """
 
     out: Path
@@ -52,14 +52,14 @@ class Suite:
 
     @property
     def steps(self) -> int:
-        """Timed steps of a trial."""
+        """Return the number of timed steps of a trial."""
         return 2 if self.emulated else 8
 
     def left_s(self, most_s: float = TRIAL_LIMIT_S) -> float:
-        """Seconds that something that starts now may take.
+        """Return the seconds that a process started now may take.
 
         Raises:
-            OutOfTimeError: next to none.
+            OutOfTimeError: If almost no time is left.
         """
         left_s = min(most_s, self.deadline_s - time.monotonic())
         if left_s < LEAST_S:
@@ -69,9 +69,10 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """Run one `studies.trials.offload_trial` as a process. A failure is a row that says how it failed.
+        """Run `studies.trials.offload_trial` once as a process, and return its row.
 
-        A result of an earlier run with the same arguments is reused.
+        If the trial fails, the row says how. A result of an earlier run with the same arguments is
+        reused.
         """
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]
@@ -79,7 +80,7 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """`trial` of each name, in this order."""
+        """Run one trial per name with its arguments, and return the rows by name in this order."""
         if self.at_once == 1:  # here, where an interrupt ends the trial that runs
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -87,7 +88,7 @@ class Suite:
             return dict(zip(arguments, rows, strict=True))
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
-        """Run one process of `studies.trials.plan_trials`: each plan on the same engine in turn."""
+        """Measure several plans in one process of `studies.trials.plan_trials`, in turn on the same engine."""
         folder = self._of_this_size("trials", name)
         folder.mkdir(parents=True, exist_ok=True)
         for number, (of, plan) in enumerate(plans.items()):
@@ -116,7 +117,7 @@ class Suite:
         ]
 
     def _of_this_size(self, *parts: str) -> Path:
-        """Return a file of this model's: one folder can hold a suite of several sizes."""
+        """Return the path of a file for this model size, because one folder can hold suites of several sizes."""
         return self.out.joinpath(self.size, *parts)
 
     def _measured(self, path: Path, command: list[str]) -> Figures:
@@ -136,12 +137,13 @@ class Suite:
         return figures if failed is None else {**figures, "failed": failed}
 
     def run(self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()) -> str | None:
-        """``python -m`` this, in cores near the GPU; what it prints is in logs/.
+        """Run ``python -m`` with a command on cores near the GPU, and write its output to logs/.
 
-        ``under``: a tool, with its options, that runs it.
+        Args:
+            under: Tool that runs the command, with the tool's options.
 
         Returns:
-            What went wrong, in a line; None: nothing.
+            One line about the failure. None if the command succeeded.
         """
         logs = self.out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -168,7 +170,11 @@ class Suite:
         return f"{lines[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
 
     def _environment(self) -> dict[str, str]:
-        """Stock as its documentation advises: a thread per core near the GPU; so for everybody."""
+        """Return the environment of a trial: one thread per core near the GPU, as DeepSpeed's documentation
+        advises.
+
+        All compared systems get the same environment.
+        """
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
         if not self.emulated:
             from ebbtide.runtime.hardware.cores import near_cores
@@ -187,7 +193,7 @@ class Suite:
         return Machine.load(path)
 
     def measure_machine(self) -> Machine:
-        """Take a minute on a GPU machine."""
+        """Measure the machine's rates. This takes a minute on a GPU machine."""
         from ebbtide.profiler import measure_machine
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {"seconds": 45.0}
@@ -205,7 +211,7 @@ class Suite:
         return Workload.load(path)
 
     def plan(self) -> Plan:
-        """Return the tuner's, within the cap."""
+        """Return the tuner's plan within the GPU memory cap. A plan that was saved before is reused."""
         if not self.plan_path.exists():
             self._plan_for(self.workload()).save(self.plan_path)
         return Plan.load(self.plan_path)
@@ -217,16 +223,17 @@ class Suite:
         return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit)
 
     def plan_all_on(self, micro_batches: int) -> Plan:
-        """Return the tuner's plan for steps of so many micro-batches without clipping, with every feature allowed.
+        """Return the tuner's plan for steps of several micro-batches without clipping, with every feature
+        allowed.
 
-        In a rehearsal the plan uses every feature, whether or not it pays.
+        In a rehearsal the plan uses every feature, even if a feature is slower.
         """
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
         return plan.with_bits(early=True, sum_on_device=True) if self.emulated else plan
 
     def save_plan(self, name: str, plan: Plan) -> Path:
-        """Save the plan for a trial of this name."""
+        """Save the plan of the named trial, and return the file's path."""
         path = self._of_this_size(f"{name}.plan.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
@@ -238,7 +245,7 @@ class Suite:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The whole session of the process: a section's trials are processes of their own."""
+    """Kill a process with its whole session, because the trials of a section are processes of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,1 +1,1 @@
-"""The gain of updates before the gradient norm, and the cost of steps that clip."""
+"""Study of early updates: their gain, and the cost of steps that clip."""

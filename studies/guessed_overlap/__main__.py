@@ -64,7 +64,7 @@ class Row:
 
 
 def sequences(steps: int) -> Mapping[str, Clips]:
-    """Return the sequences by their names: whether a step clips."""
+    """Return the sequences by name. A sequence is a function that tells whether a step clips."""
 
     def at(rate: float) -> Clips:
         return lambda step: Random(f"{rate} {step}").random() < rate
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
-    """Return the figures of whole subgroups and of pieces."""
+    """Return the figures of the study, for whole subgroups and for subgroups cut into parts."""
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
         trial = Trial(name, setting, zero)
@@ -208,7 +208,7 @@ class _Watched:
     """The account that a session asks, which notes what became of each step's early updates."""
 
     def __init__(self, account: PauseRule, outcomes: Outcomes, *, counts: bool) -> None:
-        """``counts``: whether the account hears of them."""
+        """Wrap the account. If ``counts`` is False, the account does not learn the outcomes."""
         self._account, self._outcomes, self._counts = account, outcomes, counts
         self.steps, self.clipped = account.steps, account.clipped
 

@@ -1,1 +1,1 @@
-"""Memory, link traffic and utilisation over the phases of a stock iteration."""
+"""Memory, link traffic and utilization over the phases of a stock DeepSpeed iteration."""

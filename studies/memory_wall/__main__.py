@@ -1,4 +1,4 @@
-"""``python -m studies.memory_wall``."""
+"""Command-line entry point: ``python -m studies.memory_wall``."""
 
 from studies.memory_wall.command import main
 

@@ -1,10 +1,11 @@
-"""Memory, link traffic and utilisation over the phases of a stock ZeRO-3 offload iteration.
+"""Memory, link traffic and utilization over the phases of a stock ZeRO-3 offload iteration.
 
     python -m studies.memory_wall --json memory_wall.json
 
-What "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) asks, asked of this machine.
-With a CUDA GPU: torch's allocator, and NVML's counters. Without one there is neither device memory
-nor a link: the record then holds the process's memory and CPU use, and nulls for the device.
+The study asks the questions of "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) on
+this machine. With a CUDA GPU it reads torch's allocator and NVML's counters. Without one there is
+neither device memory nor a link. Then the record has the process's memory and CPU use, and nulls
+for the device.
 """
 
 import argparse
@@ -35,7 +36,7 @@ COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one moment; ``device_bytes`` is None without a GPU."""
+    """Memory in use at one moment. ``device_bytes`` is None without a GPU."""
 
     t_s: float
     host_bytes: int
@@ -44,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Passage:
-    """One phase of one step, with the exact peak of the allocator (None without a GPU)."""
+    """One phase of one training step, with the exact peak of torch's allocator (None without a GPU)."""
 
     phase: str
     begun_s: float
@@ -58,10 +59,10 @@ class Passage:
 
 
 class Sampler(Generic[T]):
-    """Calls ``read`` from a thread of its own until the ``with`` block ends.
+    """A thread that calls ``read`` repeatedly until the ``with`` block ends.
 
-    Only the thread appends to ``found``; read it after the block. What ``read`` raises is raised
-    again at the end of the block.
+    Only the thread appends to ``found``, so read it after the block. Errors of ``read`` are raised at
+    the end of the block.
     """
 
     def __init__(self, read: Callable[[], T], every_s: float) -> None:
@@ -92,10 +93,10 @@ class Sampler(Generic[T]):
 
 
 class PhaseBorders:
-    """Marks where phases begin and end.
+    """A recorder of the begin and end of training phases.
 
-    On CUDA every border synchronises, so that what a phase started is counted in it; an iteration
-    may take a little longer for it.
+    On CUDA every border synchronizes, so that work that a phase started is counted in this phase. An
+    iteration may take a little longer for it.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -140,7 +141,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
-    """Train a few steps under stock ZeRO-3 offload and describe their phases."""
+    """Train a few steps with stock ZeRO-3 offload and return the figures of their phases."""
     cuda = torch.cuda.is_available()
     model = ByteGPT(SIZES[size].with_sequence(sequence))
     engine = stock_engine(model, ds_config(batch, subgroup))
@@ -175,7 +176,7 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
 def _trained(
     engine: Any, batches: Batches, steps: int, borders: PhaseBorders, counters: LinkCounters | None
 ) -> Sequence[LinkSample]:
-    """Take the steps; the link's samples meanwhile, if there is a link."""
+    """Train the steps, and return samples of the link's traffic. The list is empty without a link."""
 
     def train() -> None:
         for number in track(range(WARMUP, WARMUP + steps), description="stock ZeRO-3 offload"):
@@ -203,10 +204,10 @@ def _memory(cuda: bool) -> Sample:
 def phase_row(
     phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]
 ) -> dict[str, float | int | None]:
-    """One phase over all steps; None where nothing could be read.
+    """Return the figures of one phase over all steps. Values that could not be read are None.
 
     Raises:
-        ValueError: no passage through this phase.
+        ValueError: If no step has this phase.
     """
     own = [p for p in passages if p.phase == phase]
     if not own:
@@ -236,9 +237,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def claims(rows: dict[str, dict[str, float | int | None]], capacity: float | None) -> list[dict[str, Any]]:
-    """Return the claims of the paper's abstract with the measured figures. None: needs a GPU.
+    """Return the claims of the paper's abstract with the measured figures. None means that a GPU is
+    needed.
 
-    Only the abstract is quoted, in other words than its own: it gives no figures to compare with.
+    The abstract is paraphrased. It gives no figures to compare with.
     """
     iteration_s = sum(_number(row["seconds"]) for row in rows.values())
     peaks = [row["device_peak_bytes"] for row in rows.values()]
@@ -285,7 +287,7 @@ def _number(value: float | int | None) -> float:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Memory over the last step, phases shaded; with a GPU also the link's traffic."""
+    """Draw the memory over the last step with shaded phases and, with a GPU, the link's traffic."""
     last = figures["passages"][-len(PHASES) :]
     begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
     links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]

@@ -1,4 +1,4 @@
-"""PCIe traffic and utilisation of a GPU, as NVML counts them."""
+"""PCIe traffic and utilization of a GPU, as counted by NVML."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """One reading. NVML counts traffic over 20 ms, and utilisation (0 to 1) over up to a second."""
+    """One reading of a GPU's counters.
+
+    NVML counts traffic over 20 ms, and utilization (0 to 1) over up to a second.
+    """
 
     t_s: float
     to_device_bytes_per_s: float
@@ -21,14 +24,17 @@ class LinkSample:
 
 
 class LinkCounters:
-    """Reads one GPU's counters; only the thread that reads may use it."""
+    """A reader of one GPU's NVML counters, for use by a single thread."""
 
     def __init__(self, index: int) -> None:
-        """Args: index: torch's index of the GPU, found in NVML by its UUID, since
-        ``CUDA_VISIBLE_DEVICES`` renumbers torch's and not NVML's.
+        """Connect to NVML's counters of one GPU.
+
+        Args:
+            index: Index of the GPU in torch. NVML finds the GPU by its UUID, since
+                ``CUDA_VISIBLE_DEVICES`` renumbers torch's GPUs and not NVML's.
 
         Raises:
-            RuntimeError: NVML is missing or forbids the counters.
+            RuntimeError: If NVML is missing or forbids the counters.
         """
         import pynvml
 
@@ -42,14 +48,14 @@ class LinkCounters:
             raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
-        """Return the capacity of each direction, as the link is trained now. None for an unknown generation."""
+        """Return the PCIe capacity of each direction, as the link is trained now. None for an unknown generation."""
         generation = self._nvml.nvmlDeviceGetCurrPcieLinkGeneration(self._gpu)
         width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._gpu)
         lane = LANE_BYTES_PER_S.get(generation)
         return None if lane is None else lane * width
 
     def read(self) -> LinkSample:
-        """One sample, at the middle of the time the reading took."""
+        """Return one sample of the GPU's counters. Its time is the middle of the reading."""
         nvml, begun_s = self._nvml, time.perf_counter()
         # From the GPU's side: what it receives comes from the host. NVML counts in KB/s.
         received = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)

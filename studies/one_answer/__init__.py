@@ -1,1 +1,1 @@
-"""A check that one question gets one answer at every entry point."""
+"""Check that the same planning question gets the same answer at every entry point."""

@@ -1,9 +1,9 @@
-"""A check that one question gets one answer at every entry point.
+"""Check that the same planning question gets the same answer at every entry point.
 
     python -m studies.one_answer --json one_answer.json
 
-Asks the entry points of ebbtide for the plan of the same job, and compares the predicted mean iterations. Nothing
-is measured here: presets, nothing fitted.
+The study asks ebbtide's entry points for the plan of the same job, and compares the predicted
+mean iterations. Nothing is measured or fitted: the machines are presets.
 """
 
 import json
@@ -53,13 +53,14 @@ FULL, QUICK = (
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers to one question, in predicted seconds of an iteration.
+    """The answers to one planning question, in predicted seconds of an iteration.
 
     Attributes:
-        answers: by entry point.
-        possible_s: with every option on.
-        full_spread_pct, quick_spread_pct: of full answers, and of quick ones over the best full one.
-        cpu_s: processor time of ``tuner.plan``.
+        answers: Predicted seconds by entry point.
+        possible_s: Predicted seconds with every option on.
+        full_spread_pct, quick_spread_pct: Spread of full answers, and of quick answers over the best
+            full answer.
+        cpu_s: Processor seconds of ``tuner.plan``.
     """
 
     job: str
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
-    """Return the largest differences, and the answers to each job."""
+    """Return the largest differences between entry points, and the answers for each job."""
     rows = [_asked(model, machine, about, effort) for model, machine, about in jobs]
     return {
         "full_spread_pct": max(row.full_spread_pct for row in rows),
@@ -152,7 +153,6 @@ def _job(model: str, about: Mapping[str, Any]) -> Job:
 
 
 def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
-    """Return what ``tune plan --workload`` says."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.json" for name in ("work", "machine", "plan")}
         work.save(paths["work"])
@@ -187,7 +187,7 @@ def _row(answer: Mapping[str, Any]) -> float:
 
 
 def _silent(_share: float, _what: str) -> None:
-    """Report no progress."""
+    """Ignore the progress of a planning request."""
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Distance of the tuner's plans from the best possible."""
+"""Study of the distance of the tuner's plans from the best possible plans."""

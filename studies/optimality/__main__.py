@@ -1,4 +1,4 @@
-"""``python -m studies.optimality``."""
+"""Command-line entry point: ``python -m studies.optimality``."""
 
 from studies.optimality.command import main
 

@@ -3,10 +3,10 @@
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-A plan's gap is taken to the bound of `ebbtide.simulator.analysis.bound`. No plan can beat the bound,
-and even the best plan need not reach it: the gap is an upper limit of the distance to the optimum.
-Pairs with few subgroups are searched exhaustively (`ebbtide.tuner.placements.optimum`), so that the
-distance itself is known for them.
+A plan's gap is its distance to the lower bound of `ebbtide.simulator.analysis.bound`. No plan can
+beat the bound, and even the best plan need not reach it, so the gap is an upper limit of the
+distance to the optimum. Pairs with few subgroups are searched exhaustively
+(`ebbtide.tuner.placements.optimum`), so that the distance itself is known for them.
 """
 
 import statistics
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
-    """Plan each pair and compare with its bound, and few subgroups with the optimum."""
+    """Plan random pairs of workload and machine, and compare the plans with lower bounds and optima."""
     rng = np.random.default_rng(seed)
     rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="planning")]
     gaps = sorted(row["gap_pct"] for row in rows)
@@ -79,7 +79,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
-    """Return the gap of each model on its machine (`studies.optimality.real_models`)."""
+    """Return the gap of each model's plan on its machine (`studies.optimality.real_models`)."""
     pairs = list(some)
     rows = [
         what | gap(workload, node, WANTED_REAL_PCT) for what, workload, node in track(pairs, description="real models")
@@ -97,7 +97,7 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
 
 
 def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
-    """Pairs of FEW subgroups: the plan and the bound against the true optimum."""
+    """Compare the plan and the lower bound with the true optimum, on pairs with few subgroups."""
     rng = np.random.default_rng([seed, 1])
     rows = []
     for _ in track(range(pairs), description="searching through"):
@@ -120,7 +120,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 
 
 def exact_s(workload: Workload, machine: Machine) -> float:
-    """Return the optimum, from nothing but everything on the host."""
+    """Return the optimal iteration time, found by an exhaustive search that starts with all on the host."""
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
     search.score(Candidate.of(placements))
@@ -128,12 +128,13 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 
 
 def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) -> dict[str, float]:
-    """Return the chosen plan against the bound with all the device memory that is allowed.
+    """Return the gap between the chosen plan and the lower bound, with all the device memory that is
+    allowed.
 
-    A gap little above ``wanted_pct`` may be the bound's: it is asked for once more, with far more
-    work, until it has proven that much. ``proof_s`` is what that took; the gap is
-    then what was wanted, or what was left. Plans keep the pair's subgroups and wait for the norm, as the
-    bound and the searched optimum do.
+    If the gap is little above ``wanted_pct``, the bound may be the cause. Then the bound is computed
+    again with far more work, until it proves the wanted gap or can prove no more. ``proof_s`` is the
+    time of this. Plans keep the pair's subgroups and wait for the gradient norm, as the bound and the
+    searched optimum do.
     """
     workload = workload.model_copy(update={"clip_rate": 1.0})
     began_s = time.perf_counter()
@@ -157,7 +158,12 @@ def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) ->
 
 
 def random_pair(rng: np.random.Generator, counts: tuple[int, int] = (10, 100)) -> tuple[Workload, Machine]:
-    """Rates over an order of magnitude around published machines; so many subgroups."""
+    """Return a random workload and machine, with rates over an order of magnitude around published
+    machines.
+
+    Args:
+        counts: Smallest and largest number of subgroups.
+    """
     count = int(rng.integers(counts[0], counts[1] + 1))
     size = int(rng.integers(10, 101)) * 10**6
     forward_s = float(rng.uniform(0.2, 3.0)) * count * size / 7e9

@@ -1,4 +1,4 @@
-"""Models that people train, over links from fast to slow: pairs for `studies.optimality`."""
+"""Models that people train, over links from fast to slow, as pairs for `studies.optimality`."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -48,9 +48,11 @@ MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """Yield (description, workload, machine) of each model, link, size of subgroups, ranks, accumulation.
+    """Yield the description, workload and machine of each model, link, subgroup size, rank count and
+    accumulation.
 
-    The machine is the preset with another link, the same both ways. bf16, micro-batches of two.
+    The machine is the preset with another link, the same both ways. Training uses bf16 and
+    micro-batches of two.
     """
     for model, ranks, accumulation, size, link in product(
         MODELS, RANKS, ACCUMULATION, SUBGROUP_SIZES, LINKS_BYTES_PER_S
@@ -74,8 +76,8 @@ def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Wor
 def further_pairs() -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
     """Yield pairs like `real_pairs` with micro-batches of one, if the workload fits.
 
-    They cover each model, node, device memory, number of ranks and size of subgroups. Qwen 3B, with an
-    embedding that is large relative to the rest, is added in 24 GiB, tied or not, over many links.
+    They cover each model, node, device memory, number of ranks and subgroup size. Qwen 3B has an
+    embedding that is large relative to the rest. It is added in 24 GiB, tied or not, over many links.
     """
     for model, name, gib, ranks, size in product(MODELS, NODES, DEVICE_GIB, (1, 4), SUBGROUP_SIZES):
         what = {"model": model, "device_gib": gib, "sub_group_size": size, "ranks": ranks}

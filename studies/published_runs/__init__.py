@@ -1,1 +1,1 @@
-"""Published runs: their testbeds, and models of them."""
+"""A study of published training runs: their machines and models, and predictions of their times."""

@@ -1,4 +1,4 @@
-"""``python -m studies.published_runs``."""
+"""Command-line entry point: ``python -m studies.published_runs``."""
 
 from studies.published_runs.command import main
 

@@ -1,12 +1,14 @@
-"""How well ebbtide as shipped predicts published runs: nothing fitted first, then calibrated.
+"""Accuracy of ebbtide's predictions of published runs: first with nothing fitted, then calibrated.
 
-``python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]``
+    python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]
 
-Preset machine, `workload_from_model`, `build_strategy`, simulator: what a user gets who plans
-before training (`studies.published_runs.shipped`). ``--calibrate`` corrects the presets by its runs
-with the machinery of `tune calibrate`; both are printed, side by side. ``--training`` judges runs of other kinds by
-family: A100, H100, consumer cards and offloaded ones, rows that shares of presets were found on apart from rows held
-out (`studies.published_runs.families`). Without ``--predict`` both data sets of the repository are judged.
+A prediction takes the path of a user who plans before training: preset machine,
+`workload_from_model`, `build_strategy`, simulator (`studies.published_runs.shipped`).
+``--calibrate`` corrects the presets by the runs of a file, as `tune calibrate` does. Both results
+are printed side by side. ``--training`` judges runs of other kinds by family: A100, H100,
+consumer cards, and offloaded training. Rows that preset constants were fitted on are kept apart
+from held-out rows (`studies.published_runs.families`). Without ``--predict`` both data sets of
+the repository are judged.
 """
 
 import argparse
@@ -35,7 +37,7 @@ OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the command; 2 on input that cannot be used."""
+    """Run the study of published runs. Return exit code 2 if the input cannot be used."""
     args = _parser().parse_args(arguments)
     if args.predict is None:
         args.predict, args.training = OFFLOAD_ROWS, args.training or ROWS
@@ -92,7 +94,7 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per way of leaving out, testbed and quantity: medians and 90th percentiles."""
+    """Return a row per left-out group, testbed and quantity, with the errors of an earlier and the present model."""
     return [
         {
             "left_out": left_out,
@@ -115,7 +117,7 @@ def _percentages(found: dict[str, float]) -> list[float]:
 def figures_of(
     presets: Machines, corrected: Mapping[str, Any], seen: Sequence[Run], asked: Sequence[Run], crossed: dict[str, Any]
 ) -> dict[str, Any]:
-    """All that is written; ``predicted`` is calibrated where ``--calibrate`` was given."""
+    """Return all figures of the study. ``predicted`` is calibrated if ``--calibrate`` was given."""
     unfitted = judging.predictions(presets, asked)
     machines = {name: c.machine for name, c in corrected.items()} or presets
     pairs = judging.predictions(machines, asked, seen)
@@ -184,7 +186,7 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
 
 
 def print_tables(figures: dict[str, Any]) -> None:
-    """Errors with nothing fitted, calibrated, and calibrated on other campaigns."""
+    """Print prediction errors: with nothing fitted, calibrated, and calibrated on other campaigns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -215,7 +217,7 @@ def print_tables(figures: dict[str, Any]) -> None:
 
 
 def training_figures(path: str | Path) -> dict[str, Any]:
-    """Return how published training runs are predicted, by family, preset and memory."""
+    """Return the prediction errors of published training runs: by family, by preset, and of memory."""
     judged = [(run, predict_training(run)) for run in read_training_runs(Path(path))]
     return {
         "families": families.by_family(judged),
@@ -227,7 +229,6 @@ def training_figures(path: str | Path) -> dict[str, Any]:
 
 
 def _print_training(console: Any, found: dict[str, Any]) -> None:
-    """Print a row per family and side, with the figures of one share for all GPUs beside them."""
     from rich.table import Table
 
     table = Table(title="training runs: error of an iteration, %", box=None)
@@ -251,7 +252,6 @@ def _spread(figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_unfit(console: Any, figures: dict[str, Any]) -> None:
-    """Print the runs that do not fit by the prediction, which are predicted all the same."""
     for row in figures["rows"]:
         if not row["fits"]:
             missing = row["predicted"]

@@ -1,4 +1,7 @@
-"""Judges predictions of published training runs by family: rows that constants were found on, and rows held out."""
+"""Errors of predictions of published training runs by family, for fitted and for held-out rows.
+
+A row is fitted if a constant of a preset was found on it.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +20,11 @@ SIDES: dict[str, Callable[[TrainingRun], bool]] = {
 
 
 def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return each family's errors on either side, those with one share for all GPUs, and how many intervals hold."""
+    """Return the prediction errors of each family's fitted and held-out rows.
+
+    There are also the errors with one share of the data sheet's FLOP/s for all GPUs, and the
+    percentage of intervals that hold the measurement.
+    """
     return {
         family: {
             side: _figures([(run, said) for run, said in judged if run.family == family and belongs(run)])
@@ -28,7 +35,7 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return how many intervals hold by preset, on rows held out."""
+    """Return, by preset, the percentage of held-out rows with a measurement inside the predicted interval."""
     presets = sorted({run.fields["preset"] for run, _ in judged})
     held = {
         name: [_holds(*one) for one in judged if one[0].fields["preset"] == name and one[0].held_out]
@@ -40,11 +47,13 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return the spread of a family's rows that constants were found on, in log units, and what an interval needs.
+    """Return the spread of the prediction errors of a family's fitted rows, and the spread that an
+    interval needs.
 
-    The interval is to hold nine further rows in ten. Rows of one source share their machine and their software, so
-    each source counts once. So few sources tell the spread itself badly: Student's t in the place of the normal
-    distribution's quantile, and the further source's own share, make it wider.
+    Both are in log units. The interval is meant to hold nine further rows in ten. Rows of one source
+    share their machine and their software, so each source counts once. With so few sources the spread
+    itself is uncertain, so Student's t replaces the normal distribution's quantile, and the spread of
+    the further source is added. Both make the interval wider.
     """
     from scipy.stats import t
 
@@ -71,7 +80,7 @@ def memory(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def errors(relative: Iterable[float]) -> dict[str, float]:
-    """Return median and 90th percentile of absolute percentage errors, and the signed median."""
+    """Return the median and 90th percentile of absolute percentage errors, and the signed median."""
     percent = 100 * np.array(list(relative))
     if not percent.size:
         return {"rows": 0}
@@ -100,7 +109,7 @@ def _holds(run: TrainingRun, said: Prediction) -> bool:
 
 
 def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return a row per run: what it was, what was measured, what was predicted."""
+    """Return a row per training run: its settings, and measured and predicted time and memory."""
     names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
     return [
         {

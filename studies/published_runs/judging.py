@@ -1,4 +1,4 @@
-"""Judges predictions of published runs: errors, pairs of strategies, choices, intervals."""
+"""Judgement of predictions of published runs: errors, pairs of strategies, choices and intervals."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -33,17 +33,21 @@ Pair = tuple[Run, dict[str, float]]
 
 
 def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
-    """Each run with what is predicted for it.
+    """Return each run with its predicted times and memory.
 
     Args:
-        seen: the runs that the machines were calibrated on; campaigns among them whose logs do not
-            say how gradients flow were recognised by their backward.
+        seen: Runs that the machines were calibrated on. If a campaign's logs do not say whether
+            gradients are copied asynchronously, the backward times of these runs decide.
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
 
 def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
-    """Milliseconds, or GiB of peak device memory; None where it was not measured."""
+    """Return the measured and the predicted value of a quantity: milliseconds, or GiB of peak GPU
+    memory.
+
+    None if the quantity was not measured.
+    """
     run, predicted = pair
     if quantity == "memory":
         peaks = [run.measured[c] for c in MEMORY if c in run.measured and "peak" in c]
@@ -53,7 +57,7 @@ def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | N
 
 
 def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Median and 90th percentile of absolute percentage errors, and the extremes, by quantity."""
+    """Return the median, 90th percentile and extremes of the percentage errors, by quantity."""
     table: dict[str, Any] = {"rows": len(pairs)}
     for quantity in QUANTITIES:
         both = [measured_and_predicted(pair, quantity) for pair in pairs]
@@ -80,7 +84,7 @@ def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Runs of one configuration under two strategies: is the faster one told, and by how much?"""
+    """Return, by testbed, how well predictions rank two strategies for the same configuration."""
     return {name: _strategies(own) for name, own in _split(pairs).items()}
 
 
@@ -121,7 +125,10 @@ def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
-    """Runs that differ in ``choice`` only: how much slower the predicted best is than the best."""
+    """Return how much slower the predicted best run is than the measured best run.
+
+    The compared runs differ only in ``choice``.
+    """
     names = [n for n in (*_CONFIGURATION, "prefetch", "async_grads", "stride") if n != choice]
     kept = [pair for pair in pairs if not (choice == "stride" and not pair[0].prefetch)]
     groups = _groups(kept, lambda run: _fields(run, names)).values()
@@ -143,7 +150,7 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return how many measured iterations lie within their 90% interval, and the intervals' width."""
+    """Return, by testbed, the share of measurements inside their 90% interval, and the intervals' width."""
     result = {}
     for name in testbeds(runs):
         own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
@@ -159,10 +166,11 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return how many of a campaign's runs an interval holds that other campaigns' residuals give.
+    """Return, by testbed, the share of a campaign's runs inside an interval made from other campaigns'
+    errors.
 
-    ``scale`` is the factor by which all campaigns together would change the shipped width, in log units: 1
-    if the shipped one holds nine in ten.
+    ``scale`` is the factor by which all campaigns together would change the width of the shipped
+    interval, in log units. It is 1 if the shipped interval holds nine runs in ten.
     """
     result = {}
     for name in testbeds(runs):
@@ -186,7 +194,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """Return the error of a prediction, in halves of its interval (log units)."""
+    """Return the error of a prediction in units of half its interval, in log units."""
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
 

@@ -1,4 +1,4 @@
-"""Calibrated on three runs: errors on those left out, by what is left out and by chance."""
+"""Prediction errors of runs left out of a calibration on three other runs."""
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,7 +21,7 @@ RUNS = 3  # what a user has
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, by left-out group, the errors of the runs left out, and of each value's."""
+    """Return the prediction errors of left-out runs, by the kind of group left out, and for each group."""
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
 
@@ -49,9 +49,9 @@ JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty
 
 
 def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """Return the errors of predictions from ``count`` random triples, by their origin.
+    """Return the errors of predictions after calibration on ``count`` random triples of runs.
 
-    The triples are of the predicted campaign, of others, or from anywhere.
+    The triples come from the predicted campaign, from other campaigns, or from anywhere.
     """
     return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 
@@ -86,7 +86,7 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
 
 
 def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Three runs to calibrate on, and those that they predict."""
+    """Yield three runs to calibrate on, and the runs to predict with this calibration."""
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):
         chosen = rng.choice(campaigns) if campaigns else None

@@ -1,6 +1,7 @@
-"""The differences between nodes with the same GPUs from maker to maker, on other benchmarks.
+"""The differences between nodes with the same GPUs from several makers, measured on other
+benchmarks.
 
-A preset leaves them out. The source has none of the runs that judge the intervals
+A preset leaves these differences out. The data contain none of the runs that judge the intervals
 (`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
 """
 
@@ -15,8 +16,11 @@ NODES = Path(__file__).parents[1] / "data" / "mlperf_a100_nodes.csv"
 
 
 def between_makers(path: Path = NODES) -> tuple[float, int]:
-    """Standard deviation of the logarithm of a benchmark's time from node to node, of nodes with
-    the same GPUs and the same batch, and its degrees of freedom: all benchmarks pooled.
+    """Return the spread of a benchmark's time between nodes with the same GPUs and the same batch.
+
+    Returns:
+        Standard deviation of the logarithm of the time, with all benchmarks pooled, and its degrees
+        of freedom.
     """
     groups: dict[Hashable, list[float]] = defaultdict(list)
     with path.open(newline="") as file:

@@ -1,7 +1,8 @@
-"""The prediction of ebbtide as shipped for a published run: preset, config, strategy, simulator.
+"""Prediction of published runs by ebbtide as shipped: preset, config, strategy and simulator.
 
-Nothing here is fitted. `predict` takes the steps of a user who plans before training: a preset (or
-the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, the simulator.
+Nothing in this module is fitted. `predict` takes the steps of a user who plans before training: a
+preset (or the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, and
+the simulator.
 """
 
 import functools
@@ -50,10 +51,10 @@ BUILDS = {"scale-subg-size-motivation": True}
 
 
 def machine_of(testbed: str) -> Machine:
-    """Return the preset of a published testbed.
+    """Return the preset machine that describes a published testbed.
 
     Raises:
-        RunError: no preset describes it.
+        RunError: If no preset describes the testbed.
     """
     if testbed not in PRESETS:
         raise RunError(
@@ -63,10 +64,12 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """Return the workload from the model's numbers and the run's DeepSpeed config, without measurements.
+    """Return a run's workload, made from the model's numbers and the DeepSpeed config without
+    measurements.
 
     Raises:
-        RunError: no such model or division of it; names the run's row.
+        RunError: If there is no such model, or it cannot be divided this way. The message names the
+            run's row.
     """
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup}}
     try:
@@ -85,10 +88,11 @@ def workload_of(run: Run, machine: Machine) -> Workload:
 
 
 def schedule_of(run: Run, machine: Machine) -> Schedule:
-    """Return the schedule of one iteration of the run.
+    """Return the schedule of one iteration of a published run.
 
-    If the log does not say how gradients flow, the build is an older one: that of its campaign (BUILDS),
-    otherwise the one that blocks (reference of the data set).
+    If the log does not say whether gradients are copied asynchronously, the build of DeepSpeed is an
+    older one. Then the entry of the run's campaign in `BUILDS` decides. Without an entry, copies
+    block, as in the data set's reference.
     """
     names = LAYER_RATES if run.tp <= machine.gpus_per_node else (*LAYER_RATES, NETWORK)
     rates = (getattr(machine, name) for name in names)
@@ -110,15 +114,16 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def as_logged(run: Run) -> Run:
-    """Return the run with blocking gradients if the log does not say how they flow."""
+    """Return the run with blocking gradient copies if the log does not say how gradients are copied."""
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
 
 def predict(run: Run, machine: Machine) -> dict[str, float]:
-    """Milliseconds by the columns of the data set, and ``memory_gb``: the peak over all phases.
+    """Return the predicted milliseconds by the data set's columns, and the peak GPU memory
+    ``memory_gb``.
 
-    ``missing_gb`` and ``missing_host_gb``: how much more memory a GPU and a node would need; above
-    0 the run cannot have taken place as described.
+    ``missing_gb`` and ``missing_host_gb`` tell how much more memory a GPU and a node would need.
+    Above 0, the run cannot have taken place as described.
     """
     return _predicted(replace(run, measured={}), machine.model_dump_json())
 
@@ -146,7 +151,7 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Return whether the result of `predict` fits into the memories of its machine."""
+    """Return whether a run with this result of `predict` fits into the memories of its machine."""
     return not (predicted["missing_gb"] or predicted["missing_host_gb"])
 
 
@@ -156,17 +161,17 @@ def _machine(machine_json: str) -> Machine:
 
 
 def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
-    """Return the interval of the whole iteration that holds nine measurements in ten."""
+    """Return the ends of the 90% interval of a run's predicted iteration time, in milliseconds."""
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)
 
 
 def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str, Calibrated]:
-    """Each testbed's machine, corrected by those of the runs that are its own.
+    """Return each testbed's machine, calibrated on the measured runs of this testbed.
 
     Raises:
-        RunError: a testbed has no measured run.
+        RunError: If a testbed has no measured run.
     """
     result = {}
     for name, machine in machines.items():
@@ -181,7 +186,10 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """Return the run with the gradient flow that its campaign's runs show, if the log does not say it."""
+    """Return the run with the kind of gradient copies that other runs of its campaign show.
+
+    A run with a log that names the kind (asynchronous or blocking) is returned unchanged.
+    """
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run
     fellows = [
@@ -198,7 +206,7 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Return whether its backward is nearer to that of asynchronous gradients, on the plain preset."""
+    """Return whether a run's backward time fits asynchronous gradient copies better than blocking ones."""
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -208,7 +216,7 @@ def _looks_asynchronous(run: Run) -> bool:
 
 
 def observation(run: Run) -> Observation:
-    """Return a run as `tune calibrate` takes it."""
+    """Return a published run in the form that `tune calibrate` takes."""
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

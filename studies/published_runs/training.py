@@ -1,7 +1,8 @@
-"""Published training runs of many kinds, one row per run: read, and predicted as a user would before training.
+"""Published training runs of many kinds, read from a file and predicted as a user would before
+training.
 
-Rows are in studies/data/published_training_runs.csv, each with its source. Half of each source's rows are held out:
-no constant of a preset was found on them.
+Rows are in studies/data/published_training_runs.csv, each with its source. Half of each source's
+rows are held out: no constant of a preset was found on them.
 """
 
 import csv
@@ -33,12 +34,12 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One published run.
+    """One published training run.
 
     Attributes:
-        fields: the row's cells by column.
-        measured_s: seconds of one iteration, all micro-batches and the step.
-        measured_gib: device memory of one GPU. None: not published.
+        fields: The row's cells by column.
+        measured_s: Seconds of one iteration: all micro-batches and the optimizer step.
+        measured_gib: Memory in use on one GPU, in GiB. None if it was not published.
     """
 
     fields: Mapping[str, str]
@@ -47,21 +48,21 @@ class TrainingRun:
 
     @property
     def family(self) -> str:
-        """Return the kind of hardware, or ``offloaded``."""
+        """Return the family of the run: the kind of hardware, or ``offloaded``."""
         return self.fields["family"]
 
     @property
     def held_out(self) -> bool:
-        """Whether no constant was found on this row."""
+        """Return whether the run is held out, so that no constant of a preset was found on it."""
         return self.fields["held_out"] == "1"
 
     def number(self, name: str) -> int:
-        """Return a whole number of the row."""
+        """Return a cell of the run's row as a whole number."""
         return int(self.fields[name])
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the model as a plain description."""
+        """Return a plain description of the trained model."""
         numbers = {name: self.number(name) for name in _MODEL}
         flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
         return {"name": self.fields["model"], **numbers, **flags}
@@ -91,14 +92,17 @@ class TrainingRun:
         return config
 
     def machine(self) -> Machine:
-        """Return the preset, with as many cards on its host as the run had where the preset has no network."""
+        """Return the preset machine of the run.
+
+        If the preset has no network, its host gets as many GPUs as the run had.
+        """
         machine, gpus = preset(self.fields["preset"]), self.number("gpus")
         if gpus > machine.gpus_per_node and machine.network_bytes_per_s is None:
             return machine.model_copy(update={"gpus_per_node": gpus})
         return machine
 
     def workload(self, machine: Machine) -> Workload:
-        """Estimate the run's workload on a machine."""
+        """Estimate the run's workload on a machine, without measurements."""
         return workload_from_model(
             self.model,
             machine,
@@ -116,7 +120,7 @@ class TrainingRun:
         )
 
     def schedule(self, machine: Machine) -> Schedule:
-        """Build one iteration of the strategy that the run's config asks for."""
+        """Build one iteration of the strategy that the run's DeepSpeed config selects."""
         moved = offloading(self.config, self.fields.get("deepspeed") or UNTOLD_VERSION)
         name, options = moved.strategy(self.number("zero_stage"))
         return build_strategy(name, self.workload(machine), iterations=1, **options)
@@ -142,7 +146,7 @@ class Prediction:
 
 
 def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
-    """Read the rows."""
+    """Return the published training runs of a CSV file."""
     with path.open(newline="") as file:
         return [
             TrainingRun(row, float(row["s_per_iteration"]), float(row["memory_gib"]) if row["memory_gib"] else None)
@@ -151,7 +155,7 @@ def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
 
 
 def predict_training(run: TrainingRun) -> Prediction:
-    """Predict a run from its preset, with nothing of the run itself."""
+    """Predict a run from its preset machine, without any measurement of the run."""
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     low_s, high_s = interval_s(run.schedule, machine)

@@ -1,1 +1,1 @@
-"""Training on stored state that is killed, and what is left on the drives."""
+"""Study of killed training with stored optimizer state, and of the files left on the drives."""

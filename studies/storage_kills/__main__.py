@@ -1,4 +1,4 @@
-"""``python -m studies.storage_kills``."""
+"""Command-line entry point: ``python -m studies.storage_kills``."""
 
 from studies.storage_kills.command import main
 

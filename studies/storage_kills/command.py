@@ -1,10 +1,11 @@
-"""Kills training on stored state with SIGKILL and checks that no finished step is lost or torn.
+"""A study that kills training on stored state with SIGKILL and checks that no finished step is lost
+or torn.
 
-Each trial: a process updates subgroups whose state lives on storage (`ebbtide.runtime.storage`, two
-directories, the runtime's Adam kernel) and commits every step behind the next one's reads. It is
-killed at a named point of the commit, inside a write of a block, or at a random moment. Then every
-step that is there is read and compared, bit by bit, with a run whose state never left memory; the
-run is resumed to its end and compared again. The store alone, without DeepSpeed.
+In each trial a process updates subgroups that are stored on drives (`ebbtide.runtime.storage`,
+two directories, the runtime's Adam kernel). Every step is committed while the next step reads.
+The process is killed at a named point of the commit, inside a write of a block, or at a random
+moment. Then every stored step is read and compared, bit by bit, with a run in memory. The run is
+resumed to its end and compared again. The store is tested alone, without DeepSpeed.
 
     python -m studies.storage_kills --kills 100 --json studies/results/checkpoint/storage_kills.json
 """
@@ -50,13 +51,17 @@ State = tuple[torch.Tensor, ...]
 
 @dataclass
 class Trial(killed.Trial):
-    """``steps_lost``: finished, and not there afterwards."""
+    """The outcome of one kill of training on stored state.
+
+    Attributes:
+        steps_lost: Number of finished steps that are missing after the kill.
+    """
 
     steps_lost: int = 0
 
 
 class Progress:
-    """Steps finished and committed, in memory that outlives a killed child."""
+    """The numbers of finished and committed steps, in memory that outlives a killed child process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -74,7 +79,7 @@ class Progress:
 
 
 class KillingFiles(killed.KillingFiles):
-    """Or at ``write``: with half of a block written."""
+    """File operations that kill their process at a named point, or at ``write`` with half of a block written."""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         if name == "pwrite" and len(args[1]) >= BLOCK_BYTES and self.hit("write"):
@@ -90,7 +95,7 @@ def first_state(subgroup: int) -> State:
 
 
 def update(rule: AdamRule, state: State, subgroup: int, step: int) -> None:
-    """Update in place. The gradient follows from the step and from the parameters themselves."""
+    """Update a subgroup's state in place, with a gradient that depends on the step and the parameters."""
     generator = torch.Generator().manual_seed(1_000 * step + subgroup)
     gradient = torch.randn(ELEMENTS[subgroup], generator=generator) + state[0]
     host_update(state, gradient, None, rule.step(GROUP, step), 0.5)
@@ -101,7 +106,7 @@ def digest(state: State) -> str:
 
 
 def truth() -> dict[int, list[str]]:
-    """Hash of every subgroup's state after each step; 0: before the first."""
+    """Return the hashes of every subgroup's state after each step. Step 0 is the initial state."""
     rule, states = AdamRule(), [first_state(s) for s in range(len(ELEMENTS))]
     result = {0: [digest(state) for state in states]}
     for step in range(1, STEPS + 1):
@@ -118,7 +123,7 @@ def opened(folder: Path, files: Files | None = None) -> ExtentStore:
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
-    """Train from the newest step to the last one. Each is committed while the next one begins."""
+    """Train from the newest stored step to the last one. Each step is committed while the next one runs."""
     store, rule = opened(folder, files), AdamRule()
     buffers = [tuple(page_aligned(elements) for _ in range(3)) for elements in ELEMENTS]
     if store.steps:
@@ -149,7 +154,7 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Train in a child; False: it came to its end."""
+    """Train in a child process that gets killed. Return False if it reached its end."""
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
     status = child.ended(LIMIT_S if kill.point else kill.delay_s)
@@ -159,7 +164,7 @@ def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
-    """Compare every stored step with the run in memory."""
+    """Compare every stored step with the run in memory, and note the differences in the trial."""
     store = opened(folder)
     try:
         steps = [record.step for record in store.steps]
@@ -200,7 +205,7 @@ def one_trial(kill: Kill, folder: Path, expected: dict[int, list[str]]) -> Trial
 
 
 def kill_of(number: int, rng: random.Random) -> Kill:
-    """Return the kill of this number: every point in turn, with random moments in between."""
+    """Return the kill of this number: every named point in turn, with random moments in between."""
     points = (*POINTS, "write")
     if number % 3 == 2:
         return Kill(delay_s=rng.random() * LENGTH_S)
@@ -215,7 +220,6 @@ def trials(count: int, seed: int, scratch: Path) -> Iterator[Trial]:
 
 
 def figures(done: list[Trial]) -> dict[str, Any]:
-    """Return the figures of the record."""
     return {
         **counted(done),
         "lost": sum(bool(t.lost) for t in done),

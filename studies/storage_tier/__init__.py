@@ -1,1 +1,1 @@
-"""Stored state compared with DeepSpeed's NVMe offload, on a real disk."""
+"""Study of stored optimizer state: ebbtide compared with DeepSpeed's NVMe offload, on a real disk."""

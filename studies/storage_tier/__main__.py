@@ -1,4 +1,4 @@
-"""``python -m studies.storage_tier``."""
+"""Command-line entry point: ``python -m studies.storage_tier``."""
 
 from studies.storage_tier.command import main
 

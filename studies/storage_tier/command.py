@@ -2,13 +2,14 @@
 
     python -m studies.storage_tier --json storage_tier.json --folder /local/disk
 
-Real training on the CPU, a process for each; the page cache does not count as speed (both sides use
-O_DIRECT). Stock at its defaults, and with both pipelines and enough buffers; ebbtide with all state
-stored, with shares of it in host memory, and under the tuner's plan for the memory that stock's
-pipelines take: that one is compared with stock. What is compared runs more than once, in another
-order, since a disk's speed changes by the minute: each of ebbtide's runs is judged by the disk as
-measured right before and after it. The floor is the longest of what the disk needs to read, to
-write, and to do both at once, and of the updates alone.
+Real training runs on the CPU, in a process for each variant. Both sides use O_DIRECT, so the page
+cache does not count as speed. Stock DeepSpeed runs with its defaults, and with both pipelines and
+enough buffers. ebbtide runs with all state stored, with parts of it in host memory, and under the
+tuner's plan for the memory that stock's pipelines take. The last one is compared with stock.
+Compared variants run more than once, in another order, because a disk's speed changes by the
+minute. Each run of ebbtide is judged by the disk's speed right before and after the run. The
+lower bound is the longest of four times: reading, writing, both concurrently, and the updates
+alone.
 """
 
 import argparse
@@ -84,13 +85,13 @@ def main() -> None:
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Run each variant in its own process, in its own folder on the disk.
+    """Run each variant in its own process, in its own folder on the disk, and return the figures.
 
     Returns:
-        ``speedup_over_stock_default``, ``speedup_over_stock_pipelined`` at the same limit of host
-        memory, and with all state stored; ``update_over_floor``, ``bit_identical`` to stock with the
-        state in memory, ``predicted_over_measured`` iterations; the cost of a checkpoint at every
-        step; the bytes that a resume reads; host memory as measured and as reported.
+        Speed-ups over stock DeepSpeed's defaults and its pipelines at the same limit of host memory,
+        and with all state stored. Also ``update_over_floor``, ``bit_identical`` to stock with the
+        state in memory, ``predicted_over_measured`` iterations, the cost of a checkpoint at every
+        step, the bytes that a resume reads, and host memory as measured and as reported.
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
 
     def beside_the_disk(*names: str, **given: Any) -> None:
-        """The disk is measured before and after each: its speed changes by the minute."""
+        """Run variants, and measure the disk before and after each, because its speed changes by the minute."""
         before = _drive(folder)
         for name in names:
             runs.setdefault(name, []).append(once(name, **given))
@@ -135,13 +136,14 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and the distance of fully stored state from them.
+    """Return the disk's rates, and the ratio of fully stored training to the lower bound from these
+    rates.
 
-    It is the median over the runs, each against the disk as it was before and after the run.
+    The ratio is the median over the runs, each with the disk's rates before and after the run.
 
     Args:
-        beside: the disk, at each run.
-        passes_s: forward and backward.
+        beside: Rates of the disk around each run.
+        passes_s: Seconds of forward and backward.
     """
     disk, moved = _pooled(beside), STATE_BYTES * ours["params"]
     parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
@@ -166,7 +168,7 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the comparison with stock, and with each run's prediction from the disk that it had."""
+    """Return the comparison with stock DeepSpeed, and with predictions from the disk's rates of each run."""
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
     runs = len(ours["iterations_s"])
@@ -197,9 +199,9 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return the disk's seconds to read and to write so many bytes, alone and both concurrently.
+    """Return the disk's seconds to read, to write, and to read and write ``moved`` bytes concurrently.
 
-    With both, the longer of the two ends alone.
+    In the concurrent case, the longer of the two continues alone after the end of the shorter.
     """
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())
@@ -207,7 +209,7 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return a lower bound for runs that read and write all the time: all bytes at the concurrent rate.
+    """Return a lower bound in seconds for runs that read and write all the time at the concurrent rate.
 
     A run that finishes its writes before its reads does not reach it.
     """
@@ -216,7 +218,6 @@ def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
 
 
 def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
-    """Return the medians of several measurements."""
 
     def median(key: str) -> Quantity:
         some = [getattr(disk, key) for disk in disks]
@@ -226,10 +227,10 @@ def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for a variant's runs: medians of the measurements, and the bits, equal in each.
+    """Return one row for a variant's runs: medians of the measurements, and the bits, equal in each run.
 
     Raises:
-        RuntimeError: two runs trained different bits.
+        RuntimeError: If two runs trained different bits.
     """
     first = runs[0]
     for key in ("losses", "state"):
@@ -253,7 +254,7 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Flag hold if all of them do."""
+    """Return one value for several runs: the median, or for a flag whether it holds in all runs."""
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -288,11 +289,12 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train one variant; seconds of an iteration are those of all steps, the last one's updates
-    included.
+    """Train one variant, and return its times, losses and state.
+
+    The seconds of an iteration are the mean over all steps, including the last step's updates.
 
     Args:
-        plan: ebbtide's; None: that of the variant's share, or stock.
+        plan: ebbtide's plan. If None, use the plan for the variant's share, or stock DeepSpeed.
     """
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -330,7 +332,7 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Measure the durability (`DURABLE`) of state that ebbtide stores."""
+    """Measure checkpoints, resume and host memory of state that ebbtide stores (`DURABLE`)."""
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
     found |= durability.saved_each_step(
@@ -354,9 +356,10 @@ def predict(
     spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an iteration as the simulator expects it with each of the drives, all state stored and under
-    a plan, that of the tuner where memory has so much more room if None is given; trains nothing
-    but stock.
+    """Return simulated iterations with each drive, with all state stored and under a second plan.
+
+    Without a given plan, the second is the tuner's for ``spare_bytes`` more host memory. Only stock
+    DeepSpeed is trained.
     """
     del steps
     become_only_rank()
@@ -370,7 +373,6 @@ def predict(
 
 
 def _drive(folder: Path) -> StorageRates:
-    """Return the disk, as the floor and the prediction know it."""
     return measure_drive(folder, DISK_BYTES, 20.0)
 
 
@@ -391,7 +393,9 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    """``share`` of the subgroups in host memory, evenly among the others."""
+    """Return a plan with a fraction ``share`` of the subgroups in host memory, evenly spread, and all
+    others stored.
+    """
     from ebbtide.runtime.zero.cuts import subgroups_of
 
     subgroup = int(engine.optimizer.sub_group_size)
@@ -413,16 +417,17 @@ def _settle(engine: Any) -> None:
 
 
 def _moved() -> dict[str, int]:
-    """Bytes that this process has had read from and written to devices."""
+    """Return the bytes that this process has read from and written to devices."""
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     counted = {key: int(value) for key, value in lines}
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Return the duration of a step's reads, updates and writes, and the sum of its host updates.
+    """Return the seconds per step with reads, updates or writes of state under way, and those of host
+    updates.
 
-    Reads for the next step count too, until none of these is left.
+    Reads for the next step are counted too.
     """
     from ebbtide.simulator import OpKind
 
@@ -438,5 +443,4 @@ def _of_updates(engine: Any) -> dict[str, float]:
 
 
 def _digest(engine: Any) -> str:
-    """Return a digest of parameters, masters and moments."""
     return digest(tensor for _, tensor in sorted(state_of(engine).items()))

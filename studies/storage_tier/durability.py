@@ -1,4 +1,4 @@
-"""The cost of a checkpoint of every step with stored state, and the bytes that a resume reads."""
+"""The cost of a checkpoint at every step with stored state, and the bytes that a resume reads."""
 
 import math
 import os
@@ -14,13 +14,14 @@ from ebbtide.simulator.storage import StorageRates
 def saved_each_step(
     engine: Any, train: Callable[[Any], object], steps: int, plain_s: float, folder: Path
 ) -> dict[str, float]:
-    """Train on with a checkpoint after every step, then without, then with again.
+    """Measure the slowdown by a checkpoint after every step: train with, without, and again with
+    checkpoints.
 
     A steady drift of the disk's speed then affects both equally.
 
     Args:
-        train: runs one step.
-        plain_s: seconds of a step without a checkpoint, just measured.
+        train: Function that runs one step.
+        plain_s: Seconds of a step without a checkpoint, measured just before.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
     begin = time.perf_counter()
@@ -38,8 +39,9 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Return the seconds of a step with a checkpoint, the last report, and the bytes that a step writes
-    in addition to the state.
+    """Return the seconds of a step with a checkpoint, the last report, and the extra bytes per step.
+
+    Extra bytes are written to the store in addition to the state.
     """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
@@ -56,7 +58,7 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
 
 
 def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
-    """Bytes that a load from the newest checkpoint reads from the device, the page cache empty."""
+    """Return the bytes that loading the newest checkpoint reads from the device, with an empty page cache."""
     for path in folder.glob("*.extents"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -67,8 +69,9 @@ def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
 
 
 def host_bytes(engine: Any) -> dict[str, Any]:
-    """Host memory of state, gradients and slots per parameter: as it is, and as it was told; the
-    parameters of each subgroup.
+    """Return the host memory of state, gradients and slots per parameter, measured and predicted.
+
+    There are also the sizes of all subgroups.
     """
     from ebbtide.simulator import Workload
     from ebbtide.simulator.update.footprint import footprint
@@ -102,15 +105,16 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration under two plans, with machine and model as measured here.
+    """Return the simulated iteration under two plans, with machine and model as measured in this
+    process.
 
     Args:
-        engine: stock's, with its state in memory.
-        stored: the plan with all state on storage.
-        drives: the disk as measured at several times, with more bytes than a profile's share of
-            time allows. A burst's rate is not the sustained rate.
-        spare_bytes: host memory in addition to what ``stored`` takes.
-        given: the second plan. None: the tuner's for that memory, by the first drive.
+        engine: Stock DeepSpeed's engine, with its state in memory.
+        stored: Plan with all state on storage.
+        drives: Rates of the disk, measured at several times with more bytes than a profile's share of
+            time allows, because a burst's rate is not the sustained rate.
+        spare_bytes: Host memory in addition to the memory that ``stored`` takes.
+        given: The second plan. If None, it is the tuner's plan for this memory and the first drive.
     """
     import itertools
 

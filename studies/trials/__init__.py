@@ -1,1 +1,1 @@
-"""Ways to train that studies compare: one in a process of its own, several plans on one engine."""
+"""Ways to train that studies compare: one way per process, or several plans on one engine."""

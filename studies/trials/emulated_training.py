@@ -1,7 +1,7 @@
-"""Trains on the emulated device at given rates, so that a plan's execution can be timed anywhere.
+"""Training on an emulated device with given rates, so that a plan's execution can be timed anywhere.
 
-Copies, updates, gradients and DeepSpeed are real; how long each copy, update and layer takes is
-given: the rest of its time is slept. No figure from here is a GPU figure.
+Copies, updates, gradients and DeepSpeed are real. The duration of each copy, update and layer is
+given, and the rest of this duration is slept. No figure of this module is a GPU figure.
 """
 
 import itertools
@@ -33,17 +33,19 @@ ROWS = 4  # samples per batch: the real compute stays small beside the given tim
 
 @dataclass(frozen=True)
 class Setting:
-    """The given figures: the model's size, the time of its layers, and the machine's rates.
+    """The settings of emulated training: the model's size, the time of its layers, and the machine's
+    rates.
 
-    The defaults are balanced. Keeping all state on the host, or staging all of it to the device, takes
-    longer than forward. The best split takes about as long as forward.
+    The defaults are balanced. Keeping all state on the host, or staging all state to the device,
+    takes longer than forward. The best split takes about as long as forward.
 
     Attributes:
-        forward_s, backward_s: of one layer.
-        memory_share: device memory beyond parameters and gradients, over the size of all state.
-        host_adam_out_of_place: speed of out-of-place updates over that of in-place ones.
-        layers_per_subgroup: A subgroup holds the weights of so many layers, a divisor of ``layers``.
-        micro_batches: gradient accumulation steps.
+        forward_s, backward_s: Seconds of one layer.
+        memory_share: Device memory beyond parameters and gradients, over the size of all optimizer
+            state.
+        host_adam_out_of_place: Speed of out-of-place updates over the speed of in-place updates.
+        layers_per_subgroup: Number of layers with weights in one subgroup, a divisor of ``layers``.
+        micro_batches: Gradient accumulation steps.
     """
 
     layers: int = 16
@@ -61,7 +63,11 @@ class Setting:
     micro_batches: int = 1
 
     def scaled(self, factor: float) -> "Setting":
-        """Return the same balance with a model of another size, in ``factor`` times the time."""
+        """Return the setting with all times multiplied by ``factor``, and the same balance of updates and
+        layers.
+
+        The rates are adapted to the model's number of parameters.
+        """
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
             self,
@@ -72,17 +78,16 @@ class Setting:
 
     @property
     def weight(self) -> int:
-        """Elements of a layer's weight."""
+        """Return the number of elements of a layer's weight."""
         return self.hidden**2
 
     @property
     def subgroup(self) -> int:
-        """Elements of each subgroup."""
+        """Return the number of elements of each subgroup."""
         return self.layers_per_subgroup * self.weight
 
     @property
     def subgroups(self) -> int:
-        """Number of subgroups."""
         return self.layers // self.layers_per_subgroup
 
     @property
@@ -91,11 +96,11 @@ class Setting:
 
     @property
     def given_s(self) -> tuple[float, float]:
-        """Forward and backward of all layers."""
+        """Return the given seconds of forward and backward, for all layers of one micro-batch."""
         return self.forward_s * self.layers, self.backward_s * self.layers
 
     def machine(self) -> Machine:
-        """Return the rates as given: the link and the device are shared, DRAM and cores are ample."""
+        """Return a machine with the given rates. The link and the device are shared, DRAM and cores are ample."""
         given = {
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
             "d2h_bytes_per_s": self.d2h_bytes_per_s,
@@ -119,7 +124,7 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """Return the same, for the emulated device."""
+        """Return the given rates in the form that the emulated device takes."""
         return EmulatedRates(
             self.h2d_bytes_per_s,
             self.d2h_bytes_per_s,
@@ -130,10 +135,11 @@ class Setting:
         )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
-        """Return the workload.
+        """Return the workload of the emulated training.
 
         Args:
-            forward_s, backward_s: of all layers and micro-batches, measured without concurrent updates.
+            forward_s, backward_s: Seconds of all layers and micro-batches, measured without concurrent
+                updates.
         """
         passes = self.layers * self.micro_batches
         layer = Layer(params=self.weight, forward_s=forward_s / passes, backward_s=backward_s / passes)
@@ -150,7 +156,7 @@ class Setting:
 
 
 class _PacedLinear(torch.autograd.Function):
-    """A matrix product that takes a given time each way."""
+    """A matrix product with given durations of forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer") -> torch.Tensor:
@@ -167,7 +173,7 @@ class _PacedLinear(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A linear layer with a residual and given device times for forward and backward."""
+    """A linear layer with a residual, and with given device times of forward and backward."""
 
     def __init__(self, hidden: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -181,7 +187,11 @@ class PacedLayer(nn.Module):
 
 
 class PacedModel(nn.Module):
-    """``forward(inputs, targets)``, each (rows, hidden), returns the mean squared error."""
+    """A stack of layers with given durations.
+
+    ``forward(inputs, targets)`` takes tensors of shape (rows, hidden) and returns the mean squared
+    error.
+    """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -197,9 +207,11 @@ class PacedModel(nn.Module):
 
 
 def start(setting: Setting, **zero: Any) -> Any:
-    """Return a DeepSpeed engine, always from the same weights; gradients are reduced layer by layer.
+    """Return a DeepSpeed engine that always starts from the same weights and reduces gradients layer by
+    layer.
 
-    ``zero``: further keys of ``zero_optimization``.
+    Args:
+        zero: Further keys of ``zero_optimization``.
     """
     from studies.bench.byte_gpt import ds_config, stock_engine
 
@@ -210,11 +222,12 @@ def start(setting: Setting, **zero: Any) -> Any:
 
 
 class Kernels:
-    """The work of an engine's layers for an emulated device, prepared ahead as a GPU's is.
+    """The durations of an engine's layers on an emulated device, corrected for the work of the host.
 
-    A GPU runs one kernel while its host prepares the next. Here the thread that prepares also waits
-    for the kernel's end, so its computing in between is subtracted from the next kernel's time. Only
-    processor time is subtracted: where that thread waits, a GPU would wait too.
+    A GPU runs one kernel while its host prepares the next one. On the emulated device, the thread
+    that prepares a kernel also waits for the kernel's end. So the thread's computing between two
+    kernels is subtracted from the duration of the second. Only processor time is subtracted: when
+    this thread waits, a GPU would wait too.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:
@@ -222,7 +235,7 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """The host has waited for the device: nothing is prepared for the next kernel."""
+        """Note that the host has waited for the device, so that nothing is prepared for the next kernel."""
         self._ended_s = None
 
     @contextmanager
@@ -234,7 +247,7 @@ class Kernels:
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
-    """Apply a plan on an emulated device that keeps to the setting's rates."""
+    """Attach a plan to an engine, on an emulated device with the setting's rates."""
     import ebbtide.runtime
 
     device = EmulatedDevice(setting.rates())
@@ -243,12 +256,12 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
 
 
 class ReducedBeside(GradientOps):
-    """Gradients that cross while backward goes on, as from a GPU's reduction stream.
+    """Gradient ops that copy gradients while backward continues, as a GPU's reduction stream would.
 
-    The emulated device has one training stream, which waits for every sum that is fetched. Here the
-    training thread adds gradients up itself, immediately, and the lanes keep to the given rates with
-    copies of nobody's bytes. A figure of several micro-batches would else say that backward waits for
-    the link.
+    The emulated device has one training stream, which waits for every fetched sum. Here the training
+    thread adds up gradients itself, immediately, and the lanes keep to the given rates with copies of
+    unused bytes. Otherwise the time for several micro-batches would include waits of backward for the
+    link.
     """
 
     def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -265,7 +278,7 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Execute plans, inside the block, with `ReducedBeside`."""
+    """Make plans that run inside the block copy gradients as `ReducedBeside` does."""
     import ebbtide.runtime.execution.executor as executor
 
     kept = vars(executor)["GradientOps"]
@@ -277,7 +290,7 @@ def reduced_beside() -> Iterator[None]:
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
-    """Make the engine's layers take their times of ``device`` from now on."""
+    """Make the engine's layers take their durations on ``device`` from now on."""
     kernels = Kernels(device)
     for block in engine.module.blocks:
         block.compute = kernels.compute
@@ -286,10 +299,11 @@ def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the steps after the warm-up.
+    """The times of a training run, as medians over the steps after the warm-up.
 
     Attributes:
-        iteration_s: between the ends of two backwards; mean_s: their mean.
+        iteration_s: Median seconds between the ends of two backwards.
+        mean_s: Mean of the same times.
     """
 
     iteration_s: float
@@ -301,11 +315,14 @@ class Measured:
 
 
 class Bench:
-    """One engine that trains under one plan after the other, switching between two steps."""
+    """One engine that trains under several plans in turn. It switches plans between two steps."""
 
     def __init__(self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
-        """``clips``: says which steps are clipped; None: as DeepSpeed's config has it. ``zero``:
-        further keys of ``zero_optimization``.
+        """Start the engine.
+
+        Args:
+            clips: Function that tells which steps are clipped. If None, DeepSpeed's config decides.
+            zero: Further keys of ``zero_optimization``.
         """
         self.setting, self.clips = setting, clips
         self.engine = start(setting, **zero)
@@ -313,17 +330,17 @@ class Bench:
         self._kernels: Kernels | None = None  # of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under ``plan`` after the warm-up.
+        """Train ``steps`` steps under ``plan`` after the warm-up, and return the measured times.
 
         Args:
-            settle: each step's updates end before the next forward, so that the phases are those
-                of the training loop alone.
+            settle: End each step's updates before the next forward, so that the phases are those of the
+                training loop alone.
         """
         self.apply(plan)
         return self.measure_on(steps, settle=settle)
 
     def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under the plan that runs after the warm-up: see `measure`."""
+        """Train ``steps`` steps under the present plan after the warm-up, and return the times as `measure` does."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
     def periods_s(self, steps: int) -> list[float]:
@@ -341,7 +358,7 @@ class Bench:
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def apply(self, plan: Plan) -> None:
-        """Train under a plan from now on."""
+        """Train under this plan from now on."""
         from ebbtide.runtime.zero.attach import switch_plan
 
         if self._kernels is not None:
@@ -350,7 +367,7 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Return the borders of the phases of one step, as if all forwards came before all backwards."""
+        """Train one step and return the borders of its phases, as if all forwards came before all backwards."""
         if self._kernels is not None:
             self._kernels.synchronized()  # the step before has read its norm
         # Of the step before: its clipping would tell backward that this step is clipped, too.
@@ -374,7 +391,7 @@ class Bench:
         return backward - backward_s - forward_s, backward - backward_s, backward, stepped
 
     def workload(self, steps: int) -> Workload:
-        """Return the workload with phases measured while no update runs."""
+        """Return the workload, with forward and backward measured while no update runs."""
         plan = Plan(
             subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )
@@ -382,7 +399,7 @@ class Bench:
         return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
-        """End the engine; return all that training has changed."""
+        """End the engine, and return everything that training has changed."""
         from studies.bench.bits import state_of
 
         self.engine.optimizer.wait()
@@ -392,7 +409,7 @@ class Bench:
 
 
 def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield inputs and targets of each micro-batch of step ``number``."""
+    """Yield the inputs and targets of each micro-batch of step ``number``."""
     for micro_batch in range(setting.micro_batches):
         generator = torch.Generator().manual_seed(number * setting.micro_batches + micro_batch)
         inputs, targets = torch.randn(2, ROWS, setting.hidden, generator=generator).bfloat16()
@@ -400,7 +417,7 @@ def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
-    """Set clipping between backward and step, so that nothing earlier can know that the step will be clipped."""
+    """Set clipping between backward and step, so that no early update can know that the step is clipped."""
     if clips is not None:
         engine.optimizer.clip_grad = ALWAYS_CLIPS if clips(number) else NEVER_CLIPS
 
@@ -408,7 +425,7 @@ def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) 
 def stock_state(
     setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
 ) -> dict[str, torch.Tensor]:
-    """Return the state that stock DeepSpeed reaches with the same model in so many steps, without pacing."""
+    """Return the state of the same model after ``steps`` steps of stock DeepSpeed, without given durations."""
     from studies.bench.bits import state_of
 
     engine = start(setting, **zero)

@@ -1,4 +1,4 @@
-"""What updates before the norm bring on the emulated device, and what steps that clip cost."""
+"""The gain of early updates on the emulated device, and the cost of steps that clip."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,13 +24,14 @@ LONG = 1.0  # from this ratio on updates are as long as the passes
 
 @dataclass(frozen=True)
 class Guessed:
-    """One workload whose updates, all on the host, take ``ratio`` times forward and backward.
+    """Results with and without early updates, for updates that all run on the host.
 
     Attributes:
-        floor_s: of plans that guess; barrier_s, guessed_s: an iteration of the best plan without
-            guesses, and with.
-        slowdown_pct: of the mean iteration where that share of the steps clips, over the plan
-            without guesses.
+        ratio: Time of all updates over the time of forward and backward.
+        floor_s: Lower bound of an iteration with early updates.
+        barrier_s, guessed_s: Iteration time of the best plan without and with early updates.
+        slowdown_pct: Increase of the mean iteration time over the plan without early updates, by the
+            fraction of steps that clip.
     """
 
     ratio: float
@@ -52,9 +53,10 @@ class Guessed:
 
 
 def many_layers() -> Setting:
-    """As many layers as models of 8 B parameters have, and as small that real arithmetic, which a
-    GPU would not leave to the host, takes little of the given times. Updates out of place are as
-    much slower as this machine's own are, measured here.
+    """Return a setting with as many layers as models of 8 B parameters have.
+
+    The layers are small, so that real arithmetic, which a GPU would not leave to the host, takes
+    little of the given times. The slowdown of out-of-place updates is measured on this machine.
     """
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
@@ -62,7 +64,10 @@ def many_layers() -> Setting:
 
 
 def setting_of(base: Setting, ratio: float) -> Setting:
-    """Return the same passes with no room for state on the device."""
+    """Return the setting with updates of ``ratio`` times the time of forward and backward.
+
+    The device has no memory for optimizer state.
+    """
     passes_s = sum(base.given_s)
     link = LINK * base.params / passes_s
     return replace(
@@ -77,10 +82,11 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
 ) -> dict[str, Any]:
-    """Each ratio on an engine of its own.
+    """Measure early updates for each ratio of update time to pass time, each on a separate engine.
 
     Args:
-        steps: timed, of each plan, none of which clips; clipped_steps: likewise at each rate.
+        steps: Timed steps of each plan, without clipping.
+        clipped_steps: Timed steps at each fraction of clipped steps.
     """
     rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps) for ratio in ratios]
     slowdowns = [pct for row in rows for pct in row.slowdown_pct.values()]
@@ -97,7 +103,10 @@ def measure_early_updates(
 
 
 def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
-    """Which steps clip: each with this chance, the same ones under every plan."""
+    """Return a function that tells which steps clip. ``rate`` is the chance of each step.
+
+    The same steps clip under every plan.
+    """
     return lambda number: Random(f"{seed} {number}").random() < rate
 
 

@@ -1,10 +1,11 @@
-"""One way to train, in its own process: times, memory, and a hash of everything trained.
+"""One way to train, in a separate process: times, memory, and a hash of all trained values.
 
     python -m studies.trials.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
 Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
-(with --plan, or all on the host). Two variants with the same hash have trained the same bits. On a
-GPU all variants run deterministic algorithms, because flash attention's backward sums in any order.
+(with --plan, or all on the host). Two variants with the same hash have trained the same bits. On
+a GPU all variants run deterministic algorithms, because flash attention's backward sums in any
+order.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of all trials. `studies.trials.plan_trials` adds to it."""
+    """Return the command-line parser of trials. `studies.trials.plan_trials` adds its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
@@ -63,10 +64,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Set up a trial's process: the cap on GPU memory, the cores near the GPU, deterministic sums.
+    """Set up a trial's process: the cap on GPU memory, the cores near the GPU, and deterministic sums.
 
     Raises:
-        SystemExit: CUDA was requested and there is none.
+        SystemExit: If CUDA was requested and is not available.
     """
     cuda = torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
@@ -86,17 +87,17 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Use deterministic kernels where they exist, and leave uninitialised memory as it is.
+    """Make torch use deterministic kernels if they exist, and leave uninitialized memory unfilled.
 
-    With ``warn_only`` the fast attentions' backward still sums in any order. That is for peers with
-    ops that have no deterministic form. Their bits are not compared.
+    With ``warn_only`` the backward of fast attention still sums in any order. This is for compared
+    systems with ops that have no deterministic form. Their bits are not compared.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
-    """Train and reports."""
+    """Train with one variant, and return its times, memory and hash."""
     cuda = torch.cuda.is_available()
     engine = make_engine(args)
     size = SIZES[args.size]
@@ -129,10 +130,11 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
 ) -> tuple[dict[str, float], float]:
-    """Medians of the phases after the warm-up, as ``PHASE_s``, and the last loss.
+    """Train, and return the median times of the phases after the warm-up, as ``PHASE_s``, and the last
+    loss.
 
     Args:
-        first: batch; a step takes ``accumulation`` of them.
+        first: Number of the first batch. A step takes ``accumulation`` batches.
     """
     clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
     # Made before: time between two steps is nobody's phase, and updates would run on in it.
@@ -154,7 +156,7 @@ def timed(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    """Return the variant's engine, with a model that has the same weights for all."""
+    """Return an engine of the trial's variant. The model has the same initial weights for all variants."""
     import ebbtide.runtime
 
     name, _, setting = args.variant.partition(":")
@@ -197,16 +199,19 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def _model(size: str) -> ByteGPT:
-    """Made where it is trained: billions of random weights take a CPU a minute."""
+    """Return the model, made on the device that trains it.
+
+    A CPU takes a minute for billions of random weights.
+    """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return ByteGPT(SIZES[size])
 
 
 def host_plan(engine: Any, keep: float = 0.0) -> Plan:
-    """Return a plan that updates every subgroup on the host, with parameters where the config has them.
+    """Return a plan that updates every subgroup on the host, with parameters where the config puts them.
 
     Args:
-        keep: this share of the offloaded parameters stays on the device.
+        keep: Fraction of the offloaded parameters that stays on the device.
     """
     from ebbtide.runtime.zero.checks.private import parameter_location
 

@@ -1,7 +1,7 @@
-"""A phase of a study in a process of its own, which tells how far it is and can be told to wait.
+"""A phase of a study in a separate process, which reports its progress and can be made to wait.
 
-Engines of different kinds never share a process: what one leaves behind (pinned memory, threads,
-a warm allocator) would be in the other's figures.
+Engines of different kinds never share a process: leftovers of one (pinned memory, threads, a warm
+allocator) would affect the times of another.
 """
 
 import multiprocessing
@@ -20,12 +20,12 @@ _parent: Connection | None = None  # in the child: who listens
 
 
 class PhaseError(RuntimeError):
-    """A phase ended badly; the message has the end of its log."""
+    """An error in a phase's process. The message has the end of the phase's log."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """``done`` of ``total`` pieces of work, and what it is busy with."""
+    """The progress of a phase: ``done`` of ``total`` units of work, and a note about the present activity."""
 
     done: int
     total: int
@@ -33,10 +33,10 @@ class Progress:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Import modules once for all phases of this process: to be called before the first one.
+    """Import modules once for all phases, in a server process. Call this before the first phase starts.
 
-    In the background, in a server that runs nothing else and forks the phases. Not where there is
-    CUDA, which does not survive a fork: there each phase imports what it needs.
+    The server runs nothing else and forks the phases. With CUDA, which does not survive a fork,
+    nothing is done, and each phase imports its modules.
     """
     if _start_method() == "forkserver":
         from multiprocessing import forkserver
@@ -52,15 +52,15 @@ def _start_method() -> str:
 
 
 class PhaseProcess:
-    """Runs ``work(**arguments)``; what it prints goes to a log file.
+    """A process that runs ``work(**arguments)`` and prints to a log file.
 
-    Owned by one thread. The child is killed when the ``with`` block is left early.
+    It is owned by one thread. The process is killed if the ``with`` block is left early.
 
     Args:
-        work: a function that the child can import by its name.
+        work: A function that the process can import by name.
 
     Attributes:
-        waits: the child is at a `pause`, as far as `progress` has come.
+        waits: True if the process waits at a `pause`, as far as `progress` has been read.
     """
 
     def __init__(self, work: Callable[..., object], arguments: Mapping[str, Any], log: Path):
@@ -84,7 +84,7 @@ class PhaseProcess:
         remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
-        """Yield the child's reports, until it ends or waits for `go_on`."""
+        """Yield the progress reports of the phase, until its process ends or waits for `go_on`."""
         while True:
             try:
                 report = self._child.recv()
@@ -96,7 +96,7 @@ class PhaseProcess:
             yield report
 
     def go_on(self) -> None:
-        """Continue the child that waits at a `pause`."""
+        """Let a phase continue that waits at a `pause`."""
         self.waits = False
         self._child.send(None)
 
@@ -105,16 +105,16 @@ class PhaseProcess:
         return bool(self._process.is_alive())
 
     def kill(self) -> int:
-        """SIGKILL: nothing in the child gets a chance to tidy up. Returns its exit status."""
+        """Kill the phase with SIGKILL, so that its process cannot tidy up. Return the exit status."""
         self._process.kill()
         self._process.join()
         return int(self._process.exitcode)
 
     def finish(self) -> None:
-        """Waits for the end.
+        """Wait until the phase's process ends.
 
         Raises:
-            PhaseError: the child did not exit with 0.
+            PhaseError: If the exit status is not 0.
         """
         self._process.join()
         status = self._process.exitcode
@@ -130,7 +130,7 @@ def _run(
     environment: dict[str, str],
     parent: Connection,
 ) -> None:
-    """The child: its output belongs to the log, its end of the pipe to `report` and `pause`."""
+    """Run a phase in its process: send output to the log, and connect `report` and `pause` to the parent."""
     global _parent
     _parent = parent
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -147,16 +147,16 @@ def _run(
 
 
 def report(done: int, total: int, note: str = "") -> None:
-    """Called in the child: tells the parent, if there is one that listens."""
+    """Report the progress of a phase to its parent process, if there is one."""
     if _parent is not None:
         _parent.send(Progress(done, total, note))
 
 
 def pause() -> None:
-    """Called in the child: what comes next starts when the parent says so, if there is one.
+    """Wait in a phase until its parent process lets it continue. Without a parent, return immediately.
 
     Raises:
-        EOFError: the parent has ended.
+        EOFError: If the parent has ended.
     """
     if _parent is not None:
         _parent.send(None)

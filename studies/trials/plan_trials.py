@@ -1,8 +1,8 @@
-"""Several plans in turn on one engine, which switches between them: one start, one model.
+"""Timing of several plans in turn on one engine, which switches between them.
 
     python -m studies.trials.plan_trials --plans a.plan.json b.plan.json --size tiny --json P
 
-A row per plan with the medians of its steps; the file is written again after each plan.
+The record has a row per plan with the medians of its steps. It is written again after each plan.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def trials(args: argparse.Namespace) -> Any:
-    """Yield each plan's row."""
+    """Yield one row of measured times for each plan."""
     from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}

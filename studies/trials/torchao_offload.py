@@ -1,7 +1,7 @@
 """torchao's CPUOffloadOptimizer with the interface of a DeepSpeed engine, for comparison.
 
-It keeps the parameters in the model's own precision, so that its masters have 16 bits: not the
-numerics of stock DeepSpeed.
+It keeps the parameters in the model's own precision, so that the master copies have 16 bits.
+These are not the numerics of stock DeepSpeed.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
 
 
 def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[str, Any]) -> Any:
-    """Torchao's optimizer, gradients offloaded too.
+    """Return torchao's optimizer, with gradients offloaded too.
 
     Raises:
-        ImportError: torchao is not installed.
+        ImportError: If torchao is not installed.
     """
     from torchao.optim import CPUOffloadOptimizer
 
@@ -26,7 +26,7 @@ def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[s
 
 
 class TorchaoEngine:
-    """``engine(*batch)``, ``engine.backward(loss)``, ``engine.step()`` on a plain torch model."""
+    """A plain torch model with an engine's interface: ``engine(*batch)``, ``backward(loss)``, ``step()``."""
 
     def __init__(self, model: torch.nn.Module, clipping: float, make: MakeOptimizer = cpu_offload_adamw) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,4 +61,4 @@ class TorchaoEngine:
         self._inner.zero_grad()
 
     def destroy(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because there is nothing to release."""

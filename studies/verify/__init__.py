@@ -1,1 +1,1 @@
-"""Does `tune verify` find what is wrong, name it rightly, and leave alone what is right?"""
+"""Test of `tune verify`: it must find and name seeded defects, and leave correct runs alone."""

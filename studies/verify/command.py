@@ -1,12 +1,13 @@
-"""Does `tune verify` find what is wrong, name it rightly, and leave alone what is right?
+"""Test of `tune verify`: it must find and name seeded defects, and leave correct runs alone.
 
     python -m studies.verify --json verify.json
 
-Defects are put into stock DeepSpeed's engines on one and two ranks, ZeRO-2 and 3. Each is judged
-twice: against runs that must have the same bits, as a plan and stock must; and against another
-implementation of AdamW, by its size (in fp32 where 16 bits would hide it). Runs of other shapes in
-which nothing is wrong must be left alone. Versions of DeepSpeed that are known to be wrong are
-checked by the command itself, where `scripts/compat.sh` has made a venv for them. Under 10 minutes.
+Defects are put into stock DeepSpeed's engines on one and two ranks, with ZeRO-2 and ZeRO-3. Each
+defect is judged twice. First, its run is compared with runs that must have the same bits, as a
+plan and stock DeepSpeed must. Second, the size of its difference from another implementation of
+AdamW is judged, in fp32 if 16 bits would hide the defect. Correct runs of other shapes must be
+left alone. Versions of DeepSpeed that are known to be wrong are checked by the command itself, if
+`scripts/compat.sh` has made a venv for them. The study takes under 10 minutes.
 """
 
 import json
@@ -57,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Train one group of runs and judges them; how many pairs there were."""
+    """Train and judge one group of runs, and return the number of judged pairs.
+
+    The judgements are added to ``cases`` (with a defect) and ``right`` (without).
+    """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         expected = _launch(stage, ranks, Path(scratch), "--rounds", *rounds)
         group = Group(Path(scratch), stage, ranks, expected)
@@ -71,14 +75,14 @@ def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], ri
 
 
 def verdict_of(finding: Finding) -> dict[str, str]:
-    """Return the verdict of a pair without a defect."""
+    """Return the verdict of `tune verify` on a pair of runs, and the first difference that it names."""
     first = finding.first
     said = "" if first is None else f"step {first.step}: {first.name}"
     return {"verdict": finding.verdict, "said": said}
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the overhead of one step on one rank."""
+    """Return the overhead of recording a training step for `tune verify`, in percent, on one rank."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
 
@@ -115,10 +119,10 @@ def summary(
     overheads: dict[str, float],
     versions: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the study's figures.
+    """Return the figures of the study of `tune verify`.
 
-    All ``seeded`` defects, and versions known to be wrong, should be ``found``. ``named_rightly`` is the
-    share with the right step, tensor and side.
+    All ``seeded`` defects, and versions known to be wrong, should be ``found``. ``named_rightly`` is
+    the fraction with the right step, tensor and side.
     """
     run = [row for row in versions if "skipped" not in row]
     wrong = [row for row in run if row["wrong"]]
@@ -147,7 +151,7 @@ def _round(cases: Sequence[Case], name: str) -> dict[str, int]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    """Print the runs that were not judged rightly."""
+    """Print the study's figures and the runs that were judged wrongly."""
     missed = [case for case in figures["cases"] if not case["named"]]
     alarms = [row for row in figures["right_pairs"] if row["verdict"] == "defect"]
     console.print(*tables("verify", {**figures, "cases": missed, "right_pairs": alarms}))

@@ -1,4 +1,4 @@
-"""Defects that are put into a stock engine, each with where it shows first."""
+"""Defects that are put into a stock DeepSpeed engine, each with the place at which it shows first."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ TENSOR = "blocks.1.widen.weight"
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect that is put into an engine, before its steps are recorded.
+    """A defect that is put into a DeepSpeed engine before its steps are recorded.
 
     Attributes:
-        step: the step after which it shows.
-        names: the names that show first. One of them is named if it is found rightly.
-        by_size: it is large enough to be told from the rounding of another Adam.
-        dtype: of the training that it is put into. A defect that 16 bits would hide is put into fp32.
-        least_ranks: the fewest ranks that it needs.
+        step: Step after which the defect shows.
+        names: Names of the values that show the defect first. A correct judgement names one of them.
+        by_size: True if the defect is larger than the rounding differences between two Adam
+            implementations.
+        dtype: Precision of the training that gets the defect: fp32 if 16 bits would hide the defect.
+        least_ranks: Minimum number of ranks at which the defect can occur.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Defect:
 
     @property
     def folder(self) -> str:
-        """Return the folder of its run."""
+        """Return the name of the folder with the defect's run."""
         return self.name if self.dtype == "bf16" else f"{self.dtype} {self.name}"
 
 
@@ -52,13 +53,13 @@ def masters(engine: Any) -> list[str]:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """``wrapper`` gets what it stands for, and its arguments."""
+    """Replace a method. ``wrapper`` is called with the original method and the call's arguments."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
 def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
-    """Call both around every optimizer step; ``after`` with what ``before`` gave."""
+    """Call ``before`` and ``after`` around every optimizer step. ``after`` gets the result of ``before``."""
 
     def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken, kept = engine.global_steps, before()
@@ -75,8 +76,10 @@ def around_updates(
     before: Callable[[int, Updated], object] = lambda *_: None,
     after: Callable[[int, Updated], object] = lambda *_: None,
 ) -> None:
-    """Call both around each call of the inner optimizer (one a subgroup or parameter group) with
-    its number in the step, from 1, and its masters. Where ``before`` returns True it is left out.
+    """Call ``before`` and ``after`` around each call of DeepSpeed's inner optimizer.
+
+    There is one call per subgroup or parameter group. Both functions get the call's number in the
+    step, from 1, and the call's fp32 masters. If ``before`` returns True, the call is left out.
     """
     inner, calls = engine.optimizer.optimizer, [0, -1]  # calls in this step, which step
 
@@ -95,7 +98,7 @@ def around_updates(
 
 
 def before(change: Callable[[Any], object]) -> Arm:
-    """Call ``change`` with DeepSpeed's inner optimizer once, before step `AT`."""
+    """Return a defect that calls ``change`` once with DeepSpeed's inner optimizer, before step `AT`."""
 
     def arm(engine: Any) -> None:
         done: list[bool] = []
@@ -112,7 +115,7 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """Return the same with each subgroup's state."""
+    """Return a defect that calls ``change`` with each subgroup's optimizer state, before step `AT`."""
     return before(lambda inner: [change(state) for state in inner.state.values()])
 
 
@@ -130,7 +133,10 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 def in_tensor(
     name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
 ) -> Arm:
-    """Change the values of one tensor after a step; ``first``: on the rank that has its start."""
+    """Return a defect that changes the values of one tensor after a step.
+
+    With ``first``, only the rank that holds the tensor's start changes its part.
+    """
 
     def changed(engine: Any) -> None:
         piece = piece_of(engine, name)
@@ -149,7 +155,7 @@ def narrow(values: torch.Tensor) -> None:
 
 
 def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
-    """Scale the loss by ``factor`` of the micro-batch's number, from 1."""
+    """Multiply the loss of each micro-batch by ``factor``, a function of the micro-batch's number from 1."""
     seen = [0]
 
     def scaled(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,20 +170,20 @@ def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
 
 
 def dropped_micro_batch(engine: Any) -> None:
-    """The second one's gradients are lost on the last rank."""
+    """Insert a defect: the gradients of the second micro-batch in step `AT` are lost on the last rank."""
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     number = (AT - 1) * engine.gradient_accumulation_steps() + 2
     scaled_loss(engine, lambda seen: 0.0 if last and seen == number else 1.0)
 
 
 def values_of(engine: Any) -> torch.Tensor | None:
-    """Return a copy of the tensor, as far as this rank has it."""
+    """Return a copy of this rank's part of the tensor `TENSOR`. None if the rank holds no part."""
     piece = piece_of(engine, TENSOR)
     return None if piece is None else piece.values.clone()
 
 
 def stale_parameter(engine: Any) -> None:
-    """One step's update does not reach what the model computes with."""
+    """Insert a defect: the update of step `AT` does not reach the parameter that the model computes with."""
 
     def restore(kept: torch.Tensor | None) -> None:
         piece = piece_of(engine, TENSOR)
@@ -188,12 +194,12 @@ def stale_parameter(engine: Any) -> None:
 
 
 def skipped(some: Callable[[int], bool]) -> Arm:
-    """Leave out calls of the inner optimizer in step `AT`."""
+    """Return a defect that leaves out some calls of the inner optimizer in step `AT`."""
     return lambda engine: around_updates(engine, lambda call, _: engine.global_steps == AT - 1 and some(call))
 
 
 def lost_names(engine: Any) -> list[str]:
-    """Return the names in the second subgroup (ZeRO-3) or parameter group."""
+    """Return the names of the fp32 masters in the second subgroup (ZeRO-3) or parameter group."""
     optimizer = engine.optimizer
 
     def is_inside(parameter: Any) -> bool:

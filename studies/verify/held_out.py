@@ -1,4 +1,4 @@
-"""Defects that were written after the judge of `tune verify`, to test it."""
+"""Held-out defects: they were written after the code of `tune verify` that judges runs, to test it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,10 @@ from studies.verify.defects import (
 
 
 def wrong_settings(**wrong: Any) -> Arm:
-    """The inner optimizer's groups have other settings in step `AT`; a callable changes one."""
+    """Return a defect: the inner optimizer has wrong settings in step `AT`.
+
+    A callable gets the right value of a setting and returns the wrong value.
+    """
 
     def arm(engine: Any) -> None:
         right: list[dict[str, Any]] = []
@@ -57,7 +60,7 @@ def loss_scaled_twice(engine: Any) -> None:
 
 
 def _wrong_gradient(change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Arm:
-    """One tensor's gradients of step `AT` are changed, with those that came before at hand."""
+    """Return a defect that changes one tensor's gradients in step `AT`. ``change`` also gets all gradients so far."""
 
     def arm(engine: Any) -> None:
         seen: list[torch.Tensor] = []
@@ -85,13 +88,13 @@ def _narrow_masters(engine: Any) -> None:
 
 
 def norm_name(engine: Any) -> str:
-    """Return the name of the optimizer's method that sums the norm up."""
+    """Return the name of the method with which DeepSpeed's optimizer computes the gradient norm."""
     name = "_get_norm_groups"
     return name if hasattr(engine.optimizer, name) else "scaled_global_norm"
 
 
 def norm_of_less(engine: Any) -> None:
-    """The clipping factor comes from a norm that lacks some gradients."""
+    """Insert a defect: in step `AT` the norm used for clipping is too small, as if gradients were missing."""
 
     def less(whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         share, norms = 0.6 if engine.global_steps == AT - 1 else 1.0, whole(*args, **kwargs)
@@ -115,7 +118,7 @@ def not_clipped(engine: Any) -> None:
 
 
 def stale_in_one_forward(engine: Any) -> None:
-    """Make the passes after step `AT` read one tensor's old value. Afterwards it is right again."""
+    """Insert a defect: forward passes after step `AT` read one tensor's old value. Later the value is right."""
     kept: list[torch.Tensor | None] = [None]
 
     def keep(values: torch.Tensor | None) -> None:

@@ -18,14 +18,15 @@ LATE = 2  # steps later than it was made, a defect may rise above rounding
 
 @dataclass(frozen=True)
 class Case:
-    """One defect, judged.
+    """The judgement of `tune verify` on one defect.
 
     Attributes:
-        round: in which the judge was tried on it.
-        judged: against the same ``bits``; against another Adam's rounding, by ``size``; or against
-            ``no-offload`` with the same Adam, by size or place.
-        side: that has it.
-        named: the step and tensor are those that it was put into, and the side is blamed.
+        round: Round in which `tune verify` was tested on the defect.
+        judged: Kind of comparison: ``bits`` with a run that must be equal, ``size`` against the
+            rounding of another Adam, or ``no-offload`` against a run without offload that uses the
+            same Adam.
+        side: Run that has the defect.
+        named: True if the judgement names the defect's step and tensor, and blames the right side.
     """
 
     defect: str
@@ -40,14 +41,14 @@ class Case:
 
 
 class Group:
-    """The runs of one ZeRO stage on some ranks."""
+    """The recorded runs of one ZeRO stage on a number of ranks."""
 
     def __init__(self, folder: Path, stage: int, ranks: int, expected: Mapping[str, Any]) -> None:
         self._folder, self._stage, self._ranks = folder, stage, ranks
         self._expected = expected
 
     def cases(self) -> Iterator[Case]:
-        """Each defect under the plan or in stock, in turn, and then by its size."""
+        """Yield the judgement of each defect by bits, in the plan's or the stock run in turn, and then by size."""
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):
             if defect.name in self._expected:
@@ -58,7 +59,7 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Yield pairs without a defect, with their names."""
+        """Yield the findings on pairs of runs without a defect, with the names of the pairs."""
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
         yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)
@@ -79,7 +80,7 @@ class Group:
         yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
 
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
-        """Stock stands in for a plan in fp32: they have the same bits."""
+        """Judge a defect by bits. In fp32 a stock run stands in for the plan's, because both have the same bits."""
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)
         sides = {STOCK: right, PLAN: replace(right if wide else self._run("plan", PLAN), name=PLAN)}
@@ -96,7 +97,10 @@ class Group:
         return self._case(name, defect, "size", STOCK, finding, late=LATE)
 
     def _without_offload(self, name: str, defect: Defect) -> Case:
-        """Compare as the command does: the same Adam, with another order of sums in its norm."""
+        """Judge a defect as the command does: against training without offload.
+
+        That run uses the same Adam, but another order of sums in the norm.
+        """
         wide = "fp32 " if defect.dtype == "fp32" else ""
         last = self._run(f"{wide}no-offload", NO_OFFLOAD)
         noise = Noise(last, (last, self._run(f"{wide}no-offload flipped", "flipped")))

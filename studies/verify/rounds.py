@@ -1,7 +1,7 @@
-"""All defects, by the round in which the judge of `tune verify` was tried on them.
+"""Rounds of defects for the study of `tune verify`.
 
-The judge was written together with the first. The others were written down before they were tried, and
-the mends that they required came after.
+The code that judges runs was written together with the first round. Later rounds were written
+down before they were tried, and the repairs that they required came after.
 """
 
 from studies.verify.defects import DEFECTS, Defect
@@ -12,6 +12,6 @@ ROUNDS: dict[str, tuple[Defect, ...]] = {"first": DEFECTS, "held out": HELD_OUT,
 
 
 def defects_of(rounds: tuple[str, ...], ranks: int) -> list[Defect]:
-    """Return the defects that so many ranks can have."""
+    """Return the defects of the given rounds that can occur with this number of ranks."""
     found = [defect for name in rounds for defect in ROUNDS[name]]
     return [defect for defect in found if ranks >= defect.least_ranks]

@@ -1,4 +1,4 @@
-"""The trained shapes: the one that defects are put into, and right ones that must pass."""
+"""The shapes of training in the study of `tune verify`: one for defects, and others that must pass."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,17 @@ SUBGROUP = 20_000  # elements
 
 @dataclass(frozen=True)
 class Shape:
-    """One model and how it is trained.
+    """A model and the settings of its training.
 
     Attributes:
-        tied: the head's weight is the embedding's.
-        frozen: the embeddings are not trained.
-        accumulation: micro-batches a step.
-        stage: of ZeRO, where it is not that of the group it is trained with; 0: it is.
-        subgroup: elements of each.
-        initial_scale: of fp16's loss, as a power of two: some first steps overflow.
-        resumed: it is saved and loaded again after so many steps; 0: never.
+        tied: The head shares the embedding's weight.
+        frozen: The embeddings are not trained.
+        accumulation: Micro-batches per step.
+        stage: ZeRO stage. 0 means the stage of the group that the shape is trained with.
+        subgroup: Elements of each subgroup.
+        initial_scale: Initial loss scale of fp16, as a power of two. At this scale some first steps
+            overflow.
+        resumed: Number of steps after which the run is saved and loaded again. 0 means never.
     """
 
     name: str = ""
@@ -50,5 +51,5 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the shapes to train with a group. ZeRO-1 goes with ZeRO-2 only."""
+    """Return the training shapes to test with a ZeRO stage. ZeRO-1 shapes are tested along with ZeRO-2."""
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

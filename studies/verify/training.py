@@ -1,6 +1,7 @@
-"""One rank of all runs of one ZeRO stage: right ones, and one with each defect.
+"""Training of one rank for the study of `tune verify`: all runs of one ZeRO stage.
 
-In one process, since most of a run as `tune verify` makes it is the start of Python.
+There are runs without a defect, and one with each defect. They share one process, because most of
+a single run's time is the start of Python.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def right_runs(stage: int, out: Path) -> None:
-    """Write a folder for each run without a defect."""
+    """Train and record all runs without a defect, each in its own folder."""
     train(out / "stock", stage)
     train(out / "again", stage)
     train(out / "plan", stage, attach=True)
@@ -93,7 +94,7 @@ def right_runs(stage: int, out: Path) -> None:
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
-    """Train with a defect in its own folder; what it shows first."""
+    """Train and record a run with a defect. Return the step and the names at which the defect shows first."""
     with trained(out / defect.folder, stage, shape=Shape(dtype=defect.dtype)) as engine:
         defect.arm(engine)
         return {"step": defect.step, "names": list(defect.names(engine))}
@@ -115,7 +116,7 @@ def trained(
     torchs: bool = False,
     shape: Shape = TINY,
 ) -> Iterator[Any]:
-    """Return an engine to put a defect into; then it is recorded and trained."""
+    """Yield an engine, so that the caller can put a defect into it. Afterwards train and record it."""
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
         _attach(engine, shape.stage or stage)
@@ -145,7 +146,7 @@ def trained(
 
 
 def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Shape = TINY) -> Any:
-    """DeepSpeed's engine; ``torchs``: with torch's AdamW, which rounds otherwise."""
+    """Return a DeepSpeed engine for a shape. With ``torchs`` it uses torch's AdamW, which rounds differently."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -198,7 +199,10 @@ def _attach(engine: Any, stage: int) -> None:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the time of the digests of all tensors, over an optimizer step's: medians in turn."""
+    """Return the time of hashing all tensors, in percent of an optimizer step.
+
+    Both times are medians, measured in turn.
+    """
     engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)
     steps, digests = [], []

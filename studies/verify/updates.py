@@ -1,7 +1,7 @@
-"""Held-out defects in what an update reads and how it computes, of one subgroup or of all.
+"""Held-out defects in the inputs or the arithmetic of an update, for one subgroup or all.
 
-Written down before the judge of `tune verify` was tried on them. Most are of one subgroup (ZeRO-3)
-or parameter group, as an offload that mixes up its buffers would make them.
+They were written down before `tune verify` was tested on them. Most affect one subgroup (ZeRO-3)
+or parameter group, as an offload that mixes up its buffers would.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ BOTH = 2  # the second subgroup or parameter group is the one that is wrong
 
 
 def scaled_gradient(engine: Any) -> None:
-    """Scale the gradient of one subgroup by 1 + 2^-7, a bit of bf16, after the norm."""
+    """Insert a defect: after the norm, one subgroup's gradient is scaled by 1 + 2^-7, which is one bit of bf16."""
 
     def scaled(call: int, updated: Updated) -> None:
         if engine.global_steps == AT - 1 and call == BOTH:
@@ -27,19 +27,19 @@ def scaled_gradient(engine: Any) -> None:
 
 
 def decay_in_another_group(engine: Any) -> None:
-    """The group that must not decay does, in step `AT`."""
+    """Insert a defect: in step `AT` the parameter group without weight decay decays too."""
     decay = max(group["weight_decay"] for group in engine.optimizer.optimizer.param_groups)
     wrong_settings(weight_decay=lambda own: own or decay)(engine)
 
 
 def _lose_moments(state: dict[str, Any]) -> None:
-    """A resume that brought masters and step count back, and neither moment."""
+    """Clear both moments, as a resume that restores only masters and step counts would."""
     state["exp_avg"].zero_()
     state["exp_avg_sq"].zero_()
 
 
 def stale_master(engine: Any) -> None:
-    """One subgroup is updated from what it was a step before."""
+    """Insert a defect: in step `AT` one subgroup is updated from its master of the step before."""
     old: Updated = []
 
     def restored(call: int, updated: Updated) -> None:
@@ -55,7 +55,7 @@ def stale_master(engine: Any) -> None:
 
 
 def _masters_of(optimizer: Any) -> Updated:
-    """Flat, one a subgroup (ZeRO-3) or parameter group."""
+    """Return the flat fp32 masters of DeepSpeed's optimizer, one per subgroup (ZeRO-3) or parameter group."""
     name = "fp32_partitioned_groups_flat"
     if hasattr(optimizer, name):
         return list(getattr(optimizer, name))
@@ -63,7 +63,7 @@ def _masters_of(optimizer: Any) -> Updated:
 
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
-    """Change all masters' gradients in step `AT`, before the first of them is clipped."""
+    """Change the gradients of all masters in step `AT`, after the norm and before any is clipped."""
     done: list[bool] = []
 
     def clipped(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
 
 
 def exchanged_updates(engine: Any) -> None:
-    """Two subgroups are updated with each other's gradients, as far as both reach."""
+    """Insert a defect: two subgroups are updated with each other's gradients, up to the smaller size."""
 
     def exchange(flat: Updated) -> None:
         one, other = (master.grad for master in flat[:2])
@@ -103,7 +103,7 @@ def exchanged_names(engine: Any) -> Collection[str]:
 
 
 def narrow_sums(engine: Any) -> None:
-    """Keep the sums of micro-batches in bf16 instead of fp32."""
+    """Insert a defect: sums of micro-batches are rounded to bf16 instead of fp32."""
 
     def narrowed(flat: Updated) -> None:
         for master in flat:
@@ -114,7 +114,7 @@ def narrow_sums(engine: Any) -> None:
 
 
 def norm_without_a_rank(engine: Any) -> None:
-    """The last rank's gradients are missing in the sum over ranks."""
+    """Insert a defect: in step `AT` the gradient norm lacks the last rank's gradients."""
     import deepspeed.comm as dist
 
     def without(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -136,7 +136,7 @@ def norm_without_a_rank(engine: Any) -> None:
 
 
 def eps_inside(engine: Any) -> None:
-    """Updates of m / sqrt(v + eps) from the first step on, where it is m / (sqrt(v) + eps)."""
+    """Insert a defect: all updates are m / sqrt(v + eps) instead of m / (sqrt(v) + eps)."""
     inner = engine.optimizer.optimizer
 
     def corrected(_: int, updated: Updated) -> None:
@@ -154,13 +154,13 @@ def eps_inside(engine: Any) -> None:
 
 
 def never_corrected(engine: Any) -> None:
-    """Use no bias correction from the first step on: updates of m / sqrt(v)."""
+    """Insert a defect: no update has bias correction, so that all updates are m / sqrt(v)."""
     for group in engine.optimizer.optimizer.param_groups:
         group["bias_correction"] = False
 
 
 def late_rate(engine: Any) -> None:
-    """Use the learning rate of the step before, from step `AT` on."""
+    """Insert a defect: from step `AT` on, updates use the learning rate of the step before."""
     inner = engine.optimizer.optimizer
     last: dict[int, list[float]] = {}
 

@@ -1,4 +1,4 @@
-"""`tune verify` itself, on versions of DeepSpeed that are known to be wrong, or right."""
+"""Test of `tune verify` on versions of DeepSpeed that are known to be wrong or right."""
 
 import json
 import os
@@ -37,7 +37,7 @@ for number in range(100):
 
 
 def known_versions() -> list[dict[str, Any]]:
-    """Return a row a version: what was found, or why it was skipped."""
+    """Return one row per DeepSpeed version: the findings of `tune verify`, or the reason for skipping."""
     return [_row(version, wrong) for version, wrong in VERSIONS]
 
 

@@ -1,7 +1,7 @@
-"""py-cpuinfo as every process that the tests start imports it: asked once, by `tests.conftest`.
+"""Replacement of py-cpuinfo for all test processes. `tests.conftest` queries the processor once.
 
-Each CPU optimizer of DeepSpeed's asks it for the processor's name, which takes over a second of a
-core, in a process of its own.
+Each CPU optimizer of DeepSpeed queries the processor's name in a separate process, which takes
+over a second of a core.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A machine without a GPU, taken for one that has it."""
+"""Fixtures that make the runtime treat a machine without a GPU as one with a GPU."""
 
 import sys
 
@@ -10,14 +10,14 @@ from tests.runtime import fake_cuda
 
 @pytest.fixture(autouse=True)
 def quick_collections():
-    """Those that DeepSpeed asks for with every engine."""
+    """Speed up the garbage collections that DeepSpeed runs for every engine."""
     if "deepspeed.runtime.engine" in sys.modules:
         freeze_heap()
 
 
 @pytest.fixture
 def dynamo(monkeypatch):
-    """torch.compile compiles, as it does not in the other tests; what did is counted."""
+    """Enable torch.compile, which is off in all other tests, and yield its counters."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
@@ -30,7 +30,7 @@ def dynamo(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """`CudaDevice` runs on a stand-in for torch.cuda; what breaks CUDA's rules fails the test."""
+    """Run `CudaDevice` on a fake torch.cuda. A violation of CUDA's rules fails the test."""
     made = fake_cuda.install(monkeypatch)
     yield made
     made.close()
@@ -39,6 +39,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def late_deepspeed(fake, monkeypatch):
-    """DeepSpeed's own streams are late as well."""
+    """Delay DeepSpeed's own streams on the fake torch.cuda as well."""
     fake_cuda.install_under_deepspeed(monkeypatch, fake)
     return fake

@@ -1,8 +1,8 @@
-"""Every state that a crash can leave behind, after Pillai et al., "All File Systems Are Not Created
+"""Every state that a crash can leave on disk, after Pillai et al., "All File Systems Are Not Created
 Equal" (ALICE, OSDI 2014).
 
-The system calls of a save are recorded. For each prefix of them, what was synced is on disk; of the
-rest, any part may be. Each such folder is built and opened.
+The system calls of a save are recorded. For each prefix of the calls, synced data is on disk, and
+any part of the other data may be. A folder is built and opened for each such state.
 """
 
 import os
@@ -23,7 +23,11 @@ RANDOM_SUBSETS = 4
 
 @dataclass
 class Op:
-    """``touches``: the inode whose fsync makes it durable."""
+    """A recorded system call.
+
+    Attributes:
+        touches: Inode that has to be synced to make the call durable.
+    """
 
     kind: str
     touches: int
@@ -32,7 +36,7 @@ class Op:
 
 @dataclass
 class Disk:
-    """Folders and files by inode; ``root`` is the folder above the one of the checkpoints."""
+    """A simulated disk with folders and files by inode. ``root`` is the parent of the checkpoint folder."""
 
     root: int = 0
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
@@ -89,7 +93,7 @@ class Disk:
 
 
 class RecordingFiles(Files):
-    """Does the real calls and writes down what they change, by inode."""
+    """File operations that do the real calls and record their changes by inode."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -171,7 +175,7 @@ class RecordingFiles(Files):
 
 
 def crash_states(ops, seed):
-    """(disk, committed steps so far) for every prefix and many choices of what was not synced."""
+    """Yield (disk, committed steps so far) for every prefix of the calls and many choices of unsynced calls."""
     rng = random.Random(seed)
     for end in range(len(ops) + 1):
         prefix = ops[:end]
@@ -204,7 +208,7 @@ def crash_states(ops, seed):
 
 @contextmanager
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is such a place: hundreds of folders come and go in it."""
+    """Yield a temporary folder in memory if possible, because hundreds of folders are made in it."""
     shared = Path("/dev/shm")
     place = shared if os.access(shared, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place, prefix="ebbtide-replay-") as folder:

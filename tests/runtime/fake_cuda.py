@@ -1,19 +1,19 @@
-"""Stands for `torch.cuda` on a machine without a GPU, with the rules of CUDA that races break.
+"""A fake `torch.cuda` for machines without a GPU, with the CUDA rules that races break.
 
-Memory of the device is host memory, and the default stream runs at once, as the training thread's
-own work. Everything else is as hard as CUDA allows it to be:
+Memory of the device is host memory, and the default stream runs immediately, as work of the
+training thread. Everything else is as hard as CUDA allows:
 
-- A stream is a thread that runs what it was given **late**: when something waits for it, or after
-  a random while (seeded by the stream's number: the same seed gives the same delays). Copies and
-  kernels read their sources then, not when they are issued.
-- The caching allocator hands a freed block out again at once, in the order of the stream it was
-  allocated on. So a copy that runs on another stream after its source was freed, without
-  ``record_stream``, reads what the next owner wrote: here poison (and the fake notes the
-  violation). Memory that was never written holds poison too.
-- Events stand for what was on their stream when they were recorded.
-- A copy from or to pageable host memory blocks its caller; page locks are whole pages. Memory of
-  the device is no other memory here, so that a copy of ours with neither end locked counts as one.
-- Synchronisations are counted, those of the whole device and those that held a thread up.
+- A stream is a thread that runs its work **late**: when something waits for it, or after a random
+  time (seeded by the stream's number: the same seed gives the same delays). Copies and kernels
+  read their sources then, not when they are issued.
+- The caching allocator reuses a freed block immediately, in the order of the stream it was
+  allocated on. If a copy runs on another stream after its source was freed, without
+  ``record_stream``, it reads the data of the block's next owner: here poison, and the fake
+  records the violation. Memory that was never written holds poison too.
+- An event stands for the work that was on its stream when it was recorded.
+- A copy from or to pageable host memory blocks its caller. Page locks are whole pages. Device
+  memory is not separate here, so a copy of ebbtide with neither end locked counts as pageable.
+- Synchronizations are counted: those of the whole device, and those that blocked a thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def poison(tensor):
 
 
 class FakeStream:
-    """In order, and late; ``wait_event`` holds up the stream, not the caller."""
+    """A fake stream that runs its work in order, and late. ``wait_event`` blocks the stream, not the caller."""
 
     def __init__(self, world, number):
         self._world = world
@@ -94,13 +94,13 @@ class FakeStream:
         return self._put(work, late=True)
 
     def demand(self, upto=None):
-        """Something needs what has been issued so far: it is not put off any longer."""
+        """Run everything issued so far without further delay, because something needs it."""
         with self._state:
             self._demanded = max(self._demanded, self._issued if upto is None else upto)
             self._state.notify_all()
 
     def drain(self):
-        """Until everything issued so far has run, without counting as a synchronisation."""
+        """Wait until everything issued so far has run, without counting a synchronization."""
         with self._state:
             upto = self._issued
         self.demand(upto)
@@ -148,7 +148,7 @@ class FakeStream:
 
 
 class DefaultStream:
-    """The training thread's own: everything on it has been done when the call returns."""
+    """The fake default stream of the training thread. All work on it is done when the call returns."""
 
     device = torch.device("cpu")
     age_s = 0.0
@@ -187,7 +187,7 @@ DEFAULT = DefaultStream()
 
 
 class _Record:
-    """One `record`: the place in a stream that an event stands for."""
+    """One `record` of a fake event: the position in a stream that the event stands for."""
 
     def __init__(self, stream):
         self.reached = threading.Event()
@@ -205,7 +205,7 @@ class _Record:
 
 
 class FakeEvent:
-    """As `torch.cuda.Event`: stands for the latest `record`; before the first one, for nothing."""
+    """A fake `torch.cuda.Event`, which stands for its latest `record`. Before the first one it is reached."""
 
     world = None
 
@@ -230,7 +230,7 @@ class FakeEvent:
         return self.latest is None or self.latest.reached.is_set()
 
     def elapsed_time(self, later):
-        """Milliseconds in single precision, as CUDA tells them."""
+        """Return the milliseconds between two events in single precision, as CUDA does."""
         assert self._timing
         assert later._timing
         assert self.query()
@@ -247,7 +247,7 @@ def current_stream(device=None):
 
 
 class _Block:
-    """What the allocator knows of one storage."""
+    """The fake allocator's entry for one tensor storage."""
 
     def __init__(self, storage):
         self.alive = StorageWeakRef(storage)  # keeps its number from being given to another
@@ -257,14 +257,14 @@ class _Block:
 
 
 class Allocator:
-    """Who may still use which block; any thread."""
+    """A fake caching allocator that knows the streams that may use each block. Thread-safe."""
 
     def __init__(self):
         self._blocks = {}
         self._lock = threading.Lock()
 
     def block(self, tensor):
-        """Called with the lock held."""
+        """Return the entry of a tensor's storage. The caller must hold the lock."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._blocks:
@@ -282,14 +282,14 @@ class Allocator:
             self.block(tensor).recorded.add(stream)
 
     def hold(self, tensor):
-        """Another name of the same memory, which does not count as a use of it."""
+        """Return another reference to a tensor's memory that does not count as a use of it."""
         name = tensor.detach()
         with self._lock:
             self.block(name).held += 1
         return name
 
     def given_away(self, name, stream):
-        """Ends a `hold`. Has its owner freed the block, and may a later owner write it already?"""
+        """End a `hold`. Return whether the block was freed, so that a later owner may already write to it."""
         with self._lock:
             block = self.block(name)
             # The names that are held, and torch's own wrapper of the storage.
@@ -303,9 +303,10 @@ class Allocator:
 
 
 class _Queueing(TorchDispatchMode):
-    """What is called within runs on the stream, late: copies, and kernels with their results.
+    """A dispatch mode that runs torch's calls late on a fake stream: copies, and kernels with their
+    results.
 
-    What hands a value to the host drains the stream and runs at once.
+    A call that returns a value to the host drains the stream and runs immediately.
     """
 
     def __init__(self, world, stream, crossing):
@@ -357,12 +358,13 @@ class _Queueing(TorchDispatchMode):
 
 
 class FakeRuntime:
-    """cudaHostRegister and its inverse: whole pages, which do not overlap, given back once, and not
-    under a copy.
+    """Fake cudaHostRegister and cudaHostUnregister.
+
+    Locked ranges are whole pages that do not overlap. Each is unlocked once, and not during a copy.
 
     Attributes:
-        refuses_after: so many page locks more, then none; None: no limit.
-        last_error: of the latest call that failed, until a kernel's launch has raised it.
+        refuses_after: Number of further page locks before locking fails. None means no limit.
+        last_error: Error of the latest failed call, until a kernel launch raises it.
     """
 
     def __init__(self, violations):
@@ -390,13 +392,13 @@ class FakeRuntime:
         return error
 
     def launched(self):
-        """A kernel: what failed on this thread before shows here."""
+        """Raise an earlier error of this thread, as a kernel launch on CUDA does."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
 
     def flies(self, tensor, by=1):
-        """A copy that reads or writes the tensor has been issued; -1: has run."""
+        """Count a copy that reads or writes a tensor. ``by`` is -1 after the copy has run."""
         begin = tensor.data_ptr()
         self._flying[begin, begin + tensor.nbytes] += by
 
@@ -412,12 +414,13 @@ class FakeRuntime:
 
 
 class FakeTorch:
-    """`torch` with another ``cuda``; memory on the device is ordinary memory.
+    """`torch` with a fake ``cuda``. Memory on the device is ordinary memory.
 
     Attributes:
-        violations: what CUDA would have answered with wrong bits or a crash; empty in a sound run.
-        counts: ``device`` synchronisations; ``held_up``: times the training thread was stopped by
-            one stream's; ``pageable`` copies, which block; ``compiled``: times kernels were.
+        violations: Errors that would give wrong bits or a crash on CUDA. Empty in a correct run.
+        counts: ``device``: synchronizations of the device. ``held_up``: times that a synchronization
+            blocked the training thread. ``pageable``: blocking copies. ``compiled``: times that
+            kernels were compiled.
     """
 
     def __init__(self, seed=0, latest_s=LATEST_S):
@@ -476,12 +479,12 @@ class FakeTorch:
             self.counts["held_up"] += 1
 
     def exchanges(self, stream, tensor, write):
-        """A collective on a stream reads or writes it: for who looks at that."""
+        """Do nothing. Checks replace this hook, which a collective on a stream calls for each tensor it uses."""
 
     # What streams run -----------------------------------------------------------------------
 
     def copy_later(self, stream, to, source, crossing):
-        """A copy that reads its source when it runs; to or from pageable memory it blocks."""
+        """Issue a copy that reads its source when it runs. To or from pageable memory it blocks."""
         to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
         for end in (to, source):
             self.runtime.flies(end)
@@ -503,7 +506,7 @@ class FakeTorch:
             to.copy_(source)
 
     def run_later(self, stream, func, args, kwargs):
-        """A kernel that writes its first argument in place."""
+        """Issue a kernel that writes its first argument in place."""
         self.runtime.launched()
         hold = self.allocator.hold
         args = [hold(a) if isinstance(a, torch.Tensor) else a for a in args]
@@ -518,7 +521,7 @@ class FakeTorch:
         func(*args, **kwargs)
 
     def device_update(self, state, grad, out, step, scale=1.0, tail=0):
-        """The host kernel in the device kernel's place, on the current stream."""
+        """Run the host kernel instead of the device kernel, on the current stream."""
         from ebbtide.runtime.kernels.host import host_update
 
         def kernel(grad, out, *state):
@@ -552,7 +555,7 @@ class FakeTorch:
 
 
 def install(monkeypatch, seed=0, latest_s=LATEST_S):
-    """`CudaDevice` runs on the stand-in from here on; returns it."""
+    """Make `CudaDevice` use the fake torch.cuda from now on, and return the fake."""
     import ebbtide.runtime.devices.cuda
     import ebbtide.runtime.hardware.pages
 
@@ -572,7 +575,7 @@ def install(monkeypatch, seed=0, latest_s=LATEST_S):
 
 
 def install_under_deepspeed(monkeypatch, fake):
-    """DeepSpeed too takes the machine for one whose streams are late: its own waits are tried."""
+    """Make DeepSpeed use the fake streams too, so that its own waits are tested."""
     import deepspeed.comm
     import ebbtide.runtime.zero.stage3  # noqa: F401
     from deepspeed.accelerator import get_accelerator
@@ -601,10 +604,12 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """A collective in the order of its stream; what it does inside is not the stream's work.
+    """Return a collective that runs in the order of its stream.
+
+    Work inside the collective is not counted as the stream's work.
 
     Args:
-        written: which of its arguments it writes; it reads the others.
+        written: Position of the argument that the collective writes. It reads all other arguments.
     """
 
     def run(*args, **kwargs):

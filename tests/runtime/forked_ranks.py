@@ -1,9 +1,9 @@
-"""Two ranks of a job, forked from a process that has imported what both need: torchrun's own and a
-second rank's imports take four seconds.
+"""Two ranks of a job, forked from a process with all imports done.
 
     python -m tests.runtime.forked_ranks MODULE FOLDER
 
-``main(folder)`` of the module is what each rank does.
+Each rank runs ``main(folder)`` of the module. Starting torchrun and importing in a second rank
+would take four seconds.
 """
 
 import importlib
@@ -22,7 +22,7 @@ LIMIT_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
 def launch(module, folder, environment):
-    """The ended process, which tells of every rank that failed."""
+    """Run a module on two forked ranks. Return the ended process, with the output of every failed rank."""
     return subprocess.run(
         [sys.executable, "-m", "tests.runtime.forked_ranks", module, str(folder)],
         env={**environment, "OMP_NUM_THREADS": "1"},

@@ -32,7 +32,7 @@ def states():
 
 @contextmanager
 def unchanged(what):
-    """Check that the block leaves every generator as it found it."""
+    """Check that the code in the block leaves every random generator unchanged."""
     before = states()
     yield
     after = states()
@@ -41,14 +41,14 @@ def unchanged(what):
 
 
 def measure_quickly(monkeypatch, cache):
-    """Have ``plan="auto"`` measure this machine in part of a second, with nothing cached before."""
+    """Make ``plan="auto"`` measure this machine in a fraction of a second, with an empty cache."""
     monkeypatch.setattr("ebbtide.profiler.machine._cache_path", lambda *_: cache / "machine.json")
     quick = functools.partial(ebbtide.profiler.measure_machine, **QUICK)
     monkeypatch.setattr(ebbtide.profiler, "measure_machine", quick)
 
 
 def engine_with_dropout(plan, stage):
-    """Return an engine on a small seeded model with dropout: DeepSpeed's own if there is no plan."""
+    """Return an engine on a small seeded model with dropout. Without a plan it is stock DeepSpeed's."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -60,7 +60,7 @@ def engine_with_dropout(plan, stage):
 
 
 def step(engine):
-    """Return the loss of one step whose batch is drawn from all three generators of the host."""
+    """Return the loss of one step on a batch that is drawn from all three generators of the host."""
     batch = torch.randn(4, 32) * random.random() * np.random.rand()
     loss = engine(batch.to(engine.device, torch.bfloat16)).float().square().mean()
     engine.backward(loss)
@@ -69,7 +69,6 @@ def step(engine):
 
 
 def losses(plan, stage):
-    """Return the losses of a whole training."""
     engine = engine_with_dropout(plan, stage)
     found = [step(engine) for _ in range(STEPS)]
     engine.destroy()
@@ -77,7 +76,7 @@ def losses(plan, stage):
 
 
 def compare(stage, folder):
-    """Print, as a rank of torchrun's, whether two runs under ``auto`` have the losses of stock."""
+    """Print, as one rank under torchrun, whether two runs with ``auto`` have the losses of stock DeepSpeed."""
     become_only_rank()
     deepspeed.init_distributed()
     stock = losses(None, stage)

@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors hold, at every operation, as no resident set can in a test."""
+"""A count of the bytes that tensors hold after every operation, which a resident set cannot give in a test."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """Inside, every tensor that an operation of this thread returns is known until it is gone.
+    """A dispatch mode that tracks every tensor returned by an operation of this thread until it is
+    freed.
 
     Attributes:
-        peak: the most that was there at once after some operation, in bytes, with all that was
-            there before.
+        peak: Largest number of bytes held at one time after an operation, including earlier tensors.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HeldBytes(TorchDispatchMode):
         self.peak = self.now()
 
     def _meet(self, tensor: torch.Tensor) -> bool:
-        """Whether its memory is new here."""
+        """Add a tensor's storage to the tracked ones. Return whether it is new."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return False
         storage = tensor.untyped_storage()
@@ -39,7 +39,7 @@ class HeldBytes(TorchDispatchMode):
         return True
 
     def now(self) -> int:
-        """Bytes that are there."""
+        """Return the bytes that tracked tensors hold now."""
         alive = {k: held for k, held in self._storages.items() if not held[0].expired()}
         self._storages = alive
         return sum(size for _, size in alive.values())

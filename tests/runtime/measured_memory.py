@@ -1,9 +1,10 @@
-"""Run in a process of its own: what an engine of 50 M parameters takes of both memories, of each
-case in a process that is forked from it.
+"""Measured host and device memory of an engine with 50 M parameters, with a forked process for each
+case.
 
     python -m tests.runtime.measured_memory RESULTS
 
-The emulated device's memory is host memory too: of the process' resident set it is taken off.
+The emulated device's memory is host memory too, so it is subtracted from the process's resident
+set.
 """
 
 import ctypes
@@ -63,7 +64,7 @@ class Layers(torch.nn.Module):
 
 
 class Counting(EmulatedDevice):
-    """Knows the most bytes that were alive at once."""
+    """An emulated device that records the largest number of bytes in use at one time."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +82,7 @@ class Counting(EmulatedDevice):
 
 
 def resident_bytes():
-    """The least of some moments: other threads give back late what was on its way."""
+    """Return the smallest resident set of several moments, because other threads free memory late."""
     found = []
     for _ in range(5):
         time.sleep(0.1)
@@ -91,7 +92,7 @@ def resident_bytes():
 
 
 def measured(model, width, subgroup, case):
-    """Predicted and measured bytes of both memories."""
+    """Return the predicted and measured bytes of host and device memory."""
     placements, locations, config = CASES[case]
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)

@@ -1,7 +1,7 @@
-"""A training engine of plain torch under a plan: what `TrainingEngine` asks for, and no DeepSpeed.
+"""A training engine of plain torch under a plan, without DeepSpeed. It implements `TrainingEngine`.
 
-One rank, bf16 parameters, fp32 masters; gradients are summed in bf16 and clipped to a norm. Its
-update is torch's own AdamW, on the host and on the device that the tests emulate.
+It has one rank, bf16 parameters and fp32 masters. Gradients are summed in bf16 and clipped to a
+norm. The update is torch's own AdamW, on the host and on the emulated device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK_BYTES = 4096
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Step ``number``, from 1, as torch runs it on one tensor."""
+    """Optimizer step ``number``, counted from 1, as torch runs it on one tensor."""
 
     kernel: ClassVar[str] = "torch"
     number: int
@@ -93,15 +93,15 @@ class _TorchKernel:
 
 
 class UnifiedTorch(_TorchKernel, Device):
-    """The host itself as the device."""
+    """The host itself as the device, with torch's update."""
 
 
 class EmulatedTorch(_TorchKernel, EmulatedDevice):
-    """Real copies to other memory, torch's update there."""
+    """An emulated device with real copies to separate memory, and torch's update."""
 
 
 def cut(params, size):
-    """Whole parameters in a row, up to ``size`` elements in each subgroup, one at the least."""
+    """Return groups of whole parameters in order, each with up to ``size`` elements and at least one parameter."""
     groups = [[]]
     for param in params:
         if groups[-1] and sum(p.numel() for p in groups[-1]) + param.numel() > size:
@@ -165,7 +165,7 @@ class PlainEngine:
         self.session.stepped()
 
     def save(self, folder: Path, tag: str, bytes_per_s: float | None = None) -> Job:
-        """Written while training goes on; the job tells when it is committed."""
+        """Save a checkpoint while training continues. The returned job tells when it is committed."""
         self.publish()
         attempt = Attempt(folder, tag, uuid.uuid4().hex, self.steps, rank=0, world_size=1)
         state = [self.saved_state(i) for i in range(len(self.groups))]
@@ -231,7 +231,7 @@ class PlainEngine:
         return HostGradients(device, states, self.slices(), ops, complete)
 
     def prepare(self, device):
-        """Nothing is in one piece."""
+        """Do nothing, because this engine has no flat buffers to prepare."""
 
     def take(self, subgroup, now):
         if now is not None:
@@ -248,7 +248,7 @@ class PlainEngine:
             offset += param.numel()
 
     def settle(self):
-        """Nothing is left behind."""
+        """Do nothing, because this engine leaves nothing to finalize."""
 
     def hyperparameters(self):
         self.steps += 1
@@ -279,7 +279,7 @@ class PlainEngine:
         return self.clip is not None
 
     def gathers(self):
-        """Parameters are never partitioned."""
+        """Return None, because parameters are never partitioned."""
 
     def gate_reads(self, wait):
         hooks = [

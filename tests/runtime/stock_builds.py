@@ -1,7 +1,8 @@
-"""DeepSpeed's CPU ops built as its builder would build them on other machines.
+"""DeepSpeed's CPU ops, built as its builder would build them on other machines.
 
-Its own sources and flags, but seconds instead of a minute: a light header stands in for
-torch/extension.h, most of which the sources do not use, and ctypes for pybind.
+The sources and flags are DeepSpeed's. The build takes seconds instead of a minute, because a
+small header replaces torch/extension.h, most of which the sources do not use, and ctypes replaces
+pybind.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ _OPS = {
 
 
 def runs_here(build: str) -> bool:
-    """Whether this CPU has the instructions of the build."""
+    """Return whether this CPU has the instructions of a build."""
     flags = set(Path("/proc/cpuinfo").read_text().split())
     return {"avx512": "avx512f", "unfused": "avx"}.get(build, "fma") in flags
 
 
 class StockOp:
-    """DeepSpeed's op of an optimizer (`deepspeed.ops.adam.cpu_adam_op`), of one build."""
+    """A build of DeepSpeed's op for one optimizer (such as `deepspeed.ops.adam.cpu_adam_op`)."""
 
     def __init__(self, name: str, build: str) -> None:
         source, wrapper, created, updated = _OPS[name]
@@ -124,8 +125,10 @@ stock_op = functools.cache(StockOp)
 
 
 class RecountingOp:
-    """An Adam op that counts steps as DeepSpeed 0.18.6's does: ``pow`` at every subgroup after a
-    step's first. This version's takes ``pow`` where the step jumps, so it is made to jump.
+    """An Adam op that counts steps as in DeepSpeed 0.18.6: with ``pow`` at every subgroup after a step's
+    first.
+
+    The present version uses ``pow`` if the step number jumps, so this op makes it jump.
     """
 
     def __init__(self, op: StockOp) -> None:
@@ -141,13 +144,13 @@ class RecountingOp:
 
 
 def use_op(monkeypatch, op: object) -> None:
-    """DeepSpeed's Adams made from here on have this op."""
+    """Make DeepSpeed's CPU Adam optimizers use this op from now on."""
     module = importlib.import_module("deepspeed.ops.adam.cpu_adam")
     monkeypatch.setattr(module, "CPUAdamBuilder", lambda: SimpleNamespace(load=lambda: op))
 
 
 def use_build(monkeypatch, build: str) -> None:
-    """DeepSpeed's CPU optimizers made from here on have the ops of this build."""
+    """Make DeepSpeed's CPU optimizers use the ops of this build from now on."""
     for name in _OPS:
         module = importlib.import_module(f"deepspeed.ops.{name}.cpu_{name}")
         builder = next(n for n in vars(module) if n.startswith("CPU") and n.endswith("Builder"))

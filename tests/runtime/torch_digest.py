@@ -1,4 +1,4 @@
-"""The digest by torch's operations, written down a second time: what `digest.cpp` must agree with."""
+"""A second implementation of the tensor digest by torch operations, with which `digest.cpp` must agree."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ _MASK = (1 << 64) - 1
 
 
 def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None) -> Digest:
-    """Return the digest of a flat piece by torch's operations."""
+    """Return the digest of a flat tensor, computed by torch operations."""
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
     at = 0
     while at < piece.numel():
@@ -41,14 +41,14 @@ def _chunk(piece: torch.Tensor, start: int, narrow: torch.dtype | None) -> Diges
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Return the elements' bits as int64, none of them negative."""
+    """Return the bits of each element as non-negative int64."""
     if piece.dtype == torch.float32:
         return piece.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return piece.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def _keys(start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and sign of each place, as digest.cpp has them; int64 wraps as uint64 does."""
+    """Return the key and sign of each element's position, as in digest.cpp. int64 wraps as uint64 does."""
     places = np.arange(start, start + count, dtype=np.uint64)
     inner = _mixed(places % np.uint64(TABLE)) | np.uint64(1)
     outer = _mixed(~(places // np.uint64(TABLE))) | np.uint64(1)

@@ -1,12 +1,13 @@
-"""What hardware cannot exceed, worked out from published facts and from nothing of the presets.
+"""Limits that hardware cannot exceed, from published facts and independent of the presets.
 
-Buses are counted: lanes x transfers, channels x transfers x width, stacks x pins, links, ports.
+They are counted from buses: lanes x transfers, channels x transfers x width, stacks x pins,
+links, ports.
 
-Sources of what is the same everywhere:
-    PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s a lane, 128b/130b.
-    JEDEC JESD79-4 and JESD79-5: 64 data bits a channel, at the DIMM's rate in MT/s.
-    JEDEC JESD238 (HBM): 1024 data bits a stack.
-    NVIDIA, NVLink 3 and 4: 25 GB/s a link and direction.
+Sources of common facts:
+    PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b.
+    JEDEC JESD79-4 and JESD79-5: 64 data bits per channel, at the DIMM's rate in MT/s.
+    JEDEC JESD238 (HBM): 1024 data bits per stack.
+    NVIDIA, NVLink 3 and 4: 25 GB/s per link and direction.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ DIMM_GIB = 256  # the largest DDR4 and DDR5 modules of servers; two to a channel
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """One direction, before packet headers."""
+    """Return the bytes per second of a PCIe link in one direction, before packet headers."""
     return {4: 16e9, 5: 32e9}[generation] * lanes * 128 / 130 / 8
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A data sheet's parts.
+    """The facts of a GPU's data sheet.
 
     Attributes:
-        memory: bits wide, bits/s a pin.
-        memory_gib: stacks or chips x their size; less may be enabled.
-        tensor: multiprocessors, dense 16-bit flops of each per clock with 32-bit sums, clock in Hz.
+        memory: Width in bits, and bits/s per pin.
+        memory_gib: Stacks or chips times their size. Less may be enabled.
+        tensor: Number of multiprocessors, dense 16-bit flops of each per clock with 32-bit sums,
+            clock in Hz.
     """
 
     memory: tuple[int, float]
@@ -90,13 +92,15 @@ B200 = Gpu((8 * 1024, 7.8125e9), 180, (148, 8192, 1.856e9), nvlinks=2 * 18)
 
 @dataclass(frozen=True)
 class Node:
-    """What is plugged together.
+    """The hardware of a node.
 
     Attributes:
-        dram: sockets, channels of each, transfers/s, bytes of one.
-        cores: of all sockets; ``host_gib``: memory as published, 0: as much as the channels carry.
-        link_bytes_per_s: host to one GPU, one direction.
-        ports_bits_per_s: of all network ports; ``drive``: PCIe generation of its four lanes.
+        dram: Sockets, channels per socket, transfers/s, and bytes per transfer.
+        cores: Cores of all sockets.
+        host_gib: Host memory as published. 0 means as much as the channels support.
+        link_bytes_per_s: Bytes per second from the host to one GPU, in one direction.
+        ports_bits_per_s: Bits per second of all network ports together.
+        drive: PCIe generation of the drive's four lanes.
     """
 
     gpu: Gpu
@@ -173,7 +177,7 @@ NODES = {
 
 
 def limits(name: str) -> dict[str, float]:
-    """The most that each rate and size can be, by the fields of a `Machine` and its other rates."""
+    """Return the upper limit of each rate and size, by the fields of a `Machine` and its other rates."""
     node = NODES[name]
     gpu, link = node.gpu, node.link_bytes_per_s
     socket = node.dram_bytes_per_s / node.dram[0]
@@ -219,7 +223,7 @@ LEAST = {
 
 
 def offences(machine: Any) -> list[str]:
-    """Values of a preset that no such hardware has, each with its limit."""
+    """Return the values of a preset that its hardware cannot have, each with its limit."""
     told = []
     for name, most in limits(machine.name).items():
         value = getattr(machine, name, None) or machine.other_rates.get(name)
@@ -233,7 +237,7 @@ def offences(machine: Any) -> list[str]:
 
 
 def sheet_offences(sheet: Any, name: str) -> list[str]:
-    """Likewise of the sheet itself, whose values bound what `tune calibrate` may find."""
+    """Return the data sheet's values that its hardware cannot have. They limit the results of `tune calibrate`."""
     most, node = limits(name), NODES[name]
     pairs = {
         "flops": most["device_flops_per_s"],

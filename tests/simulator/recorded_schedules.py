@@ -1,6 +1,6 @@
-"""Random plans of schema 2 and what their schedules were, as recorded when that was the schema.
+"""Random plans of the old plan schema 2, and hashes of their schedules as recorded with that schema.
 
-python -m tests.simulator.recorded_schedules   # records them anew: say in the commit why
+python -m tests.simulator.recorded_schedules   # records them again: say in the commit why
 """
 
 import hashlib
@@ -22,7 +22,7 @@ NAMES_THEN = {
 
 
 def case(number):
-    """Return a workload, and the fields of a plan in schema 2; the same for the same number."""
+    """Return a workload and the fields of a plan in schema 2. They depend only on the number."""
     rng = random.Random(f"schedule {number}")
     stage = rng.choice([3, 3, 3, 2, 1])
     micro_batches = rng.choice([1, 1, 2, 3])
@@ -55,7 +55,7 @@ def case(number):
 
 
 def plan_fields(rng, sizes, stage):
-    """Return a plan as JSON has it."""
+    """Return the fields of a random plan, in the form of its JSON file."""
     count, whole = len(sizes), stage == 3
     placements = rng.choices(PLACEMENTS if whole else PLACEMENTS[:3], k=count)
     locations = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=count) if whole else []
@@ -83,7 +83,7 @@ def plan_fields(rng, sizes, stage):
 
 
 def digest(number):
-    """Return a hash over the ops of a case, and what they hold."""
+    """Return a hash of the ops of a case's schedule, and of the memory they hold."""
     work, fields = case(number)
     schedule = build_schedule(work, Plan.from_fields(fields))
     held = {memory: dict(kinds) for memory, kinds in schedule.held.items()}

@@ -1,13 +1,14 @@
-"""A run that does nothing but save: what the demo's kill must hit in the middle."""
+"""A process that only saves checkpoints, as the target of the demo's kill."""
 
 import time
 from pathlib import Path
 
 
 def save(folder, commits, stop=False):
-    """Commits checkpoints of 8 MiB, then writes one more and never commits it, or stops after one.
+    """Commit checkpoints of 8 MiB. Then write another one without committing it, or stop after the
+    first.
 
-    Written slowly, so that who looks in between sees a half of one.
+    Writing is slow, so that an observer sees a partial checkpoint.
     """
     folder = Path(folder)
     for number in range(1, commits + 2):

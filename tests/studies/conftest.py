@@ -1,3 +1,3 @@
-"""Searches with little effort in every file of this folder that does not judge plans."""
+"""Fixture of this folder: searches use little effort in every file that does not judge plans."""
 
 from tests.effort import effort  # noqa: F401

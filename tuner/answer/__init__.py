@@ -1,1 +1,1 @@
-"""Answers for users: a plan's table, its reasons, reports."""
+"""Answers for users: a plan's table, its reasons, and reports."""

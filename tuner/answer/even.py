@@ -1,4 +1,4 @@
-"""A plan while somebody waits: the decision with the least effort."""
+"""A quick plan for interactive use, found with a small fraction of a full search."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,10 +25,12 @@ def even_plan(
     offload_parameters: bool = False,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return a plan with its prediction and lower bound, and say whether a search could find a better one.
+    """Return a plan from a quick search, with its prediction and lower bound.
+
+    The plan's reasons say whether a full search may find a better one.
 
     Raises:
-        ImpossibleError: nothing fits.
+        ImpossibleError: No plan fits into memory.
     """
     question = Question(
         workload, machine, limits, subgroup_sizes, offload_parameters, folders=folders or {}, effort=QUICK
@@ -45,7 +47,7 @@ def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedo
 
 
 def best_of(found: Decision) -> Plan:
-    """Return the plan of a quick decision."""
+    """Return the plan that a quick search has chosen, with its prediction and reasons."""
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)

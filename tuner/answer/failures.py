@@ -1,4 +1,4 @@
-"""The effect of failures: the useful share of the time, and the best checkpoint interval."""
+"""The effect of failures on training: the useful share of the time, and the best checkpoint interval."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,10 +19,10 @@ RESTART_S = 60.0  # as `tune plan --restart` has it
 def checkpointed(
     plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
 ) -> tuple[Plan, Choice]:
-    """Return the plan with the best interval under such failures, and what that brings.
+    """Return a plan with the best checkpoint interval for a mean time between failures, and its cost and goodput.
 
-    A plan that has an interval was searched with it, and keeps its cap and budget; else the usual
-    copy budget and the largest useful one are tried: quick, and seldom worse than the search.
+    A plan that has an interval was searched with one, and keeps its cap and copy budget. For other plans the
+    usual copy budget and the largest useful one are tried, which is quick and seldom worse than the search.
     """
     simulation = CheckpointSimulation(workload, plan, machine)
     failures = Failures(mtbf_s, RESTART_S)
@@ -42,7 +42,15 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Return the goodput of the plan with ``choice``, and of systems that wait for checkpoints, each at its best."""
+    """Return the goodput of a plan with its checkpoints, and of baselines that wait for theirs.
+
+    Each baseline has its best checkpoint interval.
+
+    Args:
+        predicted: Prediction by role: the plan and the baselines.
+        choice: The plan's checkpoints, or None if there is no plan.
+        mtbf_s: Mean time between failures in seconds.
+    """
     result = dict(_waiting(predicted, workload, machine, mtbf_s))
     if choice is not None:
         plan_s = predicted["plan"].iteration_s
@@ -54,7 +62,6 @@ def goodput_of(
 def _waiting(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, mtbf_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the goodput of training without ebbtide: it waits until the storage has the whole checkpoint."""
     storage = capacities(machine, workload.ranks_per_node)["storage"]
     stall_s = SAVE_S + workload.checkpoint_bytes / storage
     cost, failures = CheckpointCost(stall_s, persist_s=stall_s), Failures(mtbf_s, RESTART_S)
@@ -68,7 +75,6 @@ def _waiting(
 
 
 def _row(iteration_s: float, steps: int, stall_s: float, goodput: float) -> dict[str, Any]:
-    """``useful_iteration_s``: an iteration with its share of checkpoints, losses and restarts."""
     return {
         "interval_steps": steps,
         "stall_s": stall_s,

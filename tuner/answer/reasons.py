@@ -1,4 +1,4 @@
-"""The reasons for a plan: what limits it, and the gain of each feature."""
+"""The reasons for a plan: the resources that limit its iteration, and the gain of each feature."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from ebbtide.tuner.quantities import told_seconds
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> list[str]:
-    """Sentences with figures, most important first."""
+    """Return sentences with figures on the reasons for a plan, the most important one first."""
     assert plan.prediction is not None
     chosen_s = plan.prediction.iteration_s
     lines = [_limited_by(floor, chosen_s)]
@@ -31,7 +31,6 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
 
 
 def _mean_s(workload: Workload, machine: Machine, plan: Plan, options: Mapping[str, object]) -> float:
-    """Return a plan's mean iteration at the workload's clip rate, with options of its schedule."""
     if "fused" in options:
 
         def run(some: Plan) -> SimResult:
@@ -51,7 +50,7 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Return the cost for stock's iteration if its launcher leaves it fewer threads than cores."""
+    """Return a sentence about the cost of too few CPU threads for stock DeepSpeed's iteration, or an empty list."""
     if workload.stock_threads is None:
         return []
 
@@ -72,7 +71,6 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
 
 
 def _limited_by(floor: Bound, chosen_s: float) -> str:
-    """Return the resources that limit the iteration time, each once, and the distance to the lower bound."""
     *some, last = dict.fromkeys(name.removesuffix(" (update)") for name in floor.binding or ("forward compute",))
     resources = " and ".join(filter(None, [", ".join(some), last]))
     gap = chosen_s / floor.iteration_s - 1

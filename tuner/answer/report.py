@@ -1,4 +1,4 @@
-"""The output of the ``tune`` command."""
+"""The text output of the ``tune`` commands."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
 def wide_console() -> Console:
-    """Return the terminal's width, or what COLUMNS says; 120 columns in a file or a pipe."""
+    """Return a console of the terminal's width or of COLUMNS, or of 120 columns in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def show_machine(machine: Machine, console: Console) -> None:
-    """Rates with their quartiles and where they come from, then the warnings."""
+    """Print a machine's rates with their quartiles and sources, then its warnings."""
     nodes = f" on {machine.numa_nodes} NUMA nodes" if machine.numa_nodes > 1 else ""
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores{nodes}")
     for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
@@ -74,7 +74,7 @@ def show_machine(machine: Machine, console: Console) -> None:
 
 
 def show_workload(workload: Workload, console: Console) -> None:
-    """Phases with their spread, the layers' times and memory, then the warnings."""
+    """Print a workload's phases with their spread, its layers' times and memory, and its warnings."""
     w = workload
     shape = f"{w.params / 1e9:.4g} billion parameters in {len(w.subgroups)} subgroups on this rank"
     clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
@@ -111,7 +111,7 @@ def _amount(workload: Workload) -> str:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """The answer in one sentence, placement, the table of strategies, and the reasons."""
+    """Print a plan: the verdict in one sentence, the placements, the table of strategies, and the reasons."""
     console.print(headline(plan), style="bold")
     console.print(placed_in_words(plan))
     if plan.trained_as is not None:
@@ -158,7 +158,7 @@ def placed_in_words(plan: Plan) -> str:
 
 
 def memory(plan: Plan) -> Table:
-    """Return a table of each memory at its peak by kind, with the plan and without it, and the limits."""
+    """Return a table of each memory's use at its peak by kind, under the plan and under the baselines."""
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
     told = {"plan": plan.prediction, **others}
@@ -182,9 +182,10 @@ def memory(plan: Plan) -> Table:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """Build a table with a row for each, those that fit first, within 80 columns.
+    """Build a table with a row per predicted strategy, within 80 columns. Strategies that fit come first.
 
-    A loop that takes time and state that is stored have a column. What one that does not fit lacks stands below.
+    Time between iterations and stored state have columns if there are any. A note below the table says what a
+    strategy that does not fit lacks.
     """
     rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
     unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)

@@ -1,4 +1,4 @@
-"""The table that every answer is read from: a plan, and the same for what was not chosen."""
+"""The table that compares a plan with the alternatives that were not chosen."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, simulated.
+    """A row of the table that compares a plan with other ways to train. Each row was simulated.
 
     Attributes:
-        role: what it is beside the others.
-        label: how people call it, with its setting.
-        limits: bytes that it may take.
+        role: Kind of the row: the plan, a baseline, a variant of the plan, or another system.
+        label: Name for people, with the setting.
+        simulated: Result of the simulation.
+        limits: Memory that the training may use.
     """
 
     role: Role
@@ -47,9 +48,9 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """Return the row as a plan keeps it.
+        """Return a row of the comparison table as the prediction that a plan's file stores.
 
-        Only the plan has an interval. Memory by kind is given for the plan, stock and no offloading.
+        Only the plan has an interval. Memory by kind is given for the plan, stock DeepSpeed and no offloading.
         """
         seconds = self.result.iteration_s
         return Prediction(
@@ -67,11 +68,11 @@ class Row:
         )
 
     def fields(self, stock_s: float | None, tokens: int | None) -> dict[str, Any]:
-        """Return the row as JSON.
+        """Return a row of the comparison table as JSON data.
 
         Args:
-            stock_s: stock's iteration. None: stock does not fit, and nothing is a multiple of its speed.
-            tokens: of one iteration.
+            stock_s: Seconds per iteration of stock DeepSpeed. If None, it does not fit and there is no speedup.
+            tokens: Number of tokens per iteration.
         """
         return {
             "role": self.role,
@@ -86,7 +87,7 @@ class Row:
 
 
 def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
-    """Return the numbers of a simulation; times in seconds."""
+    """Return the figures of a simulated iteration as JSON data, with times in seconds."""
     return {
         "iteration_s": result.iteration_s,
         **result.phases,
@@ -106,11 +107,15 @@ def compare(
     others: bool = True,
     compile_: Compile = compiled,
 ) -> list[Row]:
-    """Return the plan, stock, not offloading where there is another memory, peers and variants.
+    """Simulate a plan and its alternatives, and return them as rows of a table.
+
+    The alternatives are stock DeepSpeed, no offloading (unless memory is unified), other systems, and variants
+    of the plan.
 
     Args:
-        plan: None: nothing fits.
-        others: also `PEERS`, and the plan less a feature.
+        plan: The plan. None if no plan fits.
+        others: Also simulate the systems in `PEERS`, and the plan without one of its features.
+        compile_: Function that compiles a schedule.
     """
     planned = workload if plan is None else workload.cut_as(plan)
 
@@ -137,8 +142,10 @@ def compare(
 
 
 def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
-    """Stock's strategy and setting: its own way to the same room, where a plan keeps parameters in
-    host memory or state on storage.
+    """Return the stock DeepSpeed strategy, with its setting, that a plan is compared with.
+
+    If the plan keeps parameters in host memory or state on storage, it is ZeRO-Infinity with the same offload.
+    Otherwise it is optimizer offload to host memory.
     """
     if plan is not None and ("host" in plan.parameter_locations or plan.stores):
         away = "cpu" if "host" in plan.parameter_locations else "device"
@@ -157,7 +164,6 @@ def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
 
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield the plan less a feature."""
     yield (
         "ebbtide, all on the host",
         Plan(
@@ -173,12 +179,15 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """Return the rows that were not chosen, as a plan keeps them."""
+    """Return predictions for all rows of the comparison table except the plan, as the plan's file stores them."""
     return tuple(row.prediction for row in rows if row.role != "plan")
 
 
 def role_of(label: str) -> Role:
-    """Return the role of a row in a plan's file. Older services wrote strategies' names."""
+    """Return the role (such as stock or variant) of an alternative in a plan's file, from its label.
+
+    Older versions of the service wrote strategies' names as labels.
+    """
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"
     if label in ("no offload", "no_offload", "not offloading"):

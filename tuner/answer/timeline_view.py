@@ -1,4 +1,4 @@
-"""A timeline as the page and the report draw it: one steady iteration, lanes of merged spans."""
+"""The data to draw a timeline: one steady iteration, as lanes of merged spans."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -43,16 +43,17 @@ GROUPS: dict[OpKind, str] = {
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
-    """Return the timeline from the end of one backward to the end of the next: exactly ``iteration_s`` long.
+    """Return a timeline as JSON data, from the end of one backward to the end of the next.
 
     Args:
-        schedule: the simulated one. Without it no critical path is known.
+        timeline: Simulated or measured timeline.
+        schedule: Schedule that was simulated. If None, there is no critical path.
 
     Returns:
-        ``duration_s``; ``lanes``: name, ``idle`` (the share of the time without a running op) and
-        spans ``[start_s, end_s, group, label]`` from 0; ``critical``: the critical path as
-        ``[start_s, end_s, group, lane]``, without gaps; ``memory``: ``t_s``, ``device_bytes``,
-        ``host_bytes`` as equally long lists.
+        ``duration_s``: Seconds of the iteration. ``lanes``: name, ``idle`` (share of the time without a running
+        op) and spans ``[start_s, end_s, group, label]``, with times from 0. ``critical``: The critical path as
+        ``[start_s, end_s, group, lane]``, without gaps. ``memory``: ``t_s``, ``device_bytes`` and
+        ``host_bytes`` as lists of equal length.
     """
     start_s, end_s = window(timeline)
     shown = [
@@ -78,9 +79,10 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """Return the span of a whole iteration, from one backward's end to the next, or of everything.
+    """Return the start and end of one iteration of a timeline, from one backward's end to the next.
 
-    A run's iterations differ. The one with about the average length is shown.
+    A measured run's iterations differ, so an iteration of about average length is returned. If there is no
+    whole iteration, return the start and end of the timeline.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:
@@ -96,7 +98,6 @@ def window(timeline: Timeline) -> tuple[float, float]:
 
 
 def _critical(schedule: Schedule, timeline: Timeline, start_s: float, end_s: float) -> Any:
-    """Neighbours of one lane and group are one."""
     path: list[list[Any]] = []
     for span in critical_path(schedule, timeline, start_s, end_s):
         if span.end_s == span.start_s:
@@ -110,7 +111,6 @@ def _critical(schedule: Schedule, timeline: Timeline, start_s: float, end_s: flo
 
 
 def _idle(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """Return the share of the time without any running op of the lane."""
     busy_s, reached_s = 0.0, start_s
     for span in sorted(spans, key=lambda s: s.start_s):
         first, last = max(span.start_s, reached_s), min(span.end_s, end_s)
@@ -131,7 +131,6 @@ def _lanes(spans: Iterable[Span], start_s: float, end_s: float, gap_s: float) ->
 
 
 def _merged(spans: list[Span], start_s: float, end_s: float, gap_s: float) -> list[list[Any]]:
-    """Neighbours of one group that touch (or nearly do) become one."""
     merged: list[list[Any]] = []
     counts: list[int] = []
     for span in sorted(spans, key=lambda s: s.start_s):
@@ -150,7 +149,6 @@ def _merged(spans: list[Span], start_s: float, end_s: float, gap_s: float) -> li
 
 
 def _memory(timeline: Timeline, start_s: float, end_s: float) -> dict[str, list[float]]:
-    """Thinned so that no peak is lost: of neighbours the highest is kept."""
     before = [m for m in timeline.memory if m.t_s <= start_s][-1:]
     inside = [*before, *(m for m in timeline.memory if start_s < m.t_s <= end_s)]
     size = max(1, -(-len(inside) // MOST_SAMPLES))

@@ -1,4 +1,4 @@
-"""The steps from an answer to training: DeepSpeed's config, the command, the Trainer's arguments."""
+"""The steps from a plan to training under it: DeepSpeed's config, the command, and the Trainer's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,17 +11,19 @@ CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the files to write and the command to type. Both files belong where training starts.
+    """Return the DeepSpeed config, the command and the Trainer's arguments for training under a plan.
+
+    The config's file and the plan's file belong in the folder where training starts.
 
     Args:
-        config: DeepSpeed's, if one was given.
+        config: DeepSpeed config to start from, if one was given.
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
     return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}
 
 
 def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """Return the Hugging Face Trainer's arguments on which the plan's memory depends, as Python."""
+    """Return Python source of the Hugging Face Trainer's arguments that a plan depends on."""
     given: dict[str, Any] = {"output_dir": "out"}
     if workload.wire_dtype != "fp32":
         given[workload.wire_dtype] = True
@@ -37,12 +39,11 @@ def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
 
 
 def _python(value: Any) -> str:
-    """Return the value as Python source, with double quotes as in the documents."""
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def command(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """Return the command that trains an unchanged script. With several nodes, it runs on each of them."""
+    """Return the command that trains an unchanged script under a plan. With several nodes, it runs on each node."""
     ranks = workload.ranks_per_node
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks * workload.nodes > 1 else "python"
     if workload.nodes > 1:

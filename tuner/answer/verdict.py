@@ -1,4 +1,4 @@
-"""The verdict about offloading, in one sentence: the same rule for plan files, the service and searches."""
+"""The verdict about offloading in one sentence, by the same rule for plan files, the service and searches."""
 
 import math
 from collections.abc import Iterable
@@ -16,11 +16,12 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The advice.
+    """The advice on whether to offload.
 
     Attributes:
-        choice: `impossible`: nothing fits.
-        gains: the gain of the plan. Empty without a plan.
+        choice: `impossible` means that nothing fits.
+        sentence: The advice in one sentence.
+        gains: Gain of the plan as text. Empty without a plan.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
@@ -29,16 +30,14 @@ class Verdict:
 
 
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
-    """Return the advice from the rows of a table: what fits, what is short, then times.
+    """Return the advice on offloading from predictions for a plan and its baselines.
 
-    "x stock" is said only if stock fits.
-
-    Two iterations differ if the other one lies outside the plan's interval. A plan without one
-    (of an older ebbtide) counts as exact.
+    Two iteration times differ if the other time lies outside the plan's interval. A plan without an interval
+    (from an older ebbtide) counts as exact. A multiple of stock's speed is given only if stock fits.
 
     Args:
-        predicted: role and prediction. The plan's has its interval and its lower bound.
-        problem: the reason why no plan fits, if none does.
+        predicted: Roles and predictions. The plan's prediction has its interval and its lower bound.
+        problem: Reason that no plan fits, if none does.
     """
     by_role = dict(reversed(list(predicted)))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
@@ -67,7 +66,6 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
 
 
 def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
-    """Return what not offloading would bring and lacks, where a larger card is near at hand."""
     if plain is None or plain.fits or not _no_slower(plain, plan) or not differs(plan, plain.iteration_s):
         return ""
     if any(lacking > plain.limits.get("device", lacking) for lacking in plain.missing.values()):
@@ -76,7 +74,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Return whether another iteration is longer or shorter by more than the prediction can tell."""
+    """Return whether another iteration time lies outside the interval of a plan's prediction."""
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
     return not low_s <= other_s <= high_s
@@ -101,7 +99,7 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """Return the distance from the lower bound as text, or an empty string if it is unknown."""
+    """Return a plan's distance from the lower bound as text, or an empty string if the bound is unknown."""
     if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
         return ""
     gap = plan.iteration_s / plan.lower_bound_s - 1
@@ -109,7 +107,7 @@ def distance(plan: Prediction) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the verdict of a plan's file."""
+    """Return the verdict on offloading for a plan's file, in one sentence."""
     if plan.prediction is None:
         return "A plan without a prediction: plan again with `tune plan` to know what it brings."
     others = [(role_of(p.strategy), p) for p in plan.alternatives]

@@ -1,4 +1,4 @@
-"""The changes under which a plan fits where nothing does: the nearest of each kind, the cheapest first."""
+"""A search for the changes that make a job fit into memory: the smallest of each kind, the cheapest first."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ Changes = Mapping[str, int | bool]
 
 @dataclass(frozen=True)
 class WayOut:
-    """Changes under which a plan fits.
+    """A set of changes to a job or machine under which a plan fits.
 
     Attributes:
-        changes: fields of a job (``data_parallel``, ``sequence`` ...) or of the machine
-            (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``) and their values.
-        plan: that fits, with its prediction.
-        tokens_per_s: of all ranks.
+        changes: Fields of a job (``data_parallel``, ``sequence`` ...) or of the machine
+            (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``) and their new values.
+        plan: Plan that fits, with its prediction.
+        tokens_per_s: Throughput of all ranks.
     """
 
     changes: Changes
@@ -47,12 +47,15 @@ class WayOut:
 
     @property
     def price(self) -> int:
-        """Rank of the dearest change: what a user types is cheap, what a user buys is dear."""
+        """Return how expensive a set of changes is, as the rank of its most expensive change.
+
+        A flag to type is cheap, and hardware to buy is expensive.
+        """
         return max(PRICES.index(name) for name in self.changes)
 
     @property
     def label(self) -> str:
-        """Return the changes, for people."""
+        """Return a description of the changes that make a training job fit into memory."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 
@@ -89,15 +92,12 @@ _WORDS: Mapping[str, Callable[[int], str]] = {
 
 @dataclass
 class _Tried:
-    """Answers to "does it fit so", each found once."""
-
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
     known: dict[tuple[tuple[str, int | bool], ...], Question | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
-        """Return the change with a quick plan. None: nothing fits."""
         question = self.fits(changes)
         if question is None:
             return None
@@ -110,7 +110,6 @@ class _Tried:
         return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
 
     def fits(self, changes: Changes) -> Question | None:
-        """Return the question of a quick plan. None if its bytes cannot fit."""
         key = tuple(changes.items())
         if key not in self.known:
             self.known[key] = self._begun(changes)
@@ -136,7 +135,10 @@ class _Tried:
         return Question(workload, machine, limits, SIZES, effort=QUICK)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
-        """Return the first that fits of steps that each take less memory than the one before."""
+        """Return the mildest change that makes a job fit into memory.
+
+        Each change in the list needs less memory than the one before it.
+        """
         if not steps or not self.fits(steps[-1]):
             return None
         low, high = 0, len(steps) - 1
@@ -149,14 +151,14 @@ class _Tried:
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
-    """Return the nearest changes that fit, the cheapest first and of one price the fastest.
+    """Return the smallest changes that make a job fit into memory, the cheapest first.
 
-    One thing is changed where that suffices. Where none of a job's own fields does, they are
-    changed together: what costs no sample first. So is a sequence that may then stay longer.
-    No change asks for more GPU memory than the card has.
+    At equal price, the fastest comes first. A single change is preferred. If no single change of the job's own
+    fields suffices, changes are combined, first the ones that keep all samples. No change needs more GPU memory
+    than the card has.
 
     Args:
-        limits: what `with_storage` takes beside workload and machine.
+        limits: Further arguments of `with_storage`.
     """
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     found: dict[str, WayOut] = {}
@@ -178,7 +180,10 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
 
 
 def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
-    """Return the least GPU, as sold, on which the job fits as it is. Empty: none does, or this card does."""
+    """Return a sentence about the smallest GPU on the market on which a training job fits without changes.
+
+    Return an empty string if no GPU is large enough.
+    """
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]
     steps: list[Changes] = [{"device_memory_bytes": n} for n in sizes]
@@ -189,7 +194,6 @@ def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
 
 
 def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
-    """Undo the other changes as far as the job still fits."""
     for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
         if steps and set(steps[0]) <= set(base):
             way = tried.nearest([{**way.changes, **step} for step in steps]) or way
@@ -197,7 +201,6 @@ def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
 
 
 def _bases(job: Job) -> Iterator[Changes]:
-    """Yield the changes that go with one more: none first, then more and more."""
     together: dict[str, int | bool] = {}
     yield dict(together)
     for step in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
@@ -207,7 +210,6 @@ def _bases(job: Job) -> Iterator[Changes]:
 
 
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
-    """Yield the steps of each possible change in addition to ``base``, nearest first."""
     all_steps = [
         _partitioned(job),
         _recompute(job),
@@ -224,7 +226,6 @@ def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes)
 
 
 def _partitioned(job: Job) -> list[Changes]:
-    """ZeRO-3, which divides the parameters too and lets them live in host memory."""
     return [{"zero_stage": 3}] if job.zero_stage < 3 else []
 
 
@@ -233,7 +234,6 @@ def _recompute(job: Job) -> list[Changes]:
 
 
 def _smaller_batches(job: Job) -> list[Changes]:
-    """Return smaller micro-batches with as many samples in a step, if they divide."""
     samples, steps, size = job.micro_batch * job.accumulation, list[Changes](), job.micro_batch
     while size > 1:
         size //= 2
@@ -243,7 +243,6 @@ def _smaller_batches(job: Job) -> list[Changes]:
 
 
 def _fewer_samples(job: Job) -> list[Changes]:
-    """Smaller batches and no more of them: adding up takes host memory."""
     kept = (step for step in _smaller_batches(job) if "accumulation" in step)
     return [{"micro_batch": step["micro_batch"]} for step in kept]
 
@@ -267,7 +266,6 @@ def _more_ranks(job: Job, machine: Machine) -> list[Changes]:
 
 
 def _stored(job: Job, limits: Mapping[str, Any], base: Changes) -> list[Changes]:
-    """State that memory cannot hold, on as much storage as there is not yet."""
     there = sum((limits.get("storage") or {}).values())
     if base.get("zero_stage", job.zero_stage) < 3:
         return []
@@ -275,7 +273,6 @@ def _stored(job: Job, limits: Mapping[str, Any], base: Changes) -> list[Changes]
 
 
 def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
-    """Return more of the card's memory, if less than all of it is requested."""
     own, asked = machine.device_memory_bytes, limits.get("device_memory_bytes")
     if asked is None:
         return []
@@ -284,7 +281,6 @@ def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Cha
 
 
 def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
-    """Return a node's host memory as it is sold, from what is asked for or there upwards."""
     own, asked = machine.host_memory_bytes, limits.get("host_memory_bytes")
     ranks = min(job.data_parallel * job.tensor_parallel * job.pipeline_parallel, machine.gpus_per_node)
     least = own if asked is None else min(own, asked * ranks)
@@ -292,7 +288,7 @@ def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> 
 
 
 def flags(way: WayOut, job: Job) -> str:
-    """Return the options of `tune` for the change, or words if there is no option."""
+    """Return the ``tune`` options that make a set of changes to a job, or words for changes without an option."""
     return ", ".join(_flag(name, value, job.config) for name, value in way.changes.items())
 
 

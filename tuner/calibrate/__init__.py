@@ -1,1 +1,1 @@
-"""Rates and intervals learned from runs and their logs."""
+"""Rates of a machine, and intervals of predictions, learned from runs and their logs."""

@@ -1,8 +1,8 @@
-"""Corrects a machine's rates by runs that were measured on it.
+"""The correction of a machine's rates by runs that were measured on it.
 
-Each knob multiplies one rate, or rates that one cause moves together. The most probable knobs are
-sought (Gauss-Newton on logarithms): runs pull them, and the machine's own spreads hold what the
-runs do not show. So three runs are enough to correct what three runs tell, and no more.
+Each knob multiplies one rate, or several rates with a common cause. The most probable knobs are found by
+Gauss-Newton on logarithms: the runs pull the knobs, and the machine's own spreads hold the knobs that the
+runs do not show. So three runs are enough to correct the rates that three runs show, and no more.
 """
 
 import math
@@ -41,17 +41,18 @@ LEAST_LOOP_S = 1e-4
 
 
 class CalibrationError(ValueError):
-    """Runs that cannot be used; the message says which and why."""
+    """An error for runs that cannot be used to calibrate a machine. The message names the run and the reason."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured run.
+    """A measured run that a machine is calibrated on.
 
     Attributes:
-        build: one iteration of what ran, on a machine: layers' times depend on its rates.
-        measured_s: seconds by phase (PHASES), at least one.
-        notes: what its reader doubts.
+        name: Name of the run.
+        build: Function from a machine to the schedule of one iteration. Layers' times depend on the machine.
+        measured_s: Seconds by phase (see PHASES), at least one phase.
+        notes: Doubts that arose when the run was read.
     """
 
     name: str
@@ -62,12 +63,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Knob:
-    """One correction: ``fields`` of the machine, or a share of DRAM as one of ``ranks`` ranks.
+    """A correction of a machine: a factor for some of its rates, or for a rank's share of DRAM bandwidth.
 
     Attributes:
-        width: prior standard deviation in log units; how far presets and profiles may be off.
-        varies: standard deviation from one campaign of runs to another, which no number of runs
-            takes away.
+        name: Name of the correction.
+        fields: Rates of the machine.
+        width: Prior standard deviation in log units, which is how far presets and profiles may be off.
+        ranks: Number of ranks whose share of DRAM is corrected, or 0.
+        varies: Standard deviation from one campaign of runs to another, which more runs do not reduce.
     """
 
     name: str
@@ -100,7 +103,7 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """A rate that the runs corrected, in its own unit."""
+    """A rate that measured runs corrected, in the rate's own unit."""
 
     knob: str
     field: str
@@ -112,13 +115,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The corrected machine, and what changed.
+    """A machine with calibrated rates, and the list of changes.
 
     Attributes:
-        contradictions: runs that no one set of rates explains.
-        unexplained: phases that all runs agree on and no rate explains.
-        before_pct, left_pct: error of a phase without and with the changes, median over all runs.
-            100 is a factor of two, either way.
+        contradictions: Sentences about runs that no single set of rates explains.
+        unexplained: Sentences about phases that all runs agree on and no rate explains.
+        before_pct: Median error of a phase over all runs before the changes, in percent. 100 is a factor of two
+            in either direction.
+        left_pct: The same error after the changes.
     """
 
     machine: Machine
@@ -130,7 +134,7 @@ class Calibrated:
 
 
 def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
-    """Seconds by phase; what happens between iterations belongs to none but ``iteration``."""
+    """Return a schedule's simulated seconds by phase. Time between iterations counts for ``iteration`` only."""
     result = simulate_fast(schedule, machine)
     return {
         "forward": result.forward_s,
@@ -141,14 +145,14 @@ def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
 
 
 def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
-    """Return the machine as the runs show it.
+    """Return a machine with rates corrected by measured runs.
 
-    A rate that the runs say nothing about stays as it is, with its provenance; one that they do is
-    ``fitted``, with quartiles from how well they agree. If the fit leaves a larger error than no fit, all rates
-    stay as they are.
+    A rate that the runs do not show stays unchanged, with its provenance. A rate that they show becomes
+    ``fitted``, with quartiles from their agreement. If the error after the fit is larger than before, all rates
+    stay unchanged.
 
     Raises:
-        CalibrationError: no run, or one without a measured phase.
+        CalibrationError: There is no run, or a run has no measured phase.
     """
     _check(observations)
     start = with_loop(machine, observations)
@@ -175,13 +179,6 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
 
 @dataclass(frozen=True)
 class _Fit:
-    """The most probable turns of the knobs, and how sure they are.
-
-    Attributes:
-        x: 0 where the runs said nothing.
-        worst: of the phases' median errors, in log units.
-    """
-
     x: Floats
     sigma: Floats
     identified: NDArray[np.bool_]
@@ -189,8 +186,10 @@ class _Fit:
 
 
 def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
-    """With the knobs' own widths; with wider ones where runs agree that this machine is further
-    from its sheet than machines usually are, as little wider as explains it.
+    """Return the most probable corrections of a machine's rates.
+
+    If the runs agree that the machine is further from its data sheet than usual, the corrections may be larger,
+    but only as large as needed.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
     if usual.worst < UNEXPLAINED:
@@ -230,7 +229,6 @@ def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observation
 
 
 def _missed(machine: Machine, observations: Sequence[Observation]) -> dict[str, float]:
-    """By phase, the median over runs of log(predicted / measured)."""
     errors = [_run_errors(machine, seen) for seen in observations]
     return {
         phase: float(np.median([error[phase] for error in errors if phase in error]))
@@ -252,7 +250,10 @@ def _check(observations: Sequence[Observation]) -> None:
 
 
 def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
-    """What lies between the phases, of runs that give all of them and the whole."""
+    """Return a machine with the time between training phases, as measured runs show it.
+
+    Only runs that measured all phases and the whole iteration are used.
+    """
     between = [
         max(LEAST_LOOP_S, 2 * seen.measured_s["iteration"] - sum(seen.measured_s.values()))
         for seen in observations
@@ -266,7 +267,10 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
 
 
 def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
-    """Return the knobs with the rates that the machine has, and one for each number of ranks that share its DRAM."""
+    """Return the knobs (groups of rates) that can be calibrated on a machine.
+
+    There is one for each number of ranks that share the machine's DRAM.
+    """
     known = [
         replace(knob, fields=fields)
         for knob in knobs
@@ -281,11 +285,11 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
 def turned(
     machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
-    """Return the machine with each knob's rates times ``exp(x)``.
+    """Return a machine with the rates of each calibration knob multiplied by ``exp(x)``.
 
     Args:
-        spread: by knob, the standard deviation in log units and where the value comes from; knobs
-            without one keep the spread and the provenance that they have.
+        spread: By knob, the standard deviation in log units and the source of the value. Other knobs keep their
+            spread and provenance.
     """
     update: dict[str, Any] = {}
     limits = rate_limits(machine)
@@ -304,7 +308,6 @@ def turned(
 
 
 def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, limit: float) -> Quantity:
-    """No higher than its physical limit, unless it is so already."""
     turn = min(turn, max(0.0, math.log(limit / quantity.median)))
     scaled = quantity.scaled(math.exp(turn))
     if told is None:
@@ -323,7 +326,6 @@ def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, lim
 def _shares(
     shares: Mapping[int, Mapping[str, Quantity]], ranks: int, turn: float, told: tuple[float, str] | None
 ) -> dict[int, dict[str, Quantity]]:
-    """One number of ranks' share of DRAM: together never more than the whole."""
     share = shares[ranks]["dram"]
     scaled = _scaled(share, turn, told, 1.0 / ranks)
     return {**{n: dict(parts) for n, parts in shares.items()}, ranks: {**shares[ranks], "dram": scaled}}
@@ -335,7 +337,10 @@ def _median_error(machine: Machine, observations: Sequence[Observation]) -> floa
 
 
 def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
-    """Without the whole of a run whose phases are known: it would count them twice."""
+    """Return the prediction errors of all measured phases of all runs, in log units.
+
+    The iteration of a run is left out if its phases are known, since it would count them twice.
+    """
     return [
         error
         for seen in observations
@@ -345,18 +350,17 @@ def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list
 
 
 def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
-    """log(predicted / measured) by phase."""
     predicted = predicted_s(seen.build(machine), machine)
     return {phase: math.log(max(1e-9, predicted[phase]) / measured) for phase, measured in seen.measured_s.items()}
 
 
 def _robust(scaled: Floats) -> Floats:
-    """Pseudo-Huber residuals: beyond two spreads an error counts linearly, not squared."""
+    """Return pseudo-Huber residuals of scaled errors: beyond two spreads they count linearly, not squared."""
     return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
 
 
 def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
-    """Standard deviations of the knobs; wider where the runs scatter more than NOISE."""
+    """Return the standard deviations of the calibration's knobs, wider if the runs scatter more than NOISE."""
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     scatter = max(1.0, 2 * cost / max(1, freedom))
     return np.asarray(np.sqrt(np.diag(covariance) * scatter))
@@ -375,8 +379,9 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Root mean square of what is left of the runs' iterations, or else of their phases, in log
-    units: beyond the runs' own noise, and beside what the model leaves out anyway.
+    """Return the spread of predictions around measured iterations after calibration, in log units.
+
+    It includes the model's own spread, but not the runs' measurement noise.
     """
     left: list[float] = []
     for seen in observations:
@@ -387,7 +392,6 @@ def _left(machine: Machine, observations: Sequence[Observation]) -> float:
 
 
 def _contradictions(machine: Machine, observations: Sequence[Observation]) -> dict[str, str]:
-    """By phase, the two runs that are furthest apart as seen from the calibrated rates."""
     errors = [(seen.name, _run_errors(machine, seen)) for seen in observations]
     result = {}
     for phase in PHASES:
@@ -406,7 +410,6 @@ def _contradictions(machine: Machine, observations: Sequence[Observation]) -> di
 
 
 def _unexplained(machine: Machine, observations: Sequence[Observation], contradictions: Mapping[str, str]) -> list[str]:
-    """Phases that the runs agree on, and that no turn of the rates comes near to."""
     return [
         f"{phase} took {math.exp(-error):.2f} times what the calibrated rates give (median of the "
         "runs), and no rate within its physical limits explains it: check that --strategy, the "

@@ -1,15 +1,15 @@
-"""What DeepSpeed's log tells of an iteration: its phases, its whole, and samples per second.
+"""A parser for the phases, whole iterations and samples per second in DeepSpeed's log.
 
-With ``wall_clock_breakdown`` each iteration prints its phases. With ``steps_per_print`` as well,
-and at log level info, the throughput timer's line gives the time of day and a step's number: what
-lies between two of them is the whole of the iterations between, whatever the training loop did.
+With ``wall_clock_breakdown`` each iteration prints its phases. With ``steps_per_print`` and log level info,
+the throughput timer's line also gives the time of day and the step number. The time between two such lines
+is that of whole iterations, including the training loop.
 
-The samples per second of the same line are no whole. The timer (``utils/timer.py``,
-ThroughputTimer) runs from the beginning of each forward (``runtime/engine.py``), or from each fetch
-of a batch where DeepSpeed was given ``training_data`` (``runtime/dataloader.py``), to the end of
-``step()``; micro-batches are added up. Which of the two ran, a log does not tell, and what the loop
-does after a step is in neither. They show how many samples an iteration had, and no more. So it is
-from DeepSpeed 0.18.6 to 0.19.8.
+The samples per second of that line do not give whole iterations. The timer (``utils/timer.py``,
+ThroughputTimer) runs from the start of each forward (``runtime/engine.py``), or from each fetch of a batch
+if DeepSpeed was given ``training_data`` (``runtime/dataloader.py``), to the end of ``step()``.
+Micro-batches are added up. A log does not tell which of the two ran, and neither includes the loop's time
+after a step. So the samples per second are used only to find the number of samples per iteration. This
+holds for DeepSpeed 0.18.6 to 0.19.8.
 """
 
 import re
@@ -39,14 +39,14 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class DeepSpeedLog:
-    """One log's measurements; iterations that warm up are left out.
+    """The measurements in a DeepSpeed log, without warm-up iterations.
 
     Attributes:
-        phases_s: seconds of each iteration, by phase.
-        wholes_s: from one line with the time of day to the next, per iteration.
-        samples_per_s: as DeepSpeed prints them.
-        iterations: that were logged, with those that warm up.
-        omp_threads: of each rank; None: nothing in the log tells.
+        phases_s: Seconds of each iteration by phase.
+        wholes_s: Seconds per iteration from one line with the time of day to the next.
+        samples_per_s: Samples per second as DeepSpeed prints them.
+        iterations: Number of logged iterations, including warm-up.
+        omp_threads: OMP_NUM_THREADS of each rank. None if the log does not tell.
     """
 
     phases_s: Mapping[str, Sequence[float]]
@@ -57,12 +57,12 @@ class DeepSpeedLog:
 
     @property
     def sums_s(self) -> list[float]:
-        """Of each iteration, its phases together."""
+        """Return the sum of all phases for each iteration in a DeepSpeed log, in seconds."""
         return [sum(seconds) for seconds in zip(*self.phases_s.values(), strict=True)]
 
 
 def read_log(text: str) -> DeepSpeedLog:
-    """Read what there is; a log without such lines gives empty lists."""
+    """Parse DeepSpeed's log. A log without timing lines gives empty lists."""
     phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
     for line in _GLOBAL.finditer(text):
         timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
@@ -82,9 +82,10 @@ def read_log(text: str) -> DeepSpeedLog:
 
 
 def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
-    """Per iteration, between neighbours; a smaller number is the beginning of another run.
+    """Return the seconds per iteration between neighboring lines of DeepSpeed's log.
 
-    DeepSpeed's timer starts after the second step, so none of them is warming up.
+    A smaller step number marks another run. DeepSpeed's timer starts after the second step, so no warm-up is
+    included.
     """
     return [
         (later - at).total_seconds() / (number - before)
@@ -94,7 +95,7 @@ def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
 
 
 def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """Return the shorter and the longer iterations, where a wide gap lies between; None: one level."""
+    """Return iteration times split into shorter and longer ones at a wide gap, or None without such a gap."""
     ordered = sorted(seconds)
     least = max(LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL * len(ordered))
     gaps = [
@@ -109,7 +110,7 @@ def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None
 
 
 def level_notes(name: str, log: DeepSpeedLog) -> list[str]:
-    """Tell of a log whose iterations are of two kinds."""
+    """Return a warning if a log's iterations take one of two clearly different times, or an empty list."""
     levels = levels_s(log.sums_s)
     if levels is None:
         return []

@@ -1,16 +1,17 @@
-"""An interval around a prediction that holds as often as it says.
+"""An interval around a prediction that holds as often as it claims.
 
-Three things make a prediction uncertain: the spread of each rate (a preset's are wide, a profile's
-or a calibrated machine's narrow), what the model leaves out, and what an iteration's own noise is.
-The first is propagated rate by rate; the others are `MODEL_SPREAD`, or what a calibration left
-unexplained where that is more. `MODEL_SPREAD` was chosen on the published runs in the repository,
-which are therefore no proof of it: after a calibration on three random ones, intervals of those
-left out hold seven to nine times in ten (`studies.published_runs --triples`).
+A prediction is uncertain for three reasons: the spread of each rate (wide for a preset, narrow for a
+profile or a calibrated machine), errors of the model, and noise of an iteration. The first is propagated
+rate by rate. The others are `MODEL_SPREAD`, or the spread that a calibration left unexplained if that is
+larger.
 
-A preset describes nodes of a kind, and a user's is another one, with another build of the software
-and another training loop: `CAMPAIGN_SPREAD` is added there, and `OFFLOAD_SPREAD` where stock DeepSpeed offloads on a
-host without a published run. A profile or a calibration was made
-where the runs are, and needs none.
+`MODEL_SPREAD` was chosen on the published runs in the repository, so they are no proof of it. After a
+calibration on three random runs, intervals for the other runs hold seven to nine times in ten
+(`studies.published_runs --triples`).
+
+A preset describes a kind of node. A user's node is another one, with other builds of the software and
+another training loop, so `CAMPAIGN_SPREAD` is added. `OFFLOAD_SPREAD` is added if stock DeepSpeed offloads
+on a host without a published run. Profiles and calibrations were made where the runs are, and need neither.
 """
 
 import math
@@ -57,10 +58,11 @@ STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do 
 
 
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
-    """Return (low, high) seconds that hold nine measurements in ten, around the simulator's prediction.
+    """Return the (low, high) seconds of an iteration between which nine measurements in ten are expected.
 
     Args:
-        build: one iteration on a machine, whose rates may change layers' times too.
+        build: Function from a machine to the schedule of one iteration. The machine's rates may change layers'
+            times.
     """
 
     def seconds(turned_machine: Machine) -> float:
@@ -73,12 +75,12 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 def workload_interval_s(
     build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
-    """`interval_s` of an iteration of a workload whose layers' times are known.
+    """Return the (low, high) seconds of a workload's iteration between which nine in ten runs are expected.
 
-    Where they are an estimate from a model, they are as uncertain as the rates it was made from.
+    Layer times that were estimated from a model are as uncertain as the rates behind them.
 
     Args:
-        build: the schedule of a workload, which differs in its layers' times alone.
+        build: Function from a workload to a schedule. The given workloads differ only in their layers' times.
     """
     schedule = build(workload)
     compiled = compile_schedule(schedule)
@@ -97,7 +99,6 @@ def workload_interval_s(
 
 
 def _with_passes(workload: Workload, times: float) -> Workload:
-    """Return the same with every layer's passes so many times as long."""
     layers = tuple(
         layer.model_copy(update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s})
         for layer in workload.layers
@@ -111,10 +112,10 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the standard deviation of what no rate explains, in log units.
+    """Return the standard deviation of a prediction's error that no rate explains, in log units.
 
     Args:
-        strategy: name of the schedule's strategy.
+        strategy: Name of the schedule's strategy.
     """
     if machine.unexplained_spread is not None:
         return machine.unexplained_spread
@@ -125,12 +126,12 @@ def model_spread(machine: Machine, strategy: str = "") -> float:
 
 
 def _published_host(machine: Machine) -> bool:
-    """Return whether a run is published that tells the updates of several ranks on this host."""
+    """Return whether a published run shows the CPU updates of several ranks on a machine's host."""
     return any("dram" in shares and shares["dram"].source == "published" for shares in machine.rank_shares.values())
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Standard deviation of the logarithm of ``seconds`` that the rates' spreads make."""
+    """Return the standard deviation of ``log(seconds)`` that the spread of a machine's rates causes."""
     variance = 0.0
     for knob in (*knobs_of(machine, APART), *BESIDE):
         width = knob_sigma(machine, knob)
@@ -143,13 +144,12 @@ def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
 
 
 def _secant(of: Callable[[float], float], width: float) -> float:
-    """Of the logarithm, over a rate's standard deviation."""
     low, high = of(-STEP * width), of(STEP * width)
     return math.log(high / low) / (2 * STEP)
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Of a knob's first rate; the others move with it."""
+    """Return the standard deviation of a calibration knob in log units, taken from its first rate."""
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value
     return quantity.log_sigma

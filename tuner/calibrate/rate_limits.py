@@ -1,14 +1,15 @@
-"""What no calibration may exceed."""
+"""The upper limits that calibration keeps for a machine's rates."""
 
 from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
 from ebbtide.simulator.machine import Machine
 
 
 def rate_limits(machine: Machine) -> dict[str, float]:
-    """Return the highest value of each field that has one; what is higher already stays as it is.
+    """Return the physical upper limit of each rate of a machine that has one.
 
-    Links and products: from the data sheet, where the machine's device has one among the presets.
-    Unpinned copies pass the same link. Updates draw no more of DRAM than a triad loop does.
+    Links and matrix products are limited by the data sheet, if there is a preset for the machine's device.
+    Unpinned copies have the limit of the same link. Updates are limited by the measured DRAM bandwidth. A rate
+    that is already higher stays unchanged.
     """
     limits = sheet_limits(machine.device_name)
     for direction in ("h2d", "d2h"):

@@ -1,4 +1,4 @@
-"""What measured runs must hold, or are warned about, before a machine is calibrated on them."""
+"""Checks of measured runs, and warnings about them, before a machine is calibrated."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,20 +16,20 @@ FLAGS_OF_THE_BATCH = "--micro-batch, --accumulation, --data-parallel or the batc
 
 
 def phases_of(measured_s: Mapping[str, float]) -> float:
-    """Seconds of the phases that were measured, together."""
+    """Return the total seconds of a run's measured phases."""
     return sum(seconds for phase, seconds in measured_s.items() if phase != "iteration")
 
 
 def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
-    """Whether the whole cannot hold the phases."""
+    """Return whether an iteration's time is too short to contain its phases."""
     return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
 
 
 def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
-    """A whole holds its phases.
+    """Check that an iteration's time contains its phases.
 
     Raises:
-        CalibrationError: it is shorter than they are.
+        CalibrationError: The iteration is shorter than its phases together.
     """
     whole_s = measured_s.get("iteration")
     if whole_s is not None and too_short(whole_s, measured_s):
@@ -41,7 +41,7 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
 
 
 def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
-    """Tell of more time between the phases than in them."""
+    """Return a warning if a run spends more time between its phases than in them, or an empty list."""
     phases_s = phases_of(measured_s)
     between_s = measured_s.get("iteration", 0.0) - phases_s
     if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
@@ -55,10 +55,10 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
 
 
 def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
-    """Tell where DeepSpeed's samples per second do not fit to the batch that was described.
+    """Return a warning if DeepSpeed's samples per second do not fit the described batch, or an empty list.
 
-    DeepSpeed counts from a forward, or the fetch of its data, to the end of the step: no less than
-    the phases, no more than the whole.
+    DeepSpeed counts from a forward, or from the fetch of its data, to the end of the step. That is at least the
+    time of the phases and at most the whole iteration.
     """
     timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
     most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)
@@ -72,10 +72,10 @@ def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mappi
 
 
 def check_scale(machine: Machine, observations: Sequence[Observation]) -> None:
-    """No calibration explains a run a hundred times slower or faster than predicted.
+    """Refuse a run that is a hundred times slower or faster than predicted, as no calibration explains it.
 
     Raises:
-        CalibrationError: one is; most likely its unit is another, or something else ran.
+        CalibrationError: There is such a run. Most likely its unit is wrong, or something else ran.
     """
     for seen in observations:
         predicted = predicted_s(seen.build(machine), machine)

@@ -1,4 +1,4 @@
-"""Measured runs as users have them: DeepSpeed's log, a profile of ours, a CSV."""
+"""Readers for measured runs: DeepSpeed's log, a workload profile, or a CSV file."""
 
 import csv
 import math
@@ -29,12 +29,15 @@ _STARTED = ("launcher", "omp_threads")
 
 @dataclass(frozen=True)
 class Described:
-    """What ran where the file does not say it: from the command's flags.
+    """The facts about measured runs that their file lacks, taken from the command's flags.
 
     Attributes:
-        model: a config, a description or its file; ``workload``: instead, as profiled.
-        shape: fields of a `Job` by name.
-        options: of the strategy.
+        model: A model's config, a description, or a path.
+        ds_config: DeepSpeed's config or its path.
+        workload: Profiled workload, which replaces ``model``.
+        shape: Fields of a `Job` by name.
+        strategy: Name of the strategy that ran.
+        options: Options of the strategy.
     """
 
     model: str | None = None
@@ -45,7 +48,7 @@ class Described:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, machine: Machine) -> Schedule:
-        """One iteration of what ran."""
+        """Return the schedule of one iteration of the measured training on a machine."""
         work = self.workload
         if work is None:
             if self.model is None:
@@ -62,19 +65,19 @@ class Described:
 
     @cached_property
     def job(self) -> Job:
-        """What the flags and the config describe, read once.
+        """Return the training job that a calibration's flags and DeepSpeed config describe.
 
         Raises:
-            ModelError: they cannot be used.
+            ModelError: The flags or the config cannot be used.
         """
         assert self.model is not None
         return Job.of_deepspeed(self.model, self.ds_config, **self.shape)
 
     def samples(self) -> int | None:
-        """Of one iteration, all ranks together; None: not known.
+        """Return the number of samples per iteration of a measured training run over all ranks, or None if unknown.
 
         Raises:
-            ModelError: the DeepSpeed config contradicts the flags.
+            ModelError: The DeepSpeed config contradicts the flags.
         """
         from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
@@ -93,10 +96,10 @@ class Described:
 
 
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
-    """Return the runs of one file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
+    """Read the measured runs in a file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
 
     Raises:
-        CalibrationError: the file cannot be read, or holds no usable run; names what is missing.
+        CalibrationError: The file cannot be read, or it has no usable run. The message says what is missing.
     """
     file = Path(path)
     try:
@@ -111,7 +114,6 @@ def read_observations(path: str | Path, described: Described) -> list[Observatio
 
 
 def _from_log(name: str, text: str, described: Described) -> Observation:
-    """Medians over the iterations after the second; the whole from the times of day."""
     log = read_log(text)
     if log.iterations < WARM_UP + FEWEST_ITERATIONS:
         raise CalibrationError(
@@ -132,7 +134,6 @@ def _from_log(name: str, text: str, described: Described) -> Observation:
 
 
 def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Described, list[str]]:
-    """With the ranks' threads where the log tells them and no flag does."""
     if log.omp_threads is None or any(flag in described.shape for flag in _STARTED):
         return described, []
     shape = {**described.shape, "omp_threads": log.omp_threads}
@@ -144,7 +145,6 @@ def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Des
 
 
 def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tuple[float | None, list[str]]:
-    """Seconds of an iteration with what lies between its phases, and what to say where unknown."""
     if not log.wholes_s:
         return None, [
             f"{name} does not contain the time between the phases, so loop_s stays unchanged. To log "
@@ -163,7 +163,6 @@ def _whole_of(name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]) -> tu
 
 
 def _from_profile(name: str, text: str, described: Described) -> Observation:
-    """Return a workload that `tune profile` measured: its layers' times are kept as they are."""
     try:
         work = Workload.model_validate_json(text)
     except ValueError as error:
@@ -227,7 +226,6 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
 
 
 def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
-    """Seconds by phase."""
     measured: dict[str, float] = {}
     for phase in PHASES:
         columns = [key for key in given if key in _MEASURED and _MEASURED[key][0] == phase]

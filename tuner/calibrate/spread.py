@@ -1,4 +1,4 @@
-"""Machines as the spread of the measured rates allows them."""
+"""Random variants of a machine, with rates that vary as much as the measured rates do."""
 
 import random
 
@@ -10,7 +10,7 @@ _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
-    """Return the machine with each rate drawn from a normal distribution of its quartiles' width."""
+    """Return copies of a machine with each rate drawn from a normal distribution of its quartiles' width."""
     rng = random.Random(seed)
     return [
         machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD}) for _ in range(samples)

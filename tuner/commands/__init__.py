@@ -1,1 +1,1 @@
-"""The commands of ``tune``, a file each."""
+"""The subcommands of ``tune``, each in its own file."""

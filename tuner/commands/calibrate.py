@@ -1,4 +1,4 @@
-"""``tune calibrate``: corrects a machine's rates by runs that were measured on it."""
+"""The ``tune calibrate`` command: correction of a machine's rates by runs that were measured on it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 def calibrate(
     machine: str, runs: tuple[str, ...], strategy: str, ratio: float | None, out: str, as_json: bool, **source: Any
 ) -> None:
-    """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
+    """Correct the rates of MACHINE (a file or a preset) by measured runs, each with its spread."""
     from ebbtide.tuner.calibrate.calibration import calibrate as correct
     from ebbtide.tuner.calibrate.run_checks import check_scale
     from ebbtide.tuner.calibrate.run_logs import read_observations
@@ -99,7 +99,6 @@ def _miss(percent: float) -> str:
 
 
 def _loop_change(before: Machine, after: Machine) -> list[Change]:
-    """Return the change of the time between the phases. It is no fitted rate."""
     from ebbtide.tuner.calibrate.calibration import Change
 
     loop, old = after.loop_s, before.loop_s

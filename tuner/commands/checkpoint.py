@@ -1,4 +1,4 @@
-"""``tune checkpoint``: lists, verifies, prunes and exports checkpoints."""
+"""The ``tune checkpoint`` commands: list, verify, prune and export checkpoints."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from ebbtide.tuner.inputs import BadInputError
 
 @click.group(epilog="Example: tune checkpoint list checkpoints/")
 def checkpoint() -> None:
-    """Lists, verifies, prunes and exports checkpoints."""
+    """List, verify, prune and export checkpoints."""
 
 
 FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True)
@@ -38,7 +38,7 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 @JSON
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
-    """Read every byte and compare it with the manifest; exit code 2 if something is damaged."""
+    """Compare every byte of the checkpoints with their manifests. Exit code 2 if a checkpoint is damaged."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import verify as check
     from ebbtide.runtime.storage.reader import stored_problems
@@ -65,7 +65,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @JSON
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
-    """Delete all but the newest committed checkpoints, in each folder that is given."""
+    """Delete all but the newest committed checkpoints in each given folder."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
@@ -87,8 +87,9 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
 )
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:
-    """Write a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads
-    it; training may go on meanwhile.
+    """Write a checkpoint with stored state in DeepSpeed's own format, which stock DeepSpeed loads.
+
+    Training may go on meanwhile.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
     from ebbtide.runtime.checkpoint.protocol.retention import named_latest
@@ -106,13 +107,11 @@ def export(folder: str, tag: str | None, to: str) -> None:
 
 
 def _columns(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
-    """Check all folders, and return each one with the column that names it if there are several."""
     roots = [_folder(path) for path in folders]
     return [(root, {"folder": str(root)} if len(roots) > 1 else {}) for root in roots]
 
 
 def _check_any(root: Path, found: Sequence[Any]) -> None:
-    """Refuse a folder that holds no checkpoint: a wrong path must not pass for a whole one."""
     if not found:
         raise BadInputError(f"there is no checkpoint in {root}. Give the folder that holds the checkpoints' folders.")
 

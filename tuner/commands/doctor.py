@@ -1,4 +1,4 @@
-"""``tune doctor``: whether this machine is ready, line by line, each with its fix."""
+"""The ``tune doctor`` command: a list of this machine's problems for training, each with its fix."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @JSON
 @guarded
 def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_config: str | None, as_json: bool) -> None:
-    """Look for what would stop or slow down training here.
+    """Look for problems that would stop or slow down training on this machine.
 
-    Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.
+    Exit code 0: No problem, or only slow settings, which are shown. Exit code 1: A problem must be fixed first.
     """
     from ebbtide.tuner.doctor.examination import whole
 
@@ -52,7 +52,7 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
 
 
 def show(findings: Sequence[Finding], *, err: bool = False) -> None:
-    """A line for each, and under it what to change; colours only where a terminal wants them."""
+    """Print a line for each finding of ``tune doctor``, with its fix below. Colors are for terminals only."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Common parts of several commands: kinds of values, ``--json``, error handling."""
+"""Parts that several commands share: types of option values, ``--json``, and error handling."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,12 +27,12 @@ STORAGE = click.option(
 
 
 def needs(needed: str, present: bool, *names: str) -> None:
-    """Refuse flags of the running command that change nothing where another one is missing.
+    """Refuse flags of the running command that have no effect because a condition does not hold.
 
     Args:
-        needed: the other flag, or what must not be there, as people write it.
-        present: whether it is.
-        names: parameters of the command; those left at their default are nobody's wish.
+        needed: The condition as people write it, such as ``with --mtbf``.
+        present: True if the condition holds.
+        names: Parameters of the command that depend on the condition. Parameters at their default are ignored.
     """
     context = click.get_current_context()
     for parameter in context.command.params:
@@ -45,7 +45,7 @@ def needs(needed: str, present: bool, *names: str) -> None:
 
 
 def guarded(command: Callable[..., T]) -> Callable[..., T]:
-    """Bad input ends with one line, never with a traceback."""
+    """Wrap a command so that bad input ends with a one-line error instead of a traceback."""
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> T:

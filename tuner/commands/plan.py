@@ -1,4 +1,4 @@
-"""``tune plan``: searches the best plan for a workload on a machine."""
+"""The ``tune plan`` command: the search for the best plan for a workload on a machine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plan(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Search the best plan and say why it is the best."""
+    """Search for the best plan and explain why it is the best."""
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
 
@@ -174,11 +174,6 @@ def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: 
 def _searched(
     work: Workload, machine: Machine, trained: Trained, failures: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Plan:
-    """Return the best plan; progress is shown if it takes long.
-
-    Raises:
-        BadInputError: nothing fits into the memory that is allowed; it says what would.
-    """
     from ebbtide.tuner.placements.memory import ImpossibleError
     from ebbtide.tuner.placements.planning import plan as search
 
@@ -190,7 +185,6 @@ def _searched(
 
 
 def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]) -> str:
-    """Return what is missing, and the changes that fit. A profiled workload allows no changes."""
     if trained.job is None:
         return f"{error.fact}. {error.advice}"
     from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
@@ -208,7 +202,6 @@ def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, o
 
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
-    """Write the DeepSpeed config, if a file is requested."""
     from ebbtide.tuner.emitted_config import emitted_config, write_config
 
     if path is None:
@@ -248,7 +241,6 @@ def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
 
 
 def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
-    """A config that offloads nothing can be planned for, but does not train under a plan."""
     if trained.config is None or emit_deepspeed or trained.offload.optimizer in ("cpu", "nvme"):
         return
     click.echo(
@@ -259,9 +251,6 @@ def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
 
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
-    """Return the workload to plan for, and the subgroup sizes that may be chosen: None means all that
-    `tune` tries, none means the workload's own.
-    """
     if given in ("keep", "auto", "pieces"):
         return work, () if given == "keep" else None
     try:

@@ -1,4 +1,4 @@
-"""``tune profile``: what a machine can do, and what a training script asks of it."""
+"""The ``tune profile`` command: measurement of a machine, or of a training script's workload."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def profile(
     push: str | None,
     replace: bool,
 ) -> None:
-    """Measure this machine; with --train-script, what a training script asks of it."""
+    """Measure this machine, or with --train-script the workload of a training script."""
     from ebbtide.tuner.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
@@ -115,7 +115,7 @@ def _push(url: str, path: str, replace: bool) -> None:
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
-    """Run a training script until its first steps are profiled; the script stays unchanged."""
+    """Run an unchanged training script until its first steps are profiled."""
     from ebbtide.tuner.profiling import script_profile
 
     check_folder("--output", output)

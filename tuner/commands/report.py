@@ -1,4 +1,4 @@
-"""``tune report``: a plan as a page for people who never ran the tool."""
+"""The ``tune report`` command: a plan as a web page for readers without the tool."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ebbtide.tuner.inputs import BadInputError, read_plan, written
 @click.option("-o", "--output", default="report.html", show_default=True, help="File to write.")
 @guarded
 def report(plan_file: str, run: str | None, output: str) -> None:
-    """Write one self-contained page: what was planned, why, and what was measured."""
+    """Write a self-contained web page about a plan, its reasons, and measured results if there are any."""
     from ebbtide.tuner.service.report import read_timelines, report_html
 
     plan = read_plan(plan_file)

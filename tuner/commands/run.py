@@ -1,4 +1,4 @@
-"""``tune run``: a launcher and an unchanged script, with the front door open in every process."""
+"""The ``tune run`` command: it starts a launcher and an unchanged script with ebbtide in every process."""
 
 import os
 import re
@@ -29,10 +29,10 @@ ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def run(no_check: bool, command: tuple[str, ...]) -> None:
-    """Run a training command whose DeepSpeed config has the key "ebbtide". Nothing else changes.
+    """Run a training command with ebbtide. Its DeepSpeed config must have the key "ebbtide".
 
-    The command is torchrun, deepspeed, accelerate launch, srun, or python alone for one process. It
-    replaces this process, so that signals and the exit code are its own.
+    The command is torchrun, deepspeed, accelerate launch, srun, or python alone for one process. It replaces
+    this process, so signals and the exit code are the command's own.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -52,7 +52,7 @@ _LAUNCHERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horo
 
 
 def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether the command is a bare ``python script.py``: no launcher has numbered its ranks."""
+    """Return whether a command is plain ``python script.py``, without a launcher that has numbered its ranks."""
     if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or any(name in environment for name in _RANKS):
         return False
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
@@ -60,10 +60,10 @@ def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a launcher would set for one process, on a port that is free.
+    """Return the environment variables that a launcher would set for a single process, with a free port.
 
-    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing.
-    `ALONE` tells the hook which variables to take back for a script that starts ranks itself.
+    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The variable
+    `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,10 +74,10 @@ def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _watch_for_engines() -> None:
-    """Have a process of its own say at the end that no engine had the key, if none had.
+    """Start a watcher process that prints a message at the end if no engine had the key "ebbtide".
 
-    The command replaces this process, so that signals and the exit code are its own. The watcher holds
-    one end of a pipe and the command the other: when the command has ended, the pipe is closed.
+    The training command replaces this process, so signals and the exit code are the command's own. The watcher
+    and the command share a pipe, which is closed when the command has ended.
     """
     folder = tempfile.mkdtemp(prefix="ebbtide-run-")
     os.environ[TOOK] = str(Path(folder, "took"))
@@ -99,7 +99,6 @@ def _watch_for_engines() -> None:
 
 
 def _check() -> None:
-    """The part of `tune doctor` that takes milliseconds."""
     from ebbtide.tuner.commands.doctor import show
     from ebbtide.tuner.doctor.examination import fast_part
 
@@ -110,7 +109,6 @@ def _check() -> None:
 
 
 def _python_path() -> list[str]:
-    """Return the folder of our sitecustomize first, then what the user has set."""
     startup = str(Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup")
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
     return [startup, *given]

@@ -1,4 +1,4 @@
-"""``tune search``: which configuration trains fastest on a machine."""
+"""The ``tune search`` command: the search for the training configuration that is fastest on a machine."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def search(
     storage: tuple[tuple[str, int], ...],
     **base: Any,
 ) -> None:
-    """Search the configuration that trains fastest, by simulation, in seconds."""
+    """Search for the training configuration that is fastest, by simulation, in seconds."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report

@@ -1,4 +1,4 @@
-"""``tune serve``: the what-if service and its page."""
+"""The ``tune serve`` command: the planning service over HTTP and its web page."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ TOKEN = "EBBTIDE_TOKEN"
 )
 @guarded
 def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:
-    """Answer what-if questions over HTTP and on a page in the browser."""
+    """Answer what-if questions about training over HTTP and on a web page."""
     try:
         from ebbtide.tuner.service.resources import LOOPBACK, Service
         from ebbtide.tuner.service.server import run
@@ -67,7 +67,6 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
 
 
 def _check_token(token: str | None) -> None:
-    """Refuse a token that no HTTP header can carry as it is: nobody could get in."""
     if token is not None and not re.fullmatch(r"[A-Za-z0-9._~+/=-]+", token):
         raise BadInputError(
             f"{TOKEN} may hold letters, digits and . _ ~ + / = - only, because an HTTP header carries it. "
@@ -76,7 +75,6 @@ def _check_token(token: str | None) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Refuse a port that another program listens on, before workers start."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""``tune simulate``: predicts one iteration."""
+"""The ``tune simulate`` command: the prediction of one iteration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete the name of a strategy."""
     from ebbtide.simulator.schedules.strategies import STRATEGIES
 
     return [CompletionItem(name) for name in STRATEGIES if name.startswith(begun)]
@@ -69,9 +68,9 @@ def simulate(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Predict one iteration under a plan or a named strategy; exit code 1 if it does not fit.
+    """Predict one iteration under a plan or a named strategy. Exit code 1 if it does not fit.
 
-    The same share of each memory stays free as in `tune plan`.
+    The margin of free memory is that of `tune plan`.
     """
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.limits import Limits
@@ -124,7 +123,6 @@ def simulate(
 
 
 def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines for people, in the units that `tune plan` uses."""
     from ebbtide.simulator.limits import size
     from ebbtide.tuner.quantities import told_seconds
 
@@ -147,7 +145,6 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
 def _figures(
     work: Workload, machine: Machine, timeline: Timeline, build: Callable[[Workload], Schedule], times: StepTimes | None
 ) -> dict[str, Any]:
-    """Return the figures to print, with the mean iteration at the clip rate."""
     from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     low_s, high_s = workload_interval_s(build, work, machine)
@@ -166,7 +163,6 @@ def _figures(
 
 
 def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
-    """Return the times of steps that clip and that do not. None without early updates."""
     from ebbtide.simulator.analysis.expected import step_times
     from ebbtide.simulator.engines.compiled import simulate_fast
     from ebbtide.simulator.schedules.strategies import build_strategy
@@ -197,7 +193,6 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
 
 
 def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]:
-    """Return the strategy named, or DeepSpeed's own under its config, with what that says of it."""
     moved = trained.offload
     name, options = moved.strategy(trained.workload.zero_stage)
     if strategy in (None, name):

@@ -1,4 +1,4 @@
-"""``tune verify``: a script under its plan, stock and without offload, compared bit by bit."""
+"""The ``tune verify`` command: a bitwise comparison of a script under its plan, stock and without offload."""
 
 import json
 import shutil
@@ -49,12 +49,12 @@ SIDES = ("stock", "no-offload")
 def verify(
     steps: int, against: str, seed: int, deterministic: bool | None, json_file: str | None, command: tuple[str, ...]
 ) -> None:
-    """Train a few steps on each side and compare losses, gradient norms, parameters and masters.
+    """Train some steps on each side and compare losses, gradient norms, parameters and fp32 masters.
 
-     Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
-    DeepSpeed's config (if there is one), stock, and without offload. Exit code 0: identical, or
-    equal but for rounding; 1: a side is wrong; 2: the command could not be run to an end; 3:
-    nothing can be said, since two runs of one side train differently (an unseeded generator).
+    Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in DeepSpeed's config
+    (if there is one), stock, and without offload. Exit code 0: Identical, or equal except for rounding. Exit
+    code 1: A side is wrong. Exit code 2: The command could not be run to an end. Exit code 3: Nothing can be
+    said, since two runs of one side train differently (an unseeded generator).
     """
     from ebbtide.tuner.verify.launch import NotDeterministicError, has_gpu, launch
     from ebbtide.tuner.verify.sides import verify as compare

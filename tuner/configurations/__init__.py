@@ -1,4 +1,4 @@
-"""Which configuration trains fastest on a machine: a search by simulation over what a user may set.
+"""A search by simulation for the configuration that trains fastest on a machine.
 
-Unlike a plan, a configuration may change bits: micro-batches are summed in another order.
+Unlike a plan, a configuration may change results bitwise, since micro-batches are summed in another order.
 """

@@ -1,4 +1,4 @@
-"""What a search found, and what that means in words."""
+"""The result of a configuration search, and its explanation in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +13,16 @@ SAME = 0.01  # of the best, at least: a simulation does not tell these apart
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found.
+    """The result of a search over training configurations.
 
     Attributes:
-        outcomes: every configuration that was simulated, in the order of the search.
-        complete: all of the space was decided: what was not simulated cannot fit, cannot be
-            simulated, or can neither be the fastest of any value of a knob nor on the front.
-        refused: why configurations cannot be simulated, with how many of them there are.
-        spread: of the fastest one's time, within which its prediction holds.
+        space: The configurations that were searched.
+        outcomes: All simulated configurations, in the order of the search.
+        complete: True if every configuration was decided. A configuration that was not simulated then cannot
+            fit, cannot be simulated, or can neither be the fastest for any value of a knob nor on the front.
+        refused: Reasons that configurations cannot be simulated, with the number of configurations for each.
+        combinations: Number of configurations in the space.
+        spread: Fraction of the fastest configuration's time within which its prediction holds.
     """
 
     space: Space
@@ -32,13 +34,18 @@ class Answer:
 
     @property
     def fitting(self) -> list[Outcome]:
-        """Fastest first; of equally fast ones the one with more memory to spare."""
+        """Return the training configurations that fit into memory, the fastest first.
+
+        Among equals, the one with the least GPU memory is first.
+        """
         fit = [o for o in self.outcomes if o.fits]
         return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
 
     @property
     def front(self) -> list[Outcome]:
-        """Pareto: nobody else is as fast with less device memory; fastest first."""
+        """Return the Pareto front of speed and GPU memory among simulated training configurations, the fastest
+        first.
+        """
         front: list[Outcome] = []
         for outcome in self.fitting:
             if not front or outcome.device_peak_bytes < front[-1].device_peak_bytes:
@@ -46,7 +53,10 @@ class Answer:
         return front
 
     def costs(self) -> dict[str, dict[Any, float]]:
-        """Per free knob and value: the best speed with it, as a share of the best of all."""
+        """Return the best speed for each value of each setting that a search varies.
+
+        Speeds are fractions of the overall best speed.
+        """
         fitting = self.fitting
         costs: dict[str, dict[Any, float]] = {}
         for knob in self.space.free:
@@ -57,7 +67,9 @@ class Answer:
         return costs
 
     def remarks(self) -> list[str]:
-        """In plain words: the best, whether offloading pays, whether fewer GPUs would do."""
+        """Return the result of a configuration search in words: the best one, the gain of offloading, and fewer
+        GPUs.
+        """
         if not self.fitting:
             return [self._nothing_fits()]
         best = self.fitting[0]

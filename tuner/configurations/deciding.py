@@ -1,8 +1,8 @@
-"""The configurations that have to be simulated until every verdict is certain.
+"""The choice of the training configurations to simulate until the result of a search is certain.
 
-Each value of each free knob is a contest: which of the configurations that have it is the fastest? A bound
-of a configuration's speed, from its workload alone, is known in microseconds. The configurations are taken
-by their bounds, the highest first. One is simulated if its bound still beats the leader of one of its contests.
+Each value of each free setting is a contest for the fastest configuration that has it. An upper bound of a
+configuration's speed, from its workload alone, takes microseconds. Configurations are taken by their
+bounds, the highest first. A configuration is simulated if its bound still beats the leader of a contest.
 """
 
 import heapq
@@ -35,13 +35,14 @@ APART = 0.03  # of the fastest, and of memory: closer ones are one point of the 
 
 @dataclass(frozen=True)
 class Promise:
-    """Bounds: no simulation of the configuration is faster or takes less.
+    """Bounds on a training configuration: no simulation of it is faster or takes less memory.
 
     Attributes:
-        device_bytes: bytes of its peak on the device.
-        missing_bytes: bytes that both memories lack at the least. Above 0 it cannot fit.
-        refused: why it cannot be simulated. Empty: it can.
-        tight: whether the bound of every plan is in it.
+        tokens_per_s: Upper bound of the throughput.
+        device_bytes: Lower bound of the peak GPU memory in bytes.
+        missing_bytes: Lower bound of the bytes that both memories lack. Above 0, the configuration cannot fit.
+        refused: Reason that the configuration cannot be simulated. Empty if it can.
+        tight: True if the lower bound of all plans is included.
     """
 
     tokens_per_s: float = 0.0
@@ -52,7 +53,7 @@ class Promise:
 
 
 def promise(question: Question, c: Configuration) -> Promise:
-    """Return bounds from the workload alone. No bound here depends on its subgroups."""
+    """Return bounds on a training configuration's speed and memory from its workload alone, for any subgroup size."""
     try:
         work = question.workload(c.changed(sub_group_size=10**9))
         name, options = question.strategy(c)
@@ -71,7 +72,10 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
-    """Return the promise with the bound of every plan, which takes milliseconds."""
+    """Tighten the bounds on a training configuration by the lower bound of all its plans, and return them.
+
+    This takes milliseconds.
+    """
     if loose.tight or loose.refused:
         return loose
     work = question.workload(c)
@@ -91,7 +95,6 @@ def _moved_bytes(work: Workload) -> int:
 
 
 def _of_a_plan(work: Workload, limits: Limits) -> tuple[int, int]:
-    """Return the least device peak of any plan, and the bytes that are missing at the least."""
     device = work.device_base_bytes + work.activation_bytes
     held = Holding.of_workload(work)
     kinds = zip(plain_ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
@@ -104,7 +107,6 @@ def _of_a_plan(work: Workload, limits: Limits) -> tuple[int, int]:
 
 
 def _of_stock(work: Workload, limits: Limits, name: str, options: dict[str, object]) -> tuple[int, int]:
-    """Return the same for DeepSpeed's own strategies."""
     state = work.params * work.optimizer_state.state_bytes
     device = work.device_base_bytes + (0 if options.get("activations") == "cpu" else work.activation_bytes)
     device += state if name == "no_offload" else 0
@@ -119,11 +121,13 @@ def _of_stock(work: Workload, limits: Limits, name: str, options: dict[str, obje
 
 @dataclass
 class Contests:
-    """The outcomes so far, and the fastest of each contest.
+    """The training configurations simulated so far, and the fastest one in each contest.
+
+    A contest is among the configurations with the same value of one setting.
 
     Attributes:
-        most: number of simulations after which the rest stays undecided.
-        seen: called with the number of outcomes.
+        most: Number of simulations after which the remaining configurations stay undecided.
+        seen: Called with the number of simulated configurations.
     """
 
     question: Question
@@ -135,7 +139,11 @@ class Contests:
     _leaders: dict[object, float] = field(default_factory=dict)
 
     def of(self, c: Configuration) -> Iterator[object]:
-        """Yield the contests of a configuration: all, offloading or not, and each knob's value."""
+        """Yield the contests of a training configuration: the groups of configurations it competes with.
+
+        The groups are all configurations, the ones that offload or do not, and the ones with the same value of a
+        setting.
+        """
         yield "all"
         for knob in self.space.free:
             value = getattr(c, knob)
@@ -144,7 +152,7 @@ class Contests:
                 yield "stays", value == "none"
 
     def simulate(self, c: Configuration) -> Outcome | None:
-        """Simulate a configuration once; None if no simulation is left."""
+        """Simulate a training configuration once. Return None if the limit of simulations is reached."""
         if c not in self.outcomes:
             if len(self.outcomes) == self.most:
                 self.complete = False
@@ -157,34 +165,34 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return whether a configuration of that speed would win one of its contests."""
+        """Return whether a training configuration of the given speed would be the fastest of one of its groups."""
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return whether an outcome is as fast as a promise, with no more device memory."""
+        """Return whether a simulated training configuration is as fast as given bounds, with no more GPU memory."""
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)
         found = self.outcomes.values()
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return whether nothing of a contest fits."""
+        """Return whether no simulated training configuration of a group fits into memory so far."""
         return contest not in self._leaders
 
 
 def explore(
     question: Question, space: Space, *, trials: int = MOST, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Answer:
-    """Find the fastest configuration, and the fastest with each value of each free knob.
+    """Find the fastest training configuration, and the fastest one for each value of each free setting.
 
     Args:
-        trials: most simulations. If they do not suffice, the answer is not complete.
-        progress: called with the number of configurations simulated, and the most there will be.
+        trials: Largest number of simulations. If it is too small, the answer is not complete.
+        progress: Called with the number of simulated configurations, and the most there can be.
 
     Raises:
-        ValueError: trials < 1, more memory than the machine has, or nothing that can be simulated.
+        ValueError: trials < 1, more memory than the machine has, or no configuration that can be simulated.
     """
     if trials < 1:
         raise ValueError(f"--trials must be >= 1, but got {trials}")
@@ -205,7 +213,6 @@ def explore(
 
 
 def _by_speed(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
-    """Simulate in the order of the bounds. A loose bound is made tight first and takes its turn again."""
     turns = [(-promises[c].tokens_per_s, number) for number, c in enumerate(may)]
     heapq.heapify(turns)
     while turns:
@@ -221,7 +228,6 @@ def _by_speed(contests: Contests, may: Sequence[Configuration], promises: dict[C
 
 
 def _by_need(contests: Contests, every: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
-    """Find what lacks least memory, of all and of offloading or not, if nothing of these fits."""
     by_need = sorted(every, key=lambda c: promises[c].missing_bytes)
     for contest in ("all", ("stays", True), ("stays", False)):
         some = [c for c in by_need if contest in contests.of(c)]
@@ -236,7 +242,6 @@ def _by_need(contests: Contests, every: Sequence[Configuration], promises: dict[
 
 
 def _front(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:
-    """Simulate until no other configuration can be as fast with less device memory; the leanest first."""
     lean = _least_and_most_accumulated(may)
     for c in sorted(lean, key=lambda c: (promises[c].device_bytes, -promises[c].tokens_per_s)):
         if c in contests.outcomes or contests.dominated(promises[c]):
@@ -247,10 +252,6 @@ def _front(contests: Contests, may: Sequence[Configuration], promises: dict[Conf
 
 
 def _least_and_most_accumulated(some: Sequence[Configuration]) -> list[Configuration]:
-    """Return the ends of those that differ in accumulation alone: those between are on no front.
-
-    Accumulation makes steps rarer, and its sum takes memory from the second micro-batch on.
-    """
     by_rest: dict[Configuration, list[Configuration]] = {}
     for c in some:
         by_rest.setdefault(c.changed(accumulation=1), []).append(c)

@@ -1,4 +1,4 @@
-"""The predicted iteration of one configuration: `Job.changed`, the planner, the simulator."""
+"""The predicted iteration of one training configuration, by the planner and the simulator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,14 +28,14 @@ _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 
 @dataclass(frozen=True)
 class Outcome:
-    """Prediction of a configuration.
+    """The prediction for a training configuration.
 
     Attributes:
-        why_not: empty if it fits. Otherwise what is missing, or why it cannot be simulated.
-        plan: the plan of offloaded state.
-        missing_bytes: bytes that both memories lack together.
-        refused: whether it cannot be simulated with any memory.
-        deepspeed: the whole DeepSpeed config.
+        why_not: Empty if it fits. Otherwise the missing memory, or the reason that it cannot be simulated.
+        plan: Plan for offloaded state, if there is one.
+        missing_bytes: Bytes that both memories lack together.
+        refused: True if it cannot be simulated with any amount of memory.
+        deepspeed: Complete DeepSpeed config.
     """
 
     configuration: Configuration
@@ -56,14 +56,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a machine. Answers for any configuration.
+    """A model on a machine, with predictions of its training for any configuration.
 
     Attributes:
-        ds_config: DeepSpeed's config for what no knob decides: precision, clipping, buckets. Empty: bf16.
-        device_memory_bytes, host_memory_bytes: memory of one rank. None: the machine's.
-        storage: directories for state that memory cannot hold, and bytes of a node.
-        started: fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
-        margin: share of both memories that stays free. None: the tuner's own.
+        ds_config: DeepSpeed's config for settings that no knob decides: precision, clipping, buckets. If empty,
+            bf16 is used.
+        device_memory_bytes: GPU memory of one rank. If None, the machine's.
+        host_memory_bytes: Host memory of one rank. If None, the rank's share of the machine's.
+        margin: Fraction of both memories to leave free. If None, the tuner's default.
+        started: Fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
+        storage: Directories for state that memory cannot hold, with the bytes that a node may use.
     """
 
     model: Architecture | Mapping[str, Any] | str | Path
@@ -79,16 +81,16 @@ class Question:
 
     @cached_property
     def job(self) -> Job:
-        """Return the job without a configuration. If no config is given, bf16 as in all of `tune`."""
+        """Return the training job of a search before a configuration is applied. The default is bf16."""
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
         return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
 
     def of(self, c: Configuration) -> Job:
-        """Return the job of a configuration.
+        """Return the training job that a configuration describes.
 
         Raises:
-            ModelError: they do not go together.
+            ModelError: The configuration and the DeepSpeed config do not go together.
         """
         return self.job.changed(
             micro_batch=c.micro_batch,
@@ -101,10 +103,10 @@ class Question:
         )
 
     def workload(self, c: Configuration) -> Workload:
-        """Return one rank's iteration.
+        """Return the workload of one rank in an iteration of a training configuration.
 
         Raises:
-            ModelError: it cannot be estimated.
+            ModelError: The workload cannot be estimated.
         """
         shape = Configuration(**{**vars(c), "offload": "optimizer"})
         if shape not in self._known:
@@ -113,10 +115,10 @@ class Question:
         return found
 
     def limits(self, work: Workload) -> Limits:
-        """Return the bytes that a plan may take.
+        """Return the limits on the memory that plans for a workload may use.
 
         Raises:
-            ValueError: more is given than the machine has.
+            ValueError: More memory is requested than the machine has.
         """
         asked = {
             "device_memory_bytes": self.device_memory_bytes,
@@ -127,14 +129,15 @@ class Question:
 
     @cached_property
     def _on(self) -> Machine:
-        """Return the machine with the storage that is given."""
         return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
 
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
-        """Return the strategy that simulates a configuration: ``ebbtide`` where a plan can be made.
+        """Return the name and options of the strategy that simulates a training configuration.
+
+        The strategy is ``ebbtide`` if a plan is possible.
 
         Raises:
-            ModelError: the config offloads what cannot be simulated with this.
+            ModelError: The config's offload of activations cannot be simulated for this configuration.
         """
         if c.offload not in self._known:
             job = self.of(c)
@@ -151,7 +154,10 @@ class Question:
         return stock
 
     def answer(self, c: Configuration) -> Outcome:
-        """Simulate one configuration. An outcome that cannot be simulated, or does not fit, says why."""
+        """Simulate one training configuration, and return the outcome.
+
+        If it cannot be simulated or does not fit, the outcome gives the reason.
+        """
         try:
             work, (name, options) = self.workload(c), self.strategy(c)
         except ModelError as error:
@@ -192,9 +198,10 @@ class Question:
         )
 
     def _planned(self, c: Configuration) -> tuple[Plan | None, Score]:
-        """Return the plan with the best first guess and its score. None: nothing fits, the score lacks least.
+        """Return the fastest of the first plans for a training configuration, and its score.
 
-        More micro-batches than a few change neither what fits nor what runs beside the update.
+        If no plan fits, the plan is None and the score is the one that lacks the least memory. At most a few
+        micro-batches are simulated, since more of them change neither memory nor overlap with the update.
         """
         few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
         key = ("plan", few)
@@ -213,7 +220,7 @@ class Question:
         return best.plan(search.workload, **folders), search.score(best)
 
     def spread(self, outcome: Outcome) -> float:
-        """Return the share of an iteration's time within which nine runs in ten are expected."""
+        """Return the fraction of a predicted iteration time within which nine runs in ten are expected."""
         name, options = self.strategy(outcome.configuration)
         if outcome.plan is not None:
             options = {"plan": outcome.plan}

@@ -1,4 +1,4 @@
-"""What flags and DeepSpeed's config fix of a search: a knob that is fixed is not free."""
+"""The settings that flags and DeepSpeed's config fix in a configuration search. The search varies the rest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ _WHOLE = "train_batch_size"
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse what no knob can mend: bad values are errors, not configurations that do not fit.
+    """Refuse a DeepSpeed config with bad values that no setting of a configuration search can repair.
 
     Raises:
-        ModelError: a value that DeepSpeed or a simulation cannot use, with its key.
+        ModelError: DeepSpeed or the simulator cannot use a value. The message names its key.
     """
     # Batches are checked against flags and GPUs, by whom knows those.
     deepspeed_fields({k: v for k, v in loaded(config).items() if k not in BATCHES}, hidden=1)
@@ -38,11 +38,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Knobs with their values and where these come from.
+    """The fixed settings of a configuration search, with their values and sources.
 
     Attributes:
-        sources: of each knob, the flag or the config's key.
-        global_batch: samples per step; None: it may change.
+        values: Value of each fixed setting.
+        sources: Flag or config key that fixes each setting.
+        global_batch: Samples per step. None if it may change.
     """
 
     values: Mapping[str, Any]
@@ -50,10 +51,13 @@ class Fixed:
     global_batch: int | None
 
     def free(self, named: str | None) -> tuple[str, ...]:
-        """Return the knobs of ``--free``; None: all that are not fixed.
+        """Return the settings that a configuration search varies: the named ones, or all that are not fixed.
+
+        Args:
+            named: Comma-separated names, as in ``--free``, or None.
 
         Raises:
-            ValueError: a knob is both free and fixed, or follows from the global batch.
+            ValueError: A named setting is fixed.
         """
         if named is None:
             return tuple(knob for knob in KNOBS if knob not in self.values)
@@ -69,10 +73,12 @@ class Fixed:
 
 
 def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None) -> Fixed:
-    """What the command's flags fix, else DeepSpeed's config where its value is no ``"auto"``.
+    """Return the settings of a configuration search that flags or DeepSpeed's config fix.
+
+    A config value ``"auto"`` fixes nothing.
 
     Raises:
-        ValueError: the config cannot be used, or the two contradict each other.
+        ValueError: The config cannot be used, or flags and config contradict each other.
     """
     check_config(config)
     set_by_flags = {
@@ -103,7 +109,6 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
 
 
 def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Knob -> (key, value) for what the config says."""
     zero = config.get("zero_optimization") or {}
     result = {knob: (key, config.get(key)) for knob, key in _BATCHES.items()}
     result["zero_stage"] = ("zero_optimization.stage", zero.get("stage"))
@@ -125,6 +130,5 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _word(moved: Offloading) -> str | None:
-    """What the knob calls it; None: it knows no such offload."""
     devices = (moved.optimizer, moved.parameters)
     return next((word for word, pair in OFFLOADS.items() if pair == devices), None)

@@ -1,4 +1,4 @@
-"""What ``tune search`` prints and writes."""
+"""The text and JSON output of ``tune search``."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def show(answer: Answer, console: Console) -> None:
-    """Print the answer in words, the Pareto front, and the cost of each knob's values."""
+    """Print the result of a configuration search: remarks, the Pareto front, and the cost of settings."""
     for remark in answer.remarks():
         console.print(remark)
     if not answer.fitting:
@@ -61,7 +61,7 @@ def _value(value: object) -> str:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Return the answer for other programs, with every configuration that was simulated."""
+    """Return the result of a configuration search as JSON data, with every simulated configuration."""
     return {
         "remarks": answer.remarks(),
         "complete": answer.complete,

@@ -1,4 +1,4 @@
-"""What a user may set, and which combinations of it are worth asking about."""
+"""The settings that a configuration search may change, and their useful combinations."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ MOST_ACCUMULATION = 1024  # micro-batches of a step: each one is simulated
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to train; the names are those of ``--free``.
+    """A training configuration. The fields have the names that ``--free`` takes.
 
     Attributes:
-        micro_batch: samples per rank and micro-batch.
-        accumulation: micro-batches per optimizer step.
-        zero_stage: 1, 2 or 3.
-        recompute: activations are computed again in backward (activation checkpointing).
-        offload: ``optimizer``: its state is in host memory, under a plan; ``parameters``: they
-            too, as far as it pays; ``nvme``: state on NVMe, parameters in host memory, in stock
-            DeepSpeed.
-        sub_group_size: elements; without offload it changes nothing.
-        gpus: data-parallel ranks.
+        micro_batch: Samples per rank and micro-batch.
+        accumulation: Micro-batches per optimizer step.
+        zero_stage: ZeRO stage: 1, 2 or 3.
+        recompute: True if activations are computed again in backward (activation checkpointing).
+        offload: Offloaded data. ``none``: nothing. ``optimizer``: Optimizer state in host memory, under a plan.
+            ``parameters``: Also parameters, as far as that pays. ``nvme``: State on NVMe and parameters in host
+            memory, with stock DeepSpeed.
+        sub_group_size: Elements per subgroup. It has no effect without offload.
+        gpus: Number of data-parallel ranks.
     """
 
     micro_batch: int = 1
@@ -42,12 +42,12 @@ class Configuration:
 
     @property
     def global_batch(self) -> int:
-        """Sample per optimizer step, over all ranks."""
+        """Return the number of samples per optimizer step of a training configuration over all ranks."""
         return self.micro_batch * self.accumulation * self.gpus
 
     @property
     def impossible(self) -> str:
-        """Why nobody can train like this, whatever the machine; empty: one can."""
+        """Return the reason that no machine can train with a configuration, or an empty string if it is possible."""
         if self.zero_stage < 3 and self.offload in ("parameters", "nvme"):
             return (
                 f"offload {self.offload} needs ZeRO-3, but got zero_stage {self.zero_stage} "
@@ -61,14 +61,15 @@ class Configuration:
         return ""
 
     def changed(self, **knobs: Any) -> "Configuration":
-        """Return the same with other values; without offload ``sub_group_size`` is the default one, so
-        that configurations that are the same compare equal.
+        """Return a training configuration with some values changed.
+
+        Without offload ``sub_group_size`` gets its default, so that equivalent configurations compare equal.
         """
         made = replace(self, **knobs)
         return replace(made, sub_group_size=10**9) if made.offload == "none" else made
 
     def text(self) -> str:
-        """One line for people."""
+        """Return a description of a training configuration in one line."""
         where = _WHERE[self.offload]
         kept = "recomputed" if self.recompute else "kept"
         parts = [
@@ -94,13 +95,14 @@ KNOBS = tuple(Configuration.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class Space:
-    """Every combination of the free knobs' values; the others stay at the base's.
+    """The set of all training configurations that a search covers: every combination of its free settings.
 
     Attributes:
-        free: the knobs that may change.
-        choices: values of those that are chosen one by one. With a global batch, accumulation
-            follows from the others and is not among them.
-        global_batch: samples per step that every configuration must have; None: whatever results.
+        base: Configuration that gives the values of all other settings.
+        free: Settings that may change.
+        choices: Values of the settings that are chosen independently. With a global batch, accumulation follows
+            from the others and is not included.
+        global_batch: Samples per step that every configuration must have. None if any number is allowed.
     """
 
     base: Configuration
@@ -110,10 +112,12 @@ class Space:
 
     @classmethod
     def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
-        """Return the usual values of each free knob, and the base's own.
+        """Build the space of a configuration search from the usual values of each free setting.
+
+        The base configuration's own values are included.
 
         Raises:
-            ValueError: an unknown knob, none, or a global batch that nothing can have.
+            ValueError: A setting is unknown, none is free, or no configuration can have the global batch.
         """
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:
@@ -132,12 +136,18 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the configuration of these values; None: it is impossible, or has another batch."""
+        """Return the training configuration with the chosen values.
+
+        Return None if it is impossible or has another global batch than the search requires.
+        """
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration
 
     def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the same, impossible or not."""
+        """Return the training configuration with the chosen values, even if it is impossible.
+
+        Return None if it has another global batch than the search requires.
+        """
         configuration = self.base.changed(**chosen)
         if self.global_batch is None:
             return configuration
@@ -147,7 +157,7 @@ class Space:
         return configuration if configuration.global_batch == self.global_batch else None
 
     def __iter__(self) -> Iterator[Configuration]:
-        """All that are allowed, each once."""
+        """Yield every possible training configuration of a search once."""
         made = (self.made(chosen) for chosen in self._combinations())
         yield from dict.fromkeys(c for c in made if c is not None)
 
@@ -156,7 +166,7 @@ class Space:
             yield dict(zip(self.choices, values, strict=True))
 
     def why_empty(self) -> str:
-        """What keeps all combinations out: the rule, and what to change."""
+        """Return the reason that a search has no possible training configuration, and a change that would help."""
         batched = [c for chosen in self._combinations() if (c := self.of_batch(chosen))]
         batch = self.global_batch
         if batched:

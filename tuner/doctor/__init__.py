@@ -1,1 +1,1 @@
-"""``tune doctor``: is this machine ready to train under a plan, and if not, what to change."""
+"""The checks of ``tune doctor``: problems of this machine for training under a plan, and their fixes."""

@@ -1,4 +1,4 @@
-"""The checks of the doctor, and their order."""
+"""The checks that ``tune doctor`` runs, and their order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +10,18 @@ from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """Run the checks that take milliseconds and load nothing. `tune run` begins with them."""
+    """Run the checks of ``tune doctor`` that take milliseconds and load nothing. ``tune run`` begins with them."""
     return [*software.versions(), *software.compiler()]
 
 
 def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Everything; a few seconds, since the update kernel is built and torch loaded.
+    """Run all checks of ``tune doctor``, which takes seconds to build the update kernel and load torch.
 
     Args:
-        plan: compared with the free host memory.
-        ranks: processes on this machine.
-        folder: where checkpoints will go; None: not looked at.
-        config: DeepSpeed's; None: nobody asks whether and how it would train.
+        plan: Plan with a need of host memory that is compared with the free memory, if given.
+        ranks: Number of processes on this machine.
+        folder: Folder for checkpoints. If None, it is not checked.
+        config: DeepSpeed's config. If None, the checks of a config are left out.
     """
     import torch
     from ebbtide.runtime.hardware.usable import usable

@@ -1,4 +1,4 @@
-"""One finding of the doctor."""
+"""A finding of ``tune doctor``."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,13 +8,14 @@ State = Literal["ok", "slow", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `tune doctor`.
+    """One line of the output of ``tune doctor``.
 
     Attributes:
-        name: what was looked at.
-        state: ``slow``: trains, but worse than it could; ``bad``: does not train, or not safely.
-        detail: what is there.
-        fix: what to change; empty where nothing needs to be.
+        name: Name of the checked thing.
+        state: ``slow`` means that training works, but slower than possible. ``bad`` means that training does
+            not work, or not safely.
+        detail: What was found.
+        fix: Change to make. Empty if none is needed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""NUMA nodes, the GPU's link, threads, and what may be page-locked."""
+"""The checks by ``tune doctor`` of NUMA nodes, the GPU's link, CPU threads, and locked memory."""
 
 import os
 import resource
@@ -10,8 +10,10 @@ TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """Return the limit on locked memory. NVIDIA's driver does not charge what it locks to it: what limits
-    that is the memory of the host and of its container.
+    """Report this process's limit on locked memory.
+
+    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited by the
+    memory of the host and of its container.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
@@ -22,7 +24,7 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 
 
 def numa() -> Finding:
-    """Report whether this process may run far from its GPU."""
+    """Report whether this process may run on a NUMA node far from its GPU."""
     import torch
     from ebbtide.profiler.hardware import numa_layout
     from ebbtide.runtime.hardware.pci import pci_address
@@ -36,7 +38,7 @@ def numa() -> Finding:
 
 
 def threads(ranks: int) -> Finding:
-    """Report the number of threads of stock's host updates, and the cost of fewer threads than cores."""
+    """Report the number of threads for stock DeepSpeed's CPU updates, and the cost of too few."""
     from ebbtide.runtime.hardware.cores import near_cores
 
     share = max(1, len(near_cores(None)) // ranks)
@@ -54,7 +56,7 @@ def threads(ranks: int) -> Finding:
 
 
 def queues() -> list[Finding]:
-    """Return a single hardware queue of the GPU, as Megatron's scripts ask for."""
+    """Report if CUDA is set to a single hardware queue, as Megatron's scripts do."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given != "1":
         return []
@@ -71,7 +73,7 @@ def _pace(few: int, share: int) -> str:
 
 
 def links() -> list[Finding]:
-    """Each GPU's PCIe link against the widest and newest that it can do."""
+    """Report each GPU's PCIe link, compared with the widest and newest link that it supports."""
     try:
         import pynvml
 
@@ -102,7 +104,7 @@ def _card_generation(nvml: Any, handle: Any) -> int | None:
 
 
 def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
-    """Return a link that runs below its card costs that share of every copy."""
+    """Return a finding about a GPU's PCIe link. A link below the card's ability slows down every copy."""
     detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
     if width < widest or (card is not None and slot < card):
         return slow(

@@ -1,7 +1,7 @@
-"""DeepSpeed versions that train wrongly without a word, by the configurations that they do it for.
+"""The DeepSpeed versions that silently train wrongly, and the affected configurations.
 
-Each row was read in DeepSpeed's tracker, or (those without a number) seen here; versions by their
-sources.
+Each entry was read in DeepSpeed's issue tracker, or was seen here if it has no number. Versions are by
+their sources.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ _URL = "https://github.com/deepspeedai/DeepSpeed/issues"
 
 @dataclass(frozen=True)
 class KnownWrong:
-    """A defect of some versions.
+    """A defect of some DeepSpeed versions.
 
     Attributes:
-        since, fixed: the first version that has it, the first that does not; empty: from the
-            beginning, still there in the newest one looked at (0.19.8).
-        issue: of DeepSpeed's tracker; 0: none.
-        what: as a user sees it.
-        concerns: the configurations.
-        only_if: what a script must do besides, which no config shows; empty: nothing.
+        since: First version with the defect. Empty if it was always there.
+        fixed: First version without the defect. Empty if the newest checked version (0.19.8) still has it.
+        issue: Number in DeepSpeed's issue tracker. 0 if there is none.
+        what: The defect as a user sees it.
+        concerns: Function that returns whether a config is affected.
+        only_if: Further condition on the script, which no config shows. Empty if there is none.
     """
 
     since: str
@@ -54,7 +54,6 @@ def _offloads(config: Config) -> bool:
 
 
 def _accumulates(config: Config) -> bool:
-    """``"auto"`` may be more than 1."""
     return config.get("gradient_accumulation_steps", 1) not in (1, None)
 
 
@@ -72,7 +71,6 @@ def _optimizer(config: Config) -> str:
 
 
 def _scheduled(config: Config) -> Mapping[str, Any]:
-    """Return the parameters of the config's scheduler."""
     return (config.get("scheduler") or {}).get("params") or {}
 
 
@@ -184,7 +182,7 @@ TABLE = (
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:
-    """Return the known wrong results of this version of DeepSpeed under a config."""
+    """Return the known defects of a DeepSpeed version under a config."""
     from packaging.version import Version
 
     installed = Version(version)

@@ -1,4 +1,4 @@
-"""Host memory and cores: what the machine has, what this process may use, what a plan needs."""
+"""The checks by ``tune doctor`` of host memory and cores: of the machine, this process, and a plan."""
 
 import os
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 
 
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
-    """Free memory against what the plan takes for all ranks of this machine."""
+    """Compare the free host memory with the memory that a plan takes for all ranks of this machine."""
     free = f"{free_bytes / GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
@@ -31,7 +31,7 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
 
 
 def limits(mine: "Usable") -> Finding:
-    """Compare a container's limits, which programs that ask the machine do not see, with the machine."""
+    """Compare a container's limits on memory and CPU with the machine, since programs may not see them."""
     memory = "no memory limit" if mine.limit_bytes is None else f"{mine.limit_bytes / GIB:.1f} GiB of memory"
     usable = mine.allowed_cores
     detail = f"{memory}, {usable} of {mine.machine_cores} cores" + (

@@ -1,4 +1,4 @@
-"""Compiler, versions, and DeepSpeed's private names."""
+"""The checks by ``tune doctor`` of the compiler, package versions, and DeepSpeed's private names."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> list[Finding]:
-    """Compare every package that ebbtide needs with the range in its metadata."""
+    """Compare the installed version of every package that ebbtide needs with the range in its metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -44,7 +44,7 @@ def _version(name: str, specifier: str) -> Finding:
 
 
 def known_results(config: Mapping[str, Any]) -> list[Finding]:
-    """Report what the installed DeepSpeed is known to train wrongly under this config."""
+    """Report known defects of the installed DeepSpeed under a config."""
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:
@@ -61,7 +61,6 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _known(row: KnownWrong) -> Finding:
-    """Return the finding of a known wrong result. If the config does not show the cause, it is no error."""
     said = slow if row.only_if else bad
     return said(
         "known results",
@@ -95,7 +94,7 @@ def compiler() -> list[Finding]:
 
 
 def build_locks() -> list[Finding]:
-    """Find locks of torch's extensions with a killed builder: the next build would wait forever."""
+    """Find build locks of torch extensions that a killed process left. The next build would wait forever."""
     from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
 
@@ -111,7 +110,7 @@ def build_locks() -> list[Finding]:
 
 
 def kernel() -> list[Finding]:
-    """Build and load the update kernel, as the first training step would."""
+    """Build and load the CPU update kernel, as the first training step would."""
     from ebbtide.runtime.kernels import host
 
     try:
@@ -123,7 +122,7 @@ def kernel() -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """Return the private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
+    """Report whether the installed DeepSpeed's sources have the private names that a plan needs."""
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.private_names import missing_names
 

@@ -1,4 +1,4 @@
-"""The checkpoint folder: may it be written, and does a file that was synced stay?"""
+"""The check by ``tune doctor`` of the checkpoint folder: write access, and whether synced files are durable."""
 
 import os
 import statistics
@@ -17,7 +17,7 @@ _UNSAFE = {"nobarrier", "barrier=0"}
 
 
 def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> list[Finding]:
-    """Writes, syncs, renames and removes a small file where checkpoints will go."""
+    """Write, sync, rename and remove a small file in the checkpoint folder, and report the result."""
     name = "checkpoint folder"
     where = Path(folder)
     if not where.is_dir():
@@ -54,7 +54,6 @@ def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Findi
 
 
 def _fsync_s(folder: Path) -> float:
-    """Return the median of a few; the file and its folder are synced as a checkpoint's commit does."""
     handle, path = tempfile.mkstemp(dir=folder, prefix=".ebbtide-doctor-")
     renamed = f"{path}.renamed"
     seconds = []
@@ -78,7 +77,6 @@ def _fsync_s(folder: Path) -> float:
 
 
 def _mount_of(folder: Path, mounts: Path) -> tuple[str, set[str]]:
-    """File system and options of the mount that holds the folder; the longest one does."""
     best, kind, options = "", "unknown file system", set[str]()
     try:
         lines = mounts.read_text(encoding="utf-8").splitlines()

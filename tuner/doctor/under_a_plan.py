@@ -28,8 +28,9 @@ _SWAPPED = (
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
-    """One line of what `ebbtide.initialize` would do with the config, and one for each key that it
-    reads otherwise than DeepSpeed.
+    """Report how `ebbtide.initialize` would treat a DeepSpeed config.
+
+    The findings include the keys that it reads differently than DeepSpeed.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
@@ -76,7 +77,6 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
 
 
 def _deepspeeds_own(given: Mapping[str, Any]) -> str:
-    """The first line of what the installed DeepSpeed has against the config, batches apart."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = {k: v for k, v in given.items() if v != "auto" and k not in _BATCHES}

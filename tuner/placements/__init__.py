@@ -1,1 +1,1 @@
-"""The placement of every subgroup: the search, its moves, and its limits."""
+"""The search for the best placement of every subgroup: its moves and the memory limits."""

@@ -80,9 +80,6 @@ def settings(search: Search) -> None:
 
 
 def _starts(search: Search, most: int) -> list[Candidate]:
-    """Return the best; the best with each number of slots, which take what could stay; then with other
-    numbers of each placement.
-    """
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
     slots = {c.staging_slots: c for c in reversed(known)}
@@ -103,7 +100,7 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
-        """Anneal from a temperature to zero. Stop early near the lower bound."""
+        """Anneal a plan from a temperature to zero. Stop early near the lower bound."""
         for step in range(evaluations):
             if _near(self.search):
                 return

@@ -1,7 +1,7 @@
-"""The checkpoint interval and the write rate with the best expected goodput under given failures.
+"""The choice of the checkpoint interval and write rate with the best expected goodput under failures.
 
-Interval, bandwidth cap and copy budget are searched together: a slower write disturbs training
-less, but takes longer to commit, which costs work at each failure and forbids short intervals.
+Interval, bandwidth cap and copy budget are searched together. A slower write disturbs training less, but
+takes longer to commit. A late commit costs work at each failure and rules out short intervals.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ SAME = 1e-4  # relative goodput that is not worth more memory
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint plan with its best interval, what it costs and what it brings."""
+    """A checkpoint plan with its best interval, its simulated cost and its expected goodput."""
 
     saving: CheckpointPlan
     cost: CheckpointCost
@@ -45,10 +45,10 @@ class Choice:
 
 
 def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
-    """Return the failures of a planned job.
+    """Build the failure model of a training job from its mean time between failures and its restart time.
 
     Raises:
-        ValueError: a time that is not positive, or centuries.
+        ValueError: A time is not positive, or longer than three centuries.
     """
     if not 0 < mtbf_s <= LONGEST_S or not 0 <= restart_s <= LONGEST_S:
         raise RuleError(
@@ -60,7 +60,10 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
 
 
 def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
-    """Return the interval with the highest expected goodput at this cap and budget."""
+    """Return a checkpoint plan with the interval of the highest expected goodput.
+
+    Its bandwidth cap and copy budget are kept.
+    """
     cost = simulation.cost(saving)
     steps = best_interval_steps(simulation.iteration_s, cost, failures)
     goodput = expected_goodput(simulation.iteration_s, cost, failures, steps)
@@ -70,11 +73,15 @@ def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Fa
 def best_checkpointing(
     simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Interval, cap and budget with the highest expected goodput; the least memory among equals.
+    """Return the checkpoint plan with the highest expected goodput over intervals, caps and copy budgets.
+
+    Among equally good ones, the plan with the least memory is returned.
 
     Args:
-        spare_bytes: host memory that checkpoints may reserve.
-        base: where the writers, the mode and the folder come from.
+        simulation: Simulation of the checkpoints of one plan.
+        failures: Failure model of the training job.
+        spare_bytes: Host memory that checkpoints may reserve.
+        base: Checkpoint plan that gives the writers, the mode and the folder.
     """
     base = base or CheckpointPlan()
     budgets = _budgets(simulation, spare_bytes, base)
@@ -96,14 +103,13 @@ def best_checkpointing(
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
-    """Return the least memory among those that are as good as the best; then the best."""
+    """Return the checkpoint plan that reserves the least memory among the plans with the best goodput."""
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
 
 
 def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
-    """Return budgets from none to a whole checkpoint, as far as memory allows with the writers' buffers."""
     size = streamed_bytes(simulation.workload, simulation.plan)
     room = max(0, spare_bytes - reserved_bytes(base.model_copy(update={"copy_budget_bytes": 0})))
     wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
@@ -111,14 +117,15 @@ def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: Checkpoin
 
 
 def blocks(size_bytes: float) -> int:
-    """Return the bytes rounded up to whole blocks. Budgets consist of blocks."""
+    """Return a number of bytes rounded up to whole blocks of a checkpoint's copy budget."""
     return -(-int(size_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures) -> dict[str, int]:
-    """Iterations between checkpoints by Young, Daly and CheckFreq, none below what a commit needs.
+    """Return the steps between checkpoints by the rules of Young, Daly and CheckFreq.
 
-    CheckFreq's rule knows no failures: it checkpoints as often as 3.5% of overhead allow.
+    No interval is shorter than a commit needs. CheckFreq's rule ignores failures and checkpoints as often as an
+    overhead of 3.5% allows.
     """
     fewest = cost.fewest_steps(iteration_s)
     seconds = {
@@ -131,12 +138,12 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
 
 def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
-    """Refuse failures so frequent that no plan makes progress, before a plan is searched.
+    """Raise if failures are so frequent that no plan makes progress, before a plan is searched.
 
-    Assumes that steps take their forward and backward only, and that saves cost training nothing.
+    The check assumes that a step takes its forward and backward only, and that saving costs no time.
 
     Raises:
-        RuleError: less than `LEAST_GOODPUT` of the time would be progress even so.
+        RuleError: Less than `LEAST_GOODPUT` of the time would be progress even then.
     """
     failures = planned_failures(mtbf_s, restart_s)
     persist_s = workload.checkpoint_bytes / capacities(machine, workload.ranks_per_node)["storage"]
@@ -165,10 +172,12 @@ def with_checkpoints(
     restart_s: float,
     folder: str | None,
 ) -> Plan:
-    """Return the plan with its checkpoint part, its stall and the reasons; no interval without an MTBF.
+    """Return a plan with its checkpoint settings, the predicted stall, and the reasons for them.
+
+    Without an MTBF, the plan gets no checkpoint interval.
 
     Raises:
-        ValueError: mtbf_s or restart_s is not positive, or so short that nothing is trained.
+        ValueError: mtbf_s or restart_s is not positive, or mtbf_s is so short that nothing is trained.
     """
     assert plan.prediction is not None
     spare = limits.spare_host_bytes(plan.prediction)
@@ -192,7 +201,6 @@ def with_checkpoints(
 
 
 def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[str]:
-    """Sentences with figures."""
     cost, saving = choice.cost, choice.saving
     cap = saving.write_bytes_per_s
     speed = "written at full speed" if cap is None else f"written at no more than {cap / 1e9:.2f} GB/s"

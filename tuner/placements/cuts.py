@@ -1,5 +1,6 @@
-"""Which sub_group_size to train with: small ones fill and drain the lanes better, large ones cost
-less per op.
+"""The choice of DeepSpeed's ``sub_group_size``.
+
+Small subgroups fill and drain the lanes better. Large subgroups cost less time per op.
 """
 
 import math
@@ -43,7 +44,7 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
 
 def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
-    """Return the cuts whose number of subgroups is nearest to `QUICK_COUNTS`."""
+    """Return the workloads with numbers of subgroups nearest to `QUICK_COUNTS`."""
 
     def nearest(count: int) -> Workload:
         return min(cuts, key=lambda cut: abs(math.log(len(cut.subgroups) / count)))
@@ -52,15 +53,16 @@ def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
 
 
 def merged(workload: Workload, many: int) -> Workload:
-    """Return the workload with ``many`` neighbouring subgroups as one."""
+    """Return a workload with every ``many`` neighboring subgroups joined into one."""
     sizes = workload.subgroups
     joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
     return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})
 
 
 def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
-    """Return a plan of larger subgroups for smaller ones. Each smaller one is treated as the larger one is
-    that holds its middle element.
+    """Return a plan for smaller subgroups that copies the choices of a plan for larger ones.
+
+    Each smaller subgroup is treated as the larger subgroup that holds its middle element.
     """
     ends, begin, owner = list(accumulate(coarse.subgroups)), 0, list[int]()
     for size in fine.subgroups:

@@ -1,9 +1,9 @@
-"""The one decision that every answer rests on: which cut into subgroups, and which plan for it.
+"""The decision that every planning command uses: the subgroup size of a job, and the best plan for it.
 
-Every entry point asks `decide`. What may vary is the same for all of them: the subgroup size, placements and
-their order, early updates, sums on the device, buffers, threads and overlap, and where asked for parameter
-locations and storage. So is the memory that stays free. They differ in effort alone: a quick answer compares
-first guesses at a few subgroup sizes, a full one improves the best ones.
+Every entry point calls `decide`. All of them may vary the subgroup size, placements and their order, early
+updates, on-device gradient accumulation, buffers, threads and overlap. On request they also vary parameter
+locations and storage. They leave the same memory margin. Only the effort differs: a quick answer compares
+first guesses at a few subgroup sizes, and a full one improves the best of them.
 """
 
 import math
@@ -36,7 +36,7 @@ Progress = Callable[[float, str], object]
 
 
 def silently(_share: float, _what: str) -> None:
-    """Report no progress."""
+    """Ignore the progress of a search. This is the default callback."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ class Question:
         effort: float | None = None,
         pieces: bool = False,
     ) -> "Question":
-        """Return the question with every default in its place.
+        """Build the input of a plan decision, with defaults for everything that is not given.
 
         Args:
-            subgroup_sizes: None: `SIZES`. Empty: the workload's own.
+            subgroup_sizes: Subgroup sizes to try in addition to the workload's own. If None, `SIZES`. If empty,
+                only the workload's own size is used.
         """
         limits, machine, folders = with_storage(
             workload,
@@ -102,7 +103,7 @@ class Question:
 
     @property
     def cuts(self) -> list[Workload]:
-        """Return the workload with each subgroup size that is tried, the largest first."""
+        """Return the workload with each subgroup size to be tried, the largest subgroups first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
         found = recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
@@ -116,7 +117,6 @@ class Question:
 
     @property
     def _must_store(self) -> bool:
-        """Whether memory alone cannot hold the job, but storage may take state."""
         memory = self.limits.in_memory
         if self.limits.storage_bytes is None or memory == self.limits:
             return False
@@ -146,7 +146,7 @@ class Decision:
 
     @property
     def folders(self) -> Mapping[str, Any]:
-        """Fields of a plan that stores state, if this one does."""
+        """Return the plan's fields for storage directories, or none if the chosen plan stores no state."""
         return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
 
 
@@ -247,10 +247,10 @@ def _searches(
 
 
 def check_length(workload: Workload) -> None:
-    """Refuse a step whose search would take hours and many GiB, before any simulation.
+    """Refuse a training step that would take hours and many GiB to search, before any simulation.
 
     Raises:
-        RuleError: the step has too many micro-batches for its number of layers.
+        RuleError: The step has too many micro-batches for its number of layers.
     """
     micro, layers = workload.gradient_accumulation_steps, len(workload.layers)
     if micro * layers > MOST_PASSES:
@@ -263,10 +263,10 @@ def check_length(workload: Workload) -> None:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Refuse a job that no plan can hold, before any simulation.
+    """Refuse a training job if no plan can fit its state into memory, before any simulation.
 
     Raises:
-        ImpossibleError: the bytes do not fit, however they are divided.
+        ImpossibleError: The bytes do not fit, no matter how they are divided among memories.
     """
     least = roomiest(workload, machine, limits)
     if limits.missing_bytes(least):
@@ -311,10 +311,10 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
 
 
 def about_subgroups(search: Search) -> list[str]:
-    """Return a sentence with what other subgroups would bring, if those asked for are large.
+    """Return a sentence about the gain of another subgroup size, if the plan's subgroups are large.
 
     Returns:
-        No sentence if the gain is small.
+        A list with the sentence, or an empty list if the gain is small.
     """
     work, machine = search.workload, search.machine
     if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:

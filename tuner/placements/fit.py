@@ -1,9 +1,9 @@
-"""Whether the bytes of a job fit into memory at all, known before any simulation.
+"""A check of whether a job's state fits into memory, without a simulation.
 
-A plan divides the elements among placements and parameter locations. If elements could be divided at will, and
-staging buffers took nothing, the least memory that is missing would be the solution of a small linear program.
-No plan lacks less. So a job whose program lacks bytes is refused at once, and the shares of a solution show
-where plans of whole subgroups are to be looked for.
+A plan divides the parameters among placements and parameter locations. If they could be divided at will,
+and staging buffers took no memory, a small linear program would give the least memory that is missing. No
+plan lacks less. So a job is refused immediately if its program lacks bytes. The shares of a solution show
+where to look for plans with whole subgroups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,13 @@ from ebbtide.simulator.workload import Workload
 
 @dataclass(frozen=True)
 class Fit:
-    """The division of all elements with which the fullest memory has the most room left.
+    """The division of a model's parameters among placements that leaves the most room in the fullest memory.
 
     Attributes:
-        device_peak_bytes, host_peak_bytes, storage_bytes: what it takes at the least.
-        shares: fraction of the elements by placement and parameter location.
+        device_peak_bytes: Least GPU memory at the peak.
+        host_peak_bytes: Least host memory at the peak.
+        storage_bytes: Least storage.
+        shares: Fraction of the parameters by placement and parameter location.
     """
 
     device_peak_bytes: int
@@ -35,20 +37,22 @@ class Fit:
     shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
-        """Return the fraction of the elements with a placement."""
+        """Return the fraction of a model's parameters that have a given placement."""
         return sum(share for (p, _), share in self.shares.items() if p == placement)
 
     @property
     def away(self) -> float:
-        """Fraction of the parameters that live on the host."""
+        """Return the fraction of a model's parameters that live in host memory."""
         return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 
 def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:
-    """Return the division with the most room left, within the placements that a search may choose.
+    """Return the division of a model's parameters among placements that leaves the most room in memory.
+
+    Only placements that a search may choose are used.
 
     Args:
-        away: fraction of the parameters that live on the host. None: any.
+        away: Fraction of the parameters that must live in host memory. If None, any fraction.
     """
     from scipy.optimize import linprog
 
@@ -73,7 +77,6 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
         rows, ends = [*rows, storage], [*ends, limits.storage_bytes / params]
 
     def solved(costs: list[float], room: list[list[float]], least: float | None) -> Any:
-        """Return the solution in which so much more of each memory than there is costs least."""
         count = len(room[0])
         equal, totals = _divided(used, away)
         return linprog(
@@ -102,12 +105,10 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
 
 
 def _within(taken_bytes: int, limit_bytes: int) -> int:
-    """Return the bytes, or the limit if no more than the program's tolerance lies between."""
     return limit_bytes if limit_bytes < taken_bytes <= limit_bytes + MIB else taken_bytes
 
 
 def _divided(used: Sequence[Way], away: float | None) -> tuple[Any, Any]:
-    """Return the equations: all elements are somewhere, and so many parameters on the host."""
     rows, ends = [[1.0] * len(used) + [0.0, 0.0]], [1.0]
     if away is not None:
         rows.append([float(way.parameters == "host") for way in used] + [0.0, 0.0])

@@ -1,8 +1,8 @@
-"""The choice of subgroups with 16-bit parameters that leave the device between their uses.
+"""The choice of the subgroups with 16-bit parameters in host memory between their uses.
 
-The cost is a fetch for each pass. The gain is room: for a workload that would not fit at
-all, or for state and slots while the link is idle during passes. No bit depends on it. The chosen
-subgroups are evenly spaced, so that each fetch has the passes between for itself.
+Such parameters must be fetched for each forward and backward pass. In return there is GPU memory for a
+workload that would not fit, or for more state and buffers while the link is idle. Results are
+bit-identical. The chosen subgroups are evenly spaced, so that fetches do not delay each other.
 """
 
 import math
@@ -20,7 +20,10 @@ SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried besi
 
 
 def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
-    """Homes with ``away`` of ``count`` on the host, evenly spaced; empty: none are."""
+    """Return parameter locations with ``away`` of ``count`` subgroups in host memory, evenly spaced.
+
+    An empty tuple means that all parameters stay on the GPU.
+    """
     if not away:
         return ()
     turns = [i * away // count for i in range(count + 1)]
@@ -78,7 +81,7 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
 
 
 def brought(search: Search, made: Plan) -> list[str]:
-    """Return a sentence about the gain of parameters on the host, or nothing if none are there."""
+    """Return a sentence about the gain of a plan's parameters in host memory, or an empty list if there are none."""
     w = search.workload
     size = moved_out(w, fetched_elements(w, made.parameter_locations)) * w.wire_bytes
     if not size or made.prediction is None:
@@ -94,9 +97,9 @@ def brought(search: Search, made: Plan) -> list[str]:
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Return how many subgroups' parameters must leave so that all host updates fit, with stored state if needed.
+    """Return the fewest subgroups with parameters in host memory such that a plan with CPU updates fits.
 
-    If even all of them do not suffice, return all.
+    Stored state is used if needed. If even all subgroups do not suffice, return the number of subgroups.
     """
     low, high = 0, count
     while high - low > 1:

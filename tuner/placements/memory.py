@@ -1,4 +1,4 @@
-"""The error that says which memory is short where no plan fits."""
+"""The error that names the memory that is too small for every plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from ebbtide.simulator.workload import Workload
 
 
 class ImpossibleError(RuleError):
-    """No plan fits. The message names each memory that is short, and the changes that help most.
+    """An error because no plan fits into memory. The message names each memory that is short, and useful changes.
 
     Attributes:
-        fact: what is short, the memory that lacks most first.
-        advice: general advice. `ebbtide.tuner.answer.ways_out` tries changes and knows better.
-        missing: bytes that the nearest plan lacks, by memory.
-        ways: the nearest changes that fit, with their plans, if `ebbtide.plan` has looked for them.
+        fact: Sentence about the missing memory, the one that lacks most first.
+        advice: General advice. `ebbtide.tuner.answer.ways_out` tries changes and gives better advice.
+        missing: Bytes that the nearest plan lacks, by memory.
+        ways: Smallest changes that fit, with their plans, if `ebbtide.plan` has looked for them.
     """
 
     ways: tuple[Any, ...] = ()
@@ -26,7 +26,7 @@ class ImpossibleError(RuleError):
 
     @classmethod
     def explain(cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
-        """Build the error from the peaks of all plans that were tried."""
+        """Build the error about missing memory from the memory peaks of all plans that were tried."""
         nearest = min(scores, key=limits.missing_bytes)
         taken = {
             "GPU memory": nearest.device_peak_bytes,
@@ -44,7 +44,6 @@ class ImpossibleError(RuleError):
 
 
 def _short(name: str, lacking: int, taken: int) -> str:
-    """Return a clause about one memory, in GiB with two digits so that small shortages are told."""
     return (
         f"{name} is {lacking / GIB:.2f} GiB short ({taken / GIB:.2f} GiB are needed, "
         f"{(taken - lacking) / GIB:.2f} GiB are usable)"

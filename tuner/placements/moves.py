@@ -28,17 +28,17 @@ CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code i
 
 
 def is_staged(recipe: Recipe) -> bool:
-    """Return whether the state is staged to the device for the update."""
+    """Return whether subgroups of a placement are staged to the GPU for their update."""
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Placements that a search may choose.
+    """Return the placements that a search may choose on a machine.
 
-    Where memory is unified, state that moves to the device stays where it was.
+    On a machine with unified memory, only placements with CPU updates remain.
 
     Args:
-        storage: state may go there.
+        storage: True if state may go to storage.
     """
     found = tuple(RECIPES) if storage else CHOICES
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
@@ -118,7 +118,10 @@ class Moved:
         host_slots: int = HOST_SLOTS,
         threads: int = 0,
     ) -> Self:
-        """``order`` None: that of the layers."""
+        """Build a plan that a search can change from placements and an update order.
+
+        If ``order`` is None, use layer order.
+        """
         codes = [int(code) for code in codes]
         sequences = [
             (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if _QUEUES[code] == number])
@@ -152,11 +155,10 @@ class Moved:
 
     @property
     def staged(self) -> int:
-        """Return the number of staged subgroups."""
+        """Return the number of subgroups that a plan stages to the GPU for their update."""
         return bytes(self.codes).translate(_STAGED_OR_NOT).count(1)
 
     def _limited(self) -> Self:
-        """Limit the slots to the staged subgroups, and the prefetched ones to the slots."""
         self.slots = max(1, min(self.slots, self.staged))
         self.prefetch = max(0, min(self.prefetch, self.slots))
         return self
@@ -246,7 +248,7 @@ class Moved:
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
     def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
-        """Codes and the order of issue, as `PlanSweep.evaluate` takes them."""
+        """Return a plan's placement codes and issue order as `PlanSweep.evaluate` takes them."""
         heads = [iter(sequence) for sequence in self.sequences]
         issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(_QUEUES)], dtype=np.int64)
         return np.array(self.codes, dtype=np.int8), issue

@@ -1,4 +1,4 @@
-"""The true optimum of few subgroups: every order of every number of placements that can be best."""
+"""The exact optimum of a plan for few subgroups, by trying every useful order of placements."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,14 @@ MOST_SUBGROUPS = 10
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best of all candidates, and how it was found.
+    """The best plan of an exact search, and statistics of the search.
 
     Attributes:
-        iteration_s: no placements, slots, prefetch and threads have a shorter iteration.
-        simulated: how many candidates had to be.
-        pruned: how many numbers of placements and slots the bound ruled out unseen.
+        candidate: The best plan.
+        iteration_s: Seconds per iteration. No choice of placements, staging buffers, prefetch and threads is
+            faster.
+        simulated: Number of plans that were simulated.
+        pruned: Number of combinations of placement counts and buffers that the lower bound ruled out.
     """
 
     candidate: Candidate
@@ -31,15 +33,15 @@ class Optimum:
 
 
 def optimum(search: Search) -> Optimum:
-    """Branch and bound: numbers of placements by their bound, then all their orders.
+    """Return the best plan for few subgroups by branch and bound.
 
-    Exact over placements, staging slots, prefetch (as early as backward allows), sums of
-    micro-batches on the device and the measured numbers of threads, with updates that overlap
-    forward; each queue in the order that `ebbtide.tuner.placements.update_orders` guesses, not in all. The
-    best so far prunes, so a search that has been run before is quicker.
+    Combinations of subgroups per placement are pruned by their lower bound, then all their orders are tried.
+    The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and measured
+    numbers of threads. Updates overlap forward. Each queue has the update order that
+    `ebbtide.tuner.placements.update_orders` proposes. A search that has run before prunes more.
 
     Raises:
-        ValueError: more than MOST_SUBGROUPS subgroups, or nothing fits.
+        ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits.
     """
     count = len(search.workload.subgroups)
     if count > MOST_SUBGROUPS:
@@ -66,7 +68,6 @@ def optimum(search: Search) -> Optimum:
 
 
 def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
-    """Numbers of subgroups of each placement, and of slots."""
     for cuts in combinations_with_replacement(range(count + 1), len(CHOICES) - 1):
         ends = [0, *cuts, count]
         numbers = {p: ends[i + 1] - ends[i] for i, p in enumerate(CHOICES)}
@@ -75,7 +76,7 @@ def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
 
 
 def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
-    """Yield every order of so many placements, each once."""
+    """Yield every order of placements with the given number of subgroups per placement."""
     left = dict(numbers)
     chosen: list[Placement] = []
 

@@ -1,4 +1,4 @@
-"""The plan with the shortest predicted iteration, or the best goodput, that fits."""
+"""The plan with the shortest predicted iteration, or the best goodput, that fits into memory."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +106,6 @@ def plan(
 
 
 def _robust_choice(search: Search) -> Candidate:
-    """Among the best in the expected case, the one with the lowest 90th percentile."""
     fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
     finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
     machines = sampled_machines(search.machine, search.seed)
@@ -132,7 +131,7 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
 
 
 def about(workload: Workload, machine: Machine) -> str:
-    """Return what is trained, and on what, in words."""
+    """Return a description of the trained model and the machine, and whether the machine was measured."""
     known = "a preset" if machine.measured_with == "preset" else "measured"
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
@@ -144,10 +143,11 @@ def predict(
     limits: Limits,
     lower_bound_s: Callable[[float], float] = lambda _: 0.0,
 ) -> Prediction:
-    """Return the simulator's prediction of a plan, with the interval that the rates' spread gives.
+    """Return the simulator's prediction for a plan, with the interval that the rates' spread gives.
 
     Args:
-        lower_bound_s: called with the plan's time.
+        limits: Memory limits that the prediction records.
+        lower_bound_s: Function from the plan's time to a lower bound, both in seconds.
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
@@ -179,10 +179,10 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the same plan with what is predicted for another profile of its workload or machine.
+    """Return a plan with a new prediction for another profile of the workload or machine.
 
     Raises:
-        PlanError: another number of subgroups.
+        PlanError: The workload has another number of subgroups.
     """
     search = Search(workload, machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.proven_s)
@@ -190,11 +190,6 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Workload | None = None) -> Plan:
-    """Return the plan with its alternatives and reasons.
-
-    Args:
-        stock: the workload that others train. None: that of the plan.
-    """
     from ebbtide.tuner.answer.reasons import reasons
     from ebbtide.tuner.answer.rows import alternatives, compare
 
@@ -205,7 +200,10 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
-    """Return a sentence with figures; nothing where none stays."""
+    """Return a sentence about the time that a plan saves by on-device gradient accumulation.
+
+    Return an empty list if the plan does not use it.
+    """
     sums = [subgroup for subgroup, code in enumerate(chosen.ways) if code & SUMMED]
     if not sums:
         return []

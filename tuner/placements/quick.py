@@ -1,4 +1,4 @@
-"""A decision that is short enough for a training loop: what ``plan="auto"`` and re-planning call.
+"""A short plan search for use inside a training loop, by ``plan="auto"`` and re-planning.
 
 Needs neither pandas nor matplotlib.
 """
@@ -28,11 +28,12 @@ MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
 
 @dataclass(frozen=True)
 class QuickPlan:
-    """The result of a short search.
+    """The result of a short plan search.
 
     Attributes:
-        plan: ``current`` itself if nothing is better.
-        iteration_s, current_s: predicted mean iterations of both.
+        plan: Best plan, which is ``current`` itself if nothing is faster.
+        iteration_s: Predicted mean iteration of ``plan`` in seconds.
+        current_s: Predicted mean iteration of the plan that runs now, in seconds.
     """
 
     plan: Plan
@@ -51,18 +52,20 @@ def quick_plan(
     seed: int = 0,
     move_parameters: bool = False,
 ) -> QuickPlan:
-    """Return the best plan of a short search, with the subgroups, the threads and the overlap of ``current``.
+    """Return the best plan of a short search that keeps the subgroups, threads and overlap of a running plan.
 
-    `ebbtide.tuner.plan` decides in the same way, with subgroup sizes, threads and overlap too. Deterministic under
-    ``seed``.
+    `ebbtide.tuner.plan` decides in the same way, but also varies subgroup sizes, threads and overlap. The
+    result is deterministic for a given ``seed``.
 
     Args:
-        current: the plan that runs. What is found is no slower by the simulation, and stores no subgroup that
-            this one does not: there is room for no other.
-        device_bytes: device memory of this rank for all of the workload. None: what ``current`` takes.
-        host_bytes: host memory of this rank. None: its share of the machine's, or what ``current`` takes if that
-            is more.
-        move_parameters: between device and host. Otherwise they live where they do under ``current``.
+        current: Plan that runs now. The result is no slower in simulation. It stores no subgroup that
+            ``current`` does not store, since storage has no room for others.
+        device_bytes: GPU memory of this rank for the whole workload. If None, the memory that ``current`` uses.
+        host_bytes: Host memory of this rank. If None, its share of the machine's, or the memory that
+            ``current`` uses if that is more.
+        effort: Fraction of a full search's evaluations.
+        move_parameters: Let parameters change between GPU and host memory. Otherwise they stay as in
+            ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     now = current.parameter_locations if "host" in current.parameter_locations else ()
@@ -110,14 +113,12 @@ def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
 
 
 def _fixed(current: Plan) -> dict[str, Any]:
-    """Return the fields that stay as they are."""
     return {"threads": current.threads, "overlap_forward": current.overlap_forward}
 
 
 def _limits(
     workload: Workload, machine: Machine, current: Plan, device_bytes: int | None, host_bytes: int | None
 ) -> Limits:
-    """Return the limits. Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
     return Limits(
         held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,

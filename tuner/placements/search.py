@@ -1,4 +1,4 @@
-"""The state of the search: candidates, their scores, and the first guesses."""
+"""The state of the plan search: candidate plans, their scores, and the first guesses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Candidate:
         )
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
-        """Return the plan that it stands for, with more of a plan's ``fields``."""
+        """Build a plan's file from a candidate of the search, with further ``fields`` of a plan."""
         staged = not STAGED.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
@@ -157,7 +157,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Score:
-    """The simulator's figures of a candidate. ``inf``: it does not fit."""
+    """The simulated time and memory peaks of a candidate plan. The time is ``inf`` if the plan does not fit."""
 
     iteration_s: float
     device_peak_bytes: int
@@ -190,10 +190,12 @@ class Search:
         *,
         effort: float | None = None,
     ) -> None:
-        """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
+        """Prepare a search for the plans of a workload on a machine.
 
-        ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
-        ``effort``: share of the evaluations; None: all of them.
+        Args:
+            fixed: Fields of all candidate plans that are not searched.
+            storable: Subgroups whose state may be on a drive. None allows all, if a drive is given.
+            effort: Share of the evaluations of a full search. None makes all of them.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -230,23 +232,23 @@ class Search:
         return Freedom(self.choices, self.early, self.sums, self.moves_parameters, threads)
 
     def share_of(self, evaluations: int, least: int = 1) -> int:
-        """Return how many of these evaluations the search makes under its effort."""
+        """Return the number of evaluations that a search makes at its effort, out of a full search's number."""
         return max(min(least, evaluations), round(self.effort * evaluations))
 
     @property
     def most_ops(self) -> int:
-        """Return the most ops of an iteration under any plan."""
+        """Return the largest number of ops that an iteration has under any plan."""
         return self._sweep.most_ops
 
     @property
     def sums(self) -> bool:
-        """Return whether sums of micro-batches may stay on the device."""
+        """Return whether a search's job allows on-device gradient accumulation."""
         return self._sweep.held.sums and not self.machine.unified_memory
 
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:
-        """Simulated once, remembered after that. The same plan without early updates is scored too."""
+        """Return the score of a candidate plan, simulated only once, and score it without early updates too."""
         candidate = self.ordered(candidate)
         if candidate not in self.scores:
             result = self._simulate(candidate)
@@ -296,7 +298,6 @@ class Search:
         return crossing, slots
 
     def _slots(self, codes: Codes, wanted: int, host_slots: int) -> int:
-        """Return how many of the wanted staging slots memory holds beside activations."""
         sweep = self._sweep
         both = sweep.amounts(codes)
         users = sweep.slots(both, wanted)[Slot.STAGING]
@@ -318,7 +319,7 @@ class Search:
         host_slots: int = HOST_SLOTS,
         most_s: float = math.inf,
     ) -> float:
-        """What `score` gives for these arguments, not remembered; ``inf`` where it does not fit.
+        """Return the predicted seconds of a plan without remembering them. ``inf`` if the plan does not fit.
 
         Args:
             most_s: a plan that takes longer even in right steps is not looked at any further.
@@ -330,7 +331,7 @@ class Search:
         return self._mean_s(codes, self._sweep.evaluate(codes, *options), options, most_s)
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
-        """Return a candidate's seconds, whether or not it fits."""
+        """Return a candidate plan's seconds per iteration, even if the plan does not fit into memory."""
         c = self._completed(candidate)
         c = c if self.sums else c.with_codes(c.codes & ~SUMMED)
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self._sweep, c), options_of(c)))
@@ -374,10 +375,10 @@ class Search:
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
-        """Return the period of later iterations, where it is longer.
+        """Return a candidate plan's seconds per iteration once iterations repeat steadily, if that is longer.
 
-        A D2H lane that has more to do than an iteration lasts falls behind by and by: the first
-        iterations do not show it.
+        If copies to the host take longer than an iteration, they fall behind gradually. The first iterations do not
+        show that.
         """
         few, many = SETTLED
         sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
@@ -385,7 +386,6 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        """Simulate a candidate if it fits. The peaks are known without a simulation."""
         from ebbtide.simulator.engines import kernel
 
         taken = self._taken(c.codes, c.staging_slots, c.host_slots)
@@ -396,7 +396,6 @@ class Search:
         return Score(self._mean_s(c.codes, row, options_of(c)), *peaks)
 
     def _may_store(self, codes: Codes) -> bool:
-        """Return whether every stored subgroup may be stored."""
         kept = self._kept_in_memory
         return not (kept and np.isin(codes[kept] % SUMMED, _STORED_CODES).any())
 
@@ -411,7 +410,6 @@ class Search:
         return held["device"] + self._device_bytes(codes), held["host"], held["storage"]
 
     def _device_bytes(self, codes: Codes) -> int:
-        """Return the device memory of the workload alone, all activations among it."""
         away = codes >= PARAMETERS_ON_HOST
         key = away.tobytes()
         if key not in self._gone:
@@ -422,11 +420,11 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Return whether any known candidate fits into memory."""
+        """Return whether any scored candidate plan fits into memory."""
         return not math.isinf(self.best_s)
 
     def best(self) -> Candidate:
-        """Return the best candidate so far; ties go to the one that takes less device memory."""
+        """Return the fastest candidate plan so far. Among equals, return the one that takes the least GPU memory."""
         return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
     # -- first guesses -----------------------------------------------------------------------
@@ -543,7 +541,6 @@ class Search:
         return min(map(seconds or self.try_, some))
 
     def _roomiest_s(self, fixed: Mapping[int, Placement]) -> float:
-        """Return the best time among plans of whole subgroups near the division with the most room left."""
         sizes, choices = self.workload.subgroups, self.choices
         count = len(sizes) - len(fixed)
         mean = (self.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
@@ -570,7 +567,6 @@ class Search:
         return roomiest(self.workload, self.machine, self.limits, away=away / self.workload.params)
 
     def _held_apart(self) -> Iterator[dict[int, Placement]]:
-        """Yield every choice of placements for the few largest subgroups."""
         large = self.workload.large_subgroups[:MOST_OUTLIERS]
         for chosen in product(self.choices, repeat=len(large)):
             yield dict(zip(large, chosen, strict=True))
@@ -615,9 +611,9 @@ class Search:
         return tightened(self.fluid(anywhere), *self._bounded(anywhere), most_nodes=0)
 
     def proven_s(self, iteration_s: float) -> float:
-        """Return a lower bound, as close to the plan's time as is worth the work.
+        """Return a lower bound of a plan's iteration in seconds, as close to a given time as is worth the work.
 
-        Whole subgroups are required if there are few of them and fractions leave much open.
+        Whole subgroups are required if there are few of them and the bound with fractions is far below.
         """
         fractions_s = self.bound.iteration_s
         few = len(self.workload.subgroups) <= NAMED
@@ -653,7 +649,6 @@ def waiting(c: Candidate) -> Candidate:
 
 
 def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[Placement, int]]:
-    """Numbers of each placement, in steps that give at most so many points."""
     kinds = len(choices)
     steps = max(n for n in range(1, most) if math.comb(n + kinds - 1, n) <= most)
     borders = sorted({round(i * count / steps) for i in range(steps + 1)})
@@ -668,10 +663,10 @@ def evenly(
     fixed: Mapping[int, Placement] | None = None,
     locations: Sequence[ParameterLocation] = (),
 ) -> Candidate:
-    """Build a candidate with the given number of subgroups per placement: resident first, others interleaved.
+    """Build a candidate plan with the given number of subgroups per placement: resident first, others interleaved.
 
     Args:
-        fixed: placements of further subgroups at given positions.
+        fixed: Placements of further subgroups at given positions.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]
     stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]
@@ -687,7 +682,7 @@ def evenly(
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
-    """Iteration of a candidate in which early updates are right, in seconds."""
+    """Return the predicted seconds of an iteration in which all early updates are committed."""
     from ebbtide.simulator.engines import kernel
 
     return float(evaluated(sweep, c)[kernel.ITERATION_S])
@@ -699,5 +694,5 @@ def options_of(c: Candidate) -> tuple[Any, ...]:
 
 
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
-    """Return the row of a candidate."""
+    """Return the simulator's row of results for a candidate plan."""
     return sweep.evaluate(c.codes, *options_of(c))

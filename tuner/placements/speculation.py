@@ -35,9 +35,6 @@ def try_early(search: Search) -> None:
 
 
 def _with_room(candidate: Candidate) -> Iterator[Candidate]:
-    """As it is, and with device memory left for the new parameters of guessed visits: with the last
-    ones that stay there visiting it, or fewer slots.
-    """
     yield candidate
     placements = list(candidate.placements)
     if STAGED.isdisjoint(placements):
@@ -76,7 +73,10 @@ def fewest(search: Search, best: Candidate) -> Candidate:
 
 
 def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]:
-    """Return a sentence about the updates that begin before the norm. None below ZeRO-3."""
+    """Return a sentence about a plan's early updates and the time they save.
+
+    Return an empty list if the job cannot have early updates, as below ZeRO-3.
+    """
     count, work, told = sum(made.updated_early), search.workload, made.prediction
     if told is None or not search.early:
         return []

@@ -1,4 +1,4 @@
-"""State on storage: how much may be there, what its files are called, and what it costs."""
+"""Optimizer state on storage: its capacity, its directories, and its cost."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +21,11 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Return the limits, the machine with these directories' rates, and the fields of a plan that stores.
+    """Return the memory limits, a machine with the storage directories' rates, and a plan's fields for them.
 
     Args:
-        storage: bytes by directory; one without a name is any, as fast as the machine's storage.
-        asked: what else `Limits.of` takes.
+        storage: Bytes by directory. An empty name means any directory, as fast as the machine's storage.
+        asked: Further arguments of `Limits.of`.
     """
     if not storage:
         return Limits.of(workload, machine, **asked), machine, {}
@@ -34,13 +34,13 @@ def with_storage(
 
 
 def room(machine: Machine, storage: Mapping[str, int]) -> int:
-    """Bytes of state that fit where each directory has its share of all of it."""
+    """Return the bytes of optimizer state that fit on storage if each directory takes its planned share."""
     part = _shares(machine, storage)
     return int(min(size / part[name] for name, size in storage.items()))
 
 
 def named(machine: Machine, storage: Mapping[str, int]) -> dict[str, Any]:
-    """Fields of a plan that say where stored state lies."""
+    """Return the fields of a plan that name the directories of stored state."""
     if len(storage) < 2:
         return {"storage_dir": next(iter(storage), None) or None}
     return {"storage_shares": {n: round(s, 4) for n, s in _shares(machine, storage).items()}}
@@ -51,14 +51,14 @@ def _shares(machine: Machine, storage: Mapping[str, int]) -> dict[str, float]:
 
 
 def written_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes that a node writes to storage in each step."""
+    """Return the number of bytes that a node writes to storage in each training step under a plan."""
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
     return elements * Bytes.of(workload).staged * workload.ranks_per_node
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
-    """Sentences with figures; none where nothing is stored."""
+    """Return sentences about a plan's use of storage, or an empty list if it stores nothing."""
     work = search.workload
     if STORED.isdisjoint(c.placements):
         return []
@@ -67,7 +67,6 @@ def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -
 
 
 def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
-    """Return a sentence about the same plan with enough host memory."""
     hosted = tuple(HOST if p in STORED else p for p in c.placements)
     work = search.workload
     faster_s = search.seconds_anyhow(search.ordered(c.with_placements(hosted)))

@@ -1,12 +1,13 @@
-"""The update order of a queue.
+"""The choice of the order of subgroups' updates.
 
-A host update may start when its gradient is home, and its parameters are needed when the next
-forward comes to its layer. Gradients come home last layer first; forward needs the first layers
-first. If all gradients are home at the norm barrier, forward order is best. Otherwise some orders are
-compared on a model of the host, the copies home and the forward that follows:
+A CPU update may start when its gradient is in host memory. The updated parameters are needed when the next
+forward reaches their layer. Gradients arrive last layer first, and forward needs the first layers first. If
+all gradients have arrived when the norm is known, forward order is best. Otherwise some orders are compared
+on a model of the CPU, the copies and the next forward:
 
-- among arrived gradients, the one that forward needs soonest: Schrage's rule for release times and tails;
-- as gradients arrive, except for the last layers, which are updated first or at the end.
+- Among arrived gradients, first the one that forward needs soonest (Schrage's rule for release times and
+  tails).
+- As gradients arrive, except for the last layers, which are updated first or at the end.
 """
 
 import heapq
@@ -21,7 +22,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class UpdateOrders:
-    """Orders for placements of one workload on one machine."""
+    """Update orders for placements of one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         amounts, room = Bytes.of(workload), capacities(machine, workload.ranks_per_node)
@@ -37,7 +38,6 @@ class UpdateOrders:
         self._known: dict[tuple[int, ...], UpdateOrder] = {}
 
     def _passes(self, w: Workload) -> None:
-        """Compute when each gradient is complete, from the begin of a micro-batch's backward."""
         left = [0.0, *accumulate(layer.backward_s for layer in w.layers)]
         self.backward_s, self.forward_s = left[-1], w.forward_s / self.micro_batches
         first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
@@ -46,7 +46,7 @@ class UpdateOrders:
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
-        """Return the host queue's by the model, the device's in forward order."""
+        """Return the update orders for given placements: the CPU's by a model, the GPU's in forward order."""
         hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
         if hosted not in self._known:
             self._known[hosted] = self._of(hosted)
@@ -59,11 +59,11 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the sequence after which the next forward ends first, by the model."""
+        """Return the update order with which the next forward ends first, by a model of CPU and copies."""
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
-        """Sequences worth a look, for gradients that are home so late."""
+        """Yield the update orders that are compared, for given arrival times of the gradients."""
         yield self.by_urgency(arrived)
         ascending = sorted(arrived)
         count = len(ascending)
@@ -75,7 +75,7 @@ class UpdateOrders:
             yield [*late, *early]
 
     def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
-        """Return when the next forward can have ended, in seconds after the norm barrier."""
+        """Return the earliest end of the next forward for an update order, in seconds after the norm is known."""
         host_s = copied_s = before_s = end_s = 0.0
         for s in sequence:
             # The slot that it writes to is free when the copy before the last has left. No `max`: a search asks
@@ -92,7 +92,7 @@ class UpdateOrders:
         return end_s
 
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
-        """Return subgroup -> arrival of its gradient, in seconds after the norm barrier, in order."""
+        """Return the arrival of each subgroup's gradient in host memory, in seconds after the norm is known."""
         free_s, arrived = 0.0, {}
         for micro_step in range(self.micro_batches):
             begin_s = micro_step * (self.forward_s + self.backward_s)
@@ -103,7 +103,7 @@ class UpdateOrders:
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
-        """Return an order that takes, among arrived gradients, the one with the earliest layer."""
+        """Return an update order that always takes the arrived gradient of the earliest layer next."""
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []
         sequence: list[int] = []

@@ -1,4 +1,4 @@
-"""The computations of a worker: one function per question, from a checked request to plain JSON."""
+"""The computations of a service's worker: one function per kind of request, with JSON data as result."""
 
 import csv
 import io
@@ -64,7 +64,7 @@ TEMPLATES = Templates(build_strategy)  # a worker answers one request after the 
 
 
 def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
-    """One iteration under a strategy, or a plan."""
+    """Simulate one iteration under a strategy or a plan, and return its figures as JSON data."""
     machine, workload = resolve(request)
     name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
@@ -86,7 +86,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
 
 
 def answer(request: Answer, progress: Progress) -> dict[str, Any]:
-    """Stock, not offloading, the plan, and other systems; what to do, in one sentence."""
+    """Return advice on offloading as JSON data: a table of a plan, stock and other systems, and a verdict."""
     check_plannable(request)
     machine, workload = resolve(request)
     limits, machine, _ = with_storage(workload, machine, storage_of(request))
@@ -127,7 +127,7 @@ def _limits(limits: Limits) -> dict[str, Any]:
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
-    """Return the nearest changes of the scenario that fit, if nothing fits.
+    """Return the smallest changes that make a service's scenario fit into memory.
 
     A profiled workload allows no changes.
     """
@@ -150,7 +150,6 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
 
 
 def _of_scenario(changes: Changes) -> dict[str, Any]:
-    """Return the changes in a scenario's words."""
     words: dict[str, Any] = {**changes}
     if "data_parallel" in words:
         words["gpus"] = words.pop("data_parallel")
@@ -182,13 +181,11 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
 
 
 def _freedom(request: Scenario) -> dict[str, Any]:
-    """Return what a plan for the scenario may vary beyond the defaults, or less than them."""
     sizes: dict[str, Any] = {} if request.subgroup_size is None else {"subgroup_sizes": ()}
     return {"offload_parameters": offloads_parameters(request), **sizes}
 
 
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
-    """The plan's own prediction has its interval and its bound, but only this machine's row knows whether it fits."""
     known = plan and plan.prediction
     return [
         (row.role, known if known and row.role == "plan" and row.simulated.fits else row.prediction) for row in rows
@@ -196,7 +193,6 @@ def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
 
 
 def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
-    """Return the rows that fit first, then by speed."""
     stock = next(row for row in rows if row.role == "stock")
     stock_s = stock.result.iteration_s if stock.simulated.fits else None
     fields = [row.fields(stock_s, workload.tokens_per_iteration) for row in rows]
@@ -204,7 +200,6 @@ def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
 
 
 def _timelines(machine: Machine, workload: Workload, plan: Plan | None, choice: str) -> dict[str, Any]:
-    """Build the timelines of stock and of what the verdict advises: the plan, or not offloading."""
     name, setting = stock_beside(workload, plan)
     advised = build_strategy("no_offload", workload) if choice == "no offload" else None
     schedules = {
@@ -225,10 +220,6 @@ def _about_machine(machine: Machine) -> dict[str, Any]:
 
 
 def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
-    """Return the workload's facts, with layers and parameters as the model's makers count them.
-
-    A profile knows only its own rank's.
-    """
     arch = job_of(request).architecture if request.workload is None else None
     return {
         **{name: getattr(workload, name) for name in WORKLOAD_FACTS},
@@ -256,7 +247,6 @@ def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] |
 
 
 def _whole(value: float) -> float:
-    """JSON does not tell 2 from 2.0, but a count of nodes does."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -273,7 +263,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
-    """Return the plan of `tune plan`, with stock's time."""
+    """Search for the best plan of a scenario, and return it with the time of a quick plan."""
     from ebbtide.tuner.placements.planning import plan as search
 
     check_plannable(request)
@@ -302,7 +292,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:
-    """Return the expected goodput at the given interval or the best one, and the rules of thumb."""
+    """Return the expected goodput at a given checkpoint interval and at the best one, and the rules of thumb."""
     cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
     failures = Failures(request.mtbf_s, request.restart_s)
     asked = (request.iteration_s, cost, failures)

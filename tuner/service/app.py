@@ -1,4 +1,4 @@
-"""The application: access, limits, and the form of refusals."""
+"""The service's web application: access checks, limits, and the form of error responses."""
 
 import asyncio
 import hmac
@@ -45,7 +45,7 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application over a store; workers start with it and end with it."""
+    """Build the service's web application. Worker processes start and end with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +89,7 @@ def create_app(service: Service) -> FastAPI:
 def _health(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", responses={503: {"description": "the database does not answer"}})
     async def healthz() -> Health:
-        """For probes: 200 while the server takes requests and its database answers. Needs no token."""
+        """Report that the server takes requests and its database answers. Needs no token."""
         try:
             waiting = await asyncio.to_thread(service.store.waiting)
         except sqlite3.Error as error:
@@ -98,12 +98,12 @@ def _health(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        """Return the routes for people, drawn from the schema by a page of our own."""
+        """Redirect to the page that lists the service's routes."""
         return RedirectResponse("/docs.html")
 
 
 def _unknown(app: FastAPI) -> None:
-    """Answer what no route takes: 405 with the methods that its path has, else 404."""
+    """Answer requests that no route takes: 405 with the path's methods, or 404 if the path is unknown."""
 
     @app.api_route(API + "/{path:path}", methods=METHODS, include_in_schema=False)
     async def unknown(request: Request) -> Response:
@@ -118,7 +118,7 @@ def _unknown(app: FastAPI) -> None:
 
 
 class Page(StaticFiles):
-    """The page's files; a browser asks each time whether its own are still right."""
+    """Static files of the service's web page. Browsers must check for new versions each time."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -130,12 +130,12 @@ class Page(StaticFiles):
 
 
 def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONResponse:
-    """``{"errors": [{"key", "rule", "value"}]}``; every refusal has this form."""
+    """Build an error response of the form ``{"errors": [{"key", "rule", "value"}]}``, as for every error."""
     return JSONResponse({"errors": list(errors)}, status, headers=headers or None)
 
 
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
-    """One error; the value as text, shortened, so that nothing odd is sent back."""
+    """Return one error for an error response. The value is shortened text, so that nothing harmful is sent back."""
     return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
 
@@ -146,14 +146,12 @@ async def _unprocessable(request: Request, error: RequestValidationError) -> Res
 
 
 async def _invalid(request: Request, error: RuleError) -> Response:
-    """Answer with the rules that a worker found broken; elsewhere the first one ends the request."""
     rows = error.rows if isinstance(error, InvalidError) else (Broken(error.key, str(error)),)
     sent = request.scope.get(SENT)
     return problem(422, *(_with_value(row, sent) for row in rows[:MOST_ERRORS]))
 
 
 def _with_value(row: Broken, sent: Any) -> dict[str, Any]:
-    """Return an error with the value that was sent for its key, if that is a single one."""
     value = sent
     for part in row.key.split(".") if row.value is None and row.key else ():
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
@@ -174,7 +172,6 @@ async def _broken(_: Request, error: WorkerError) -> Response:
 
 
 async def _unstored(_: Request, error: sqlite3.Error) -> Response:
-    """Answer 507 if the disk is full, else 503: the database, and not the request, is at fault."""
     LOG.error("the database failed: %s", error)
     full = getattr(error, "sqlite_errorname", "") == "SQLITE_FULL" or "is full" in str(error)
     if full:
@@ -191,14 +188,17 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
-    """Ends a request before any route sees it."""
+    """An exception that ends a request with an error response before any route handles it."""
 
     def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
         self.status, self.error = status, broken_rule(key, rule, value)
 
 
 class Guard:
-    """Outermost: host name, token, size, patience and depth, then the headers of every response."""
+    """The outermost layer of the web application: checks of every request, and headers of every response.
+
+    It checks the host name, the token, and the size, duration and nesting of the body.
+    """
 
     def __init__(self, app: Any, service: Service) -> None:
         self._app, self._service = app, service
@@ -222,7 +222,6 @@ class Guard:
         await self._answer(scope, receive, _with_headers(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Report an unexpected error in the common form too, and in full in the log."""
         began = False
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -254,7 +253,6 @@ class Guard:
             raise Refusal(401, "Authorization", "must be 'Bearer TOKEN' with this server's token")
 
     async def _body(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
-        """Read the body within its limits; what follows gets it from memory."""
         quota = self._service.quota
         most = quota.run_bytes if scope["path"] == f"{API}/runs" else quota.body_bytes
         length = headers.get(b"content-length", "0")
@@ -301,11 +299,10 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> Any:
-    """Return the content of the body.
+    """Parse the JSON body of a request.
 
     Raises:
-        Refusal: NaN, infinity, nesting that no request of ours needs, or halves of characters (which
-            no text can hold), with one answer each.
+        Refusal: The body has NaN or infinity, deep nesting, or half characters, which no text can hold.
     """
     try:
         sent = json.loads(body, parse_constant=_constant)

@@ -1,4 +1,4 @@
-"""A `tune serve` from Python: ask, submit, wait, post. Needs the standard library only."""
+"""A Python client of the planning service ``tune serve``, with only the standard library."""
 
 import json
 import os
@@ -18,19 +18,19 @@ ENDED = ("done", "failed", "cancelled")
 
 
 class ServiceError(RuntimeError):
-    """The service refused, or cannot be reached; the message gives rule, value and key."""
+    """An error if the planning service refuses a request or cannot be reached. The message gives the reason."""
 
 
 class Client:
-    """The routes of one server.
+    """A client of one planning server.
 
-    >>> service = Client("http://127.0.0.1:8377")                         # doctest: +SKIP
-    >>> service.simulate(machine="h200", model="Llama 3 8B")["iteration_s"]  # doctest: +SKIP
-    >>> plan = service.plan(machine="h200", model="Llama 3 8B")           # doctest: +SKIP
+        >>> service = Client("http://127.0.0.1:8377")                            # doctest: +SKIP
+        >>> service.simulate(machine="h200", model="Llama 3 8B")["iteration_s"]  # doctest: +SKIP
+        >>> plan = service.plan(machine="h200", model="Llama 3 8B")              # doctest: +SKIP
 
     Args:
-        url: as `tune serve` prints it.
-        token: what a server beyond loopback asks for; None: the variable ``EBBTIDE_TOKEN``.
+        url: URL that `tune serve` prints.
+        token: Token of a server that listens beyond loopback. If None, the variable ``EBBTIDE_TOKEN``.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 240.0) -> None:
@@ -42,10 +42,10 @@ class Client:
         self._timeout_s = timeout_s
 
     def call(self, path: str, body: Any = None, method: str | None = None) -> Any:
-        """One request; what it answers, as JSON gives it.
+        """Send one request to the planning server, and return the parsed JSON of its response.
 
         Raises:
-            ServiceError: refused or not reached.
+            ServiceError: The server refused the request or was not reached.
         """
         headers = {"content-type": "application/json"}
         if self._token:
@@ -61,23 +61,23 @@ class Client:
             raise ServiceError(f"no tune serve answers at {self._url}: {error}") from None
 
     def simulate(self, **scenario: Any) -> dict[str, Any]:
-        """One iteration; the fields are those of ``POST /api/v1/simulate``."""
+        """Simulate one iteration on the planning server. The fields are those of ``POST /api/v1/simulate``."""
         return dict(self.call("/simulate", scenario))
 
     def answer(self, **scenario: Any) -> dict[str, Any]:
-        """Ask whether and how to offload."""
+        """Ask the planning server whether and how to offload. The fields are those of ``POST /api/v1/answer``."""
         return dict(self.call("/answer", scenario))
 
     def plan(self, **scenario: Any) -> Plan:
-        """Search the best plan as a job, and waits for it.
+        """Search for the best plan on the planning server, as a job, and wait for the result.
 
         Raises:
-            ServiceError: the job failed or was cancelled.
+            ServiceError: The job failed or was cancelled.
         """
         return Plan.model_validate(self.job("plan", scenario)["plan"])
 
     def job(self, kind: str, request: Mapping[str, Any], poll_s: float = 0.5) -> Any:
-        """Submit a job, waits for its end, and return its result."""
+        """Submit a job to the planning server, wait for its end, and return its result."""
         job = self.call(f"/jobs/{kind}", dict(request))
         while (state := self.call(f"/jobs/{job['id']}"))["state"] not in ENDED:
             time.sleep(poll_s)
@@ -86,20 +86,20 @@ class Client:
         return self.call(f"/jobs/{job['id']}/result")
 
     def push_machine(self, machine: Machine, replace: bool = False) -> None:
-        """Keep a measured machine on the server under its name.
+        """Upload a measured machine to the planning server under its name.
 
         Raises:
-            ServiceError: another machine has the name, and ``replace`` is false.
+            ServiceError: Another machine has the name, and ``replace`` is false.
         """
         self.call("/machines?replace=true" if replace else "/machines", machine.model_dump(mode="json"))
 
     def post_run(self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> str:
-        """Return a run's timeline, with the plan it ran under; returns the run's id."""
+        """Upload the timeline of a training run, with the plan of the run if given, and return the run's id."""
         return str(self.call("/runs", run_body(name, timeline, plan, measured_on))["id"])
 
 
 def run_body(name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> dict[str, Any]:
-    """Return a run in the form of a request."""
+    """Return a training run's timeline in the form that the planning server takes."""
     return {
         "name": name,
         "source": timeline.source,

@@ -1,4 +1,4 @@
-"""Jobs: a line on disk, worked off by the pool's low-priority lane, watched by event streams."""
+"""The job queue of the planning service: stored on disk, run by low-priority workers, watched by streams."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ REMEMBERED = 512  # events for streams that fell behind
 
 
 class Feed:
-    """Events to any number of streams; a slow one loses old events, never memory."""
+    """A feed of job events for any number of streams. A slow stream loses old events."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=REMEMBERED)
@@ -34,7 +34,7 @@ class Feed:
         self._closed = False
 
     async def close(self) -> None:
-        """End every stream: the server ends."""
+        """End every stream of job events, because the server ends."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -46,7 +46,7 @@ class Feed:
             self._changed.notify_all()
 
     async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Events from now on; None where nothing came for a while."""
+        """Yield new job events, and None if there was no event for a while."""
         last = self._number
         while not self._closed:
             fresh = [event for event in self._events if event[0] > last]
@@ -64,7 +64,7 @@ class Feed:
 
 
 class Jobs:
-    """The line of jobs. Every change is on disk before it is told to anyone."""
+    """The job queue. Every change is on disk before any client learns of it."""
 
     def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
         self._store, self._pool, self._quota, self.feed = store, pool, quota, feed
@@ -75,23 +75,25 @@ class Jobs:
         self._telling: set[asyncio.Task[None]] = set()
 
     def start(self) -> int:
-        """Recovers what an earlier server left, then works; returns how many it recovered."""
+        """Requeue the jobs that an earlier server left, start to run jobs, and return the number of interrupted
+        jobs.
+        """
         recovered = self._store.recover(self._quota.attempts)
         self._tasks = [asyncio.create_task(self._dispatch()) for _ in range(self._pool.jobs.size)]
         self._tasks.append(asyncio.create_task(self._expire()))
         return recovered
 
     async def stop(self) -> None:
-        """Jobs that run stay ``running`` on disk: the next server starts them again."""
+        """Stop all running jobs. They stay ``running`` on disk, and the next server starts them again."""
         for task in (*self._tasks, *self._running.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
 
     async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
-        """Queued; it is on disk when this returns.
+        """Add a job to the queue, and return its state when it is on disk.
 
         Raises:
-            BusyError: too many wait already.
+            BusyError: Too many jobs wait already.
         """
         if self._store.waiting() >= self._quota.jobs_waiting:
             raise BusyError(
@@ -104,7 +106,7 @@ class Jobs:
         return job
 
     async def cancel(self, job: str) -> bool:
-        """False if it had ended already."""
+        """Cancel a job. Return False if it had ended already."""
         stopped = await asyncio.to_thread(self._store.finish, job, "cancelled", "cancelled")
         task = self._running.get(job)
         if stopped and task is not None:
@@ -113,7 +115,7 @@ class Jobs:
         return stopped
 
     def state(self, job: str) -> dict[str, Any] | None:
-        """Return the stored state, with the progress of the running attempt."""
+        """Return a job's stored state, with the progress of a running attempt."""
         stored = self._store.job(job)
         live = self._progress.get(job)
         return {**stored, **live} if stored and live and stored["state"] == "running" else stored
@@ -156,7 +158,6 @@ class Jobs:
         await self._tell(name)
 
     def _progressed(self, job: dict[str, Any], step: dict[str, Any]) -> None:
-        """Progress is told, not stored: after a kill the job starts anew anyway."""
         live = {"share": step["share"], "note": step["note"]}
         self._progress[job["id"]] = live
         task = asyncio.get_running_loop().create_task(self.feed.tell("job", {**job, **live}))
@@ -171,7 +172,7 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """Return the store's result. If its disk takes nothing (it may be full), try again, so that no job is lost."""
+    """Call a function that writes to the database, and try again while the disk takes nothing."""
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)

@@ -1,4 +1,4 @@
-"""Worker processes by lane: light answers never wait for heavy ones."""
+"""Worker processes in separate lanes, so that light requests never wait for heavy ones."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class InvalidError(RuleError):
-    """The request cannot be answered.
+    """An error for a request that breaks rules of the service.
 
     Attributes:
-        rows: every rule that it breaks.
+        rows: Every rule that the request breaks.
     """
 
     def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
@@ -31,33 +31,33 @@ class InvalidError(RuleError):
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
-        """Parse the error that a worker sent."""
+        """Parse a worker process's message about broken rules into an error."""
         rows = [Broken(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
 
 class BusyError(RuntimeError):
-    """An error for more waiting requests than there is room for."""
+    """An error for a request that finds the queue of waiting requests full."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed or ended: no fault of the request that we know of."""
+    """An error of a worker process that failed or ended, without a known fault of the request."""
 
 
 class LostWorkerError(WorkerError):
-    """A worker's process ended, perhaps by the system for want of memory."""
+    """An error for a worker process that ended, perhaps killed by the system for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A worker's result as it came: JSON, or other text."""
+    """The result of a worker process as bytes: JSON or other text."""
 
     body: bytes
     is_json: bool = True
 
 
 class Worker:
-    """One process and its pipes. Used by one task at a time."""
+    """A worker process and its pipes. One task at a time uses it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -65,10 +65,10 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Return when it is warm.
+        """Start a worker process, and return when it is ready for requests.
 
         Raises:
-            WorkerError: it could not be started, or ended before.
+            WorkerError: The process could not be started, or ended early.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = ("-m", "ebbtide.tuner.service.worker", str(niceness), str(quota.worker_bytes))
@@ -93,12 +93,16 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether the worker is alive. A killed process may not be reaped yet."""
+        """Return whether the worker process is alive. A killed process may not be reaped yet."""
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
-        """Raises:
-        InvalidError: the request's fault. WorkerError: it broke; LostWorkerError: it was ended.
+        """Send a call to the worker process, and wait for its result.
+
+        Raises:
+            InvalidError: The request is at fault.
+            WorkerError: The worker failed.
+            LostWorkerError: The worker process ended.
         """
         stdin = self._process.stdin
         assert stdin is not None
@@ -140,14 +144,14 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """Kill the process. Its unfinished result is lost."""
+        """Kill the worker process. Its unfinished result is lost."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
 
 class Lane:
-    """A few workers that share one line of waiting calls; a worker that ended is replaced."""
+    """A few worker processes that share one queue of calls. A process that ended is replaced."""
 
     def __init__(
         self, name: str, size: int, niceness: int, limit_s: float, waiting: int, quota: Quota, patient: bool = False
@@ -162,7 +166,7 @@ class Lane:
             self._free.put_nowait(None)  # started by its first call
 
     async def warm(self) -> None:
-        """Start every worker, so that the first call need not wait for it."""
+        """Start every worker process of a lane, so that the first call need not wait for a start."""
         for _ in range(self.size):  # one by one: the first compiles for all, the others read that
             worker = await self._free.get()
             try:
@@ -171,13 +175,15 @@ class Lane:
                 self._free.put_nowait(worker)
 
     async def call(self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None) -> Result:
-        """Waits for a worker, then for its result.
+        """Wait for a free worker process, then for its result.
 
-        When the caller is cancelled (a client went away, a job was stopped), so is the work,
-        except in a patient lane, where a worker finishes what it has begun.
+        If the caller is cancelled (because a client left or a job was stopped), the work is cancelled too. In a
+        patient lane, the worker finishes its work instead.
 
         Raises:
-            BusyError: the line is full. InvalidError, WorkerError: see `Worker.call`.
+            BusyError: The queue is full.
+            InvalidError: See `Worker.call`.
+            WorkerError: See `Worker.call`.
         """
         if self._waiting >= self._most_waiting:
             raise BusyError(
@@ -202,10 +208,6 @@ class Lane:
             raise
 
     async def _serve(self, worker: Worker | None, frame: bytes, on_progress: OnProgress) -> Result:
-        """Compute with a free worker, and free it whatever happens.
-
-        A result lost with its process is computed again: it depends on the request alone.
-        """
         try:
             worker = await self._living(worker)
             try:
@@ -240,21 +242,20 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker process of a lane."""
         for worker in self._all:
             worker.kill()
 
 
 def _unheard(task: asyncio.Task[Result]) -> None:
-    """Ignore the error of a result that no client waits for any more."""
     if not task.cancelled():
         task.exception()
 
 
 class Cache:
-    """Results by the digest of their request, least recently used first out.
+    """A cache of results by the digest of their request. The least recently used result is removed first.
 
-    Every answer is a function of its request alone, so an equal request has an equal answer.
+    Every result depends on its request alone, so equal requests have equal results.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -282,10 +283,10 @@ class Cache:
 
 
 class Pool:
-    """The three lanes: light and heavy answers, and jobs; one worker each beyond the light ones.
+    """The three lanes of worker processes: for light requests, heavy requests and jobs.
 
-    Light workers run at normal priority, the others at low priority: on a busy machine the kernel
-    gives a light answer nearly the whole core.
+    Light workers run at normal priority and all others at low priority. So a light request gets nearly a whole
+    core even on a busy machine.
     """
 
     def __init__(self, quota: Quota, light_workers: int | None = None) -> None:
@@ -298,10 +299,12 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the answer from the cache, or from a worker of the right lane.
+        """Return the answer to a request from the cache, or from a worker process of the right lane.
 
         Raises:
-            BusyError, InvalidError, WorkerError: see `Lane.call`.
+            BusyError: See `Lane.call`.
+            InvalidError: See `Lane.call`.
+            WorkerError: See `Lane.call`.
         """
         key = Cache.key(name, json.dumps(body, sort_keys=True).encode())
         held = self.cache.get(key)
@@ -311,6 +314,6 @@ class Pool:
         return held
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker process of all lanes."""
         for lane in (self.light, self.heavy, self.jobs):
             lane.close()

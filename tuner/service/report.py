@@ -1,4 +1,4 @@
-"""A plan, and a run under it, as one self-contained page; runs as the service keeps them."""
+"""A self-contained web page about a plan and training under it, and training runs as the service stores them."""
 
 import base64
 import html
@@ -35,7 +35,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class ReportCall(BaseModel):
-    """The input of a worker: the plan, and a run as it was posted."""
+    """The input of a worker for a report: the plan, and a training run as it was uploaded."""
 
     plan: Plan
     scenario: Scenario | None = None
@@ -43,7 +43,7 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
-    """Return the page, from the service's own form of a run."""
+    """Return the report page about a plan as HTML, for a worker's call."""
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
@@ -54,13 +54,13 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
 
 
 def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
-    """Stock and the plan, whole, for ui.perfetto.dev."""
+    """Return the timelines of stock and of a plan as a trace for ui.perfetto.dev."""
     stock, planned = predicted(call.plan, call.scenario)
     return stock.perfetto(planned)
 
 
 def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
-    """Return the timelines of stock and of the plan."""
+    """Return the simulated timelines of stock DeepSpeed and of a plan."""
     machine, workload = resolve(scenario)
     stock = build_strategy(stock_offload(workload.zero_stage), workload)
     return [simulate(stock, machine), _under(plan, workload, machine)]
@@ -73,10 +73,10 @@ def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Return the timeline that was posted.
+    """Return the timeline of an uploaded training run.
 
     Raises:
-        ValueError: a kind or lane that is none of ours, or an op that ends before it starts.
+        ValueError: A kind of op or a lane is unknown, or an op ends before it starts.
     """
     spans = []
     for number, s in enumerate(run.spans):
@@ -101,10 +101,10 @@ def _member(kind: Any, value: str, key: str) -> Any:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """Return a row of the list of runs: what was predicted, what was measured.
+    """Return the row of an uploaded training run in the list of runs, with predicted and measured times.
 
     Raises:
-        ValueError: see `timeline_of`.
+        ValueError: See `timeline_of`.
     """
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
@@ -148,15 +148,15 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
 
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
-    """Return a timeline in the form of a request."""
+    """Return a timeline in the form of an uploaded training run."""
     return Run.model_validate(run_body(name, timeline, plan, measured_on))
 
 
 def read_timelines(text: str) -> list[Timeline]:
-    """Read a trace that `Timeline.to_perfetto` wrote, or a run as the service takes it.
+    """Read timelines from a trace that `Timeline.to_perfetto` wrote, or from a run as the service takes it.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: The text is neither of them.
     """
     try:
         document = json.loads(text)
@@ -174,7 +174,6 @@ def read_timelines(text: str) -> list[Timeline]:
 
 
 def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
-    """One timeline per process of the trace."""
     lanes = list(Lane)
     names: dict[int, str] = {}
     spans: dict[int, list[Span]] = {}
@@ -215,12 +214,14 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
 
 
 def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
-    """One file without a network: its script and style are allowed by their hashes alone.
+    """Return a web page about a plan in one file, which needs no network.
+
+    The page allows only its own script and style, by their hashes.
 
     Args:
-        timelines: of runs under the plan, measured or predicted; the first measured one is
+        timelines: Timelines of training under the plan, measured or predicted. The first measured one is
             compared with the plan's prediction.
-        told: what is trained and on what. Empty: as the plan's file says.
+        told: Description of the trained model and the machine. If empty, the one in the plan's file.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}

@@ -1,4 +1,7 @@
-"""The possible requests and their limits: every field bounded, nothing unknown accepted, no path."""
+"""The requests that the planning service accepts, with limits for every field.
+
+Unknown fields and paths are refused.
+"""
 
 import math
 import re
@@ -69,24 +72,34 @@ MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of the service. Times in seconds, sizes in bytes.
+    """The limits of the planning service, with times in seconds and sizes in bytes.
 
     Attributes:
-        body_bytes: of a request, `run_bytes` where a timeline is posted.
-        light_ops: an answer of at most so many simulated ops is given by the workers kept for
-            quick answers; a larger one queues with the heavy ones, which run at low priority.
-        heavy_ops: of one simulation; an answer beyond that, or of 40 times as many in all its
-            simulations, is refused.
-        searched_ops: of one simulation in an answer that searches a plan: it makes hundreds.
-        cells, job_cells: points of a what-if that is answered at once, or by a job.
-        light_s, heavy_s, job_s: wall time after which a worker is stopped.
-        worker_bytes: address space that a worker may take beyond what it starts with.
-        light_waiting, heavy_waiting, jobs_waiting: beyond that many in line, 429.
-        attempts: how often a job is started when the server ends in the middle of it. A worker that
-            ends fails its job at once, so a job cannot be what ends servers: the limit is high.
-        keep_s, run_keep_s, kept_rows: finished jobs and runs expire, by age and by number.
-        streams: open event streams.
-        head_s, body_s: how long a client may take to send a request's head, and its body.
+        body_bytes: Size of a request, except for uploaded timelines.
+        run_bytes: Size of a request with a timeline.
+        light_ops: Largest number of simulated ops for which a request goes to the workers for quick answers.
+            Larger requests wait for the heavy workers, which run at low priority.
+        heavy_ops: Largest number of ops of one simulation. A request is refused if a simulation has more, or if
+            all its simulations together have 40 times as many.
+        searched_ops: Largest number of ops of one simulation in a request that searches a plan, with hundreds
+            of simulations.
+        cells: Points of a what-if request that is answered directly.
+        job_cells: Points of a what-if request that runs as a job.
+        light_s: Wall time after which a worker for light requests is stopped.
+        heavy_s: Wall time after which a worker for heavy requests is stopped.
+        job_s: Wall time after which a job is stopped.
+        worker_bytes: Address space that a worker may take in addition to its initial size.
+        light_waiting: Waiting light requests. More are refused with status 429.
+        heavy_waiting: Waiting heavy requests. More are refused with status 429.
+        jobs_waiting: Waiting jobs. More are refused with status 429.
+        attempts: Number of starts of a job if the server ends while it runs. The limit is high, since a job
+            cannot end the server: a worker that ends fails its job.
+        keep_s: Age at which finished jobs are deleted.
+        run_keep_s: Age at which training runs are deleted.
+        kept_rows: Number of finished jobs and of runs that are kept.
+        streams: Open event streams.
+        head_s: Time for a client to send a request's head.
+        body_s: Time for a client to send a request's body.
     """
 
     body_bytes: int = 1 * MIB
@@ -116,7 +129,7 @@ class Quota:
 
 
 class Request(BaseModel):
-    """Base of all: unknown keys are refused, and true is no number."""
+    """The base class of the service's requests. Unknown keys are refused, and true is not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -130,7 +143,6 @@ class Request(BaseModel):
 
 
 def _few_subgroups(plan: Any) -> Any:
-    """Check the number of subgroups before a plan's own checks, which expand its runs and spans."""
     if isinstance(plan, dict):
         rows = [_listed(plan, name, dict) for name in ("ways", "placement", "parameter_home")]
         placed = max(sum(_size(row.get("count")) for row in some) for some in rows)
@@ -145,7 +157,6 @@ def _few_subgroups(plan: Any) -> Any:
 
 
 def _listed(fields: Any, key: str, kind: type) -> list[Any]:
-    """Return the items of ``kind`` in a list. Other items are refused later."""
     value = fields.get(key) if isinstance(fields, dict) else None
     return [item for item in value if isinstance(item, kind)] if isinstance(value, list) else []
 
@@ -155,7 +166,6 @@ def _length(span: list[Any]) -> float:
 
 
 def _size(number: Any) -> float:
-    """Return the number that a lenient check reads. 0: it will be refused later."""
     try:
         return float(number)
     except (TypeError, ValueError):
@@ -168,27 +178,32 @@ PostedPlan = Annotated[Plan, BeforeValidator(_few_subgroups)]
 
 
 class Scenario(Request):
-    """A machine, and what is trained on it.
+    """A scenario for the planning service: a machine and the training job on it.
 
     Attributes:
-        machine: a name that `GET /machines` lists, or a whole machine.json.
-        model: a name that `GET /models` lists, or the object in a model's config.json.
-        workload: instead of a model: a name that `GET /models` lists as profiled, or a whole
-            workload.json; then micro-batch, sequence and GPUs are the profile's.
-        gpus: ranks that ZeRO divides the model over; ``tensor_parallel``: that share each layer.
-        micro_batch, accumulation, zero_stage: what ``ds_config`` leaves open; else 1, 1 and 3.
-        ds_config: DeepSpeed's, its contents, never a path; may hold ``"auto"``.
-        recompute_share: Share of the layers whose activations are recomputed. None: all.
-        kernels: ``fused`` or ``eager``, between the products. None: fused.
-        fused_loss: Logits and loss come from one kernel.
-        flash_attention: Attention scores are not stored.
-        launcher: what starts the ranks; with `omp_threads`, their OMP_NUM_THREADS, it says on how
-            many threads stock updates on the host.
-        host_memory_bytes, storage_bytes: of a node; ``device_memory_bytes``: of a GPU. State that
-            memory cannot hold may go to so much storage; None: none, or as ``ds_config`` says.
-        endurance_bytes: that a node's drives may be written with in their life.
-        link_bytes_per_s: of each direction between host and device.
-        clip_rate: Fraction of steps that clip gradients or overflow. None: 10% is assumed.
+        machine: A name that `GET /machines` lists, or a whole machine.json.
+        model: A name that `GET /models` lists, or the object in a model's config.json.
+        workload: Replaces the model: a name that `GET /models` lists as profiled, or a whole workload.json.
+            Micro-batch, sequence and number of GPUs are then those of the profile.
+        gpus: Number of ranks that ZeRO divides the model over.
+        tensor_parallel: Number of ranks that share each layer.
+        micro_batch: Samples per rank and micro-batch, if ``ds_config`` does not say. Default: 1.
+        accumulation: Micro-batches per step, if ``ds_config`` does not say. Default: 1.
+        zero_stage: ZeRO stage, if ``ds_config`` does not say. Default: 3.
+        ds_config: Contents of DeepSpeed's config, never a path. Values may be ``"auto"``.
+        recompute_share: Fraction of the layers with recomputed activations. If null, all.
+        kernels: ``fused`` or ``eager`` kernels for all operations but matrix products. If null, fused.
+        fused_loss: True if logits and loss come from one kernel.
+        flash_attention: True if attention scores are not stored.
+        launcher: Program that starts the ranks. It affects the number of threads of stock's CPU updates.
+        omp_threads: OMP_NUM_THREADS of the ranks.
+        host_memory_bytes: Host memory of a node.
+        storage_bytes: Storage of a node for state that memory cannot hold. If null, none, or as in
+            ``ds_config``.
+        device_memory_bytes: Memory of a GPU.
+        endurance_bytes: Bytes that may be written to a node's drives during their life.
+        link_bytes_per_s: Bandwidth in each direction between host and GPU.
+        clip_rate: Fraction of steps that clip gradients or overflow. If null, 10% is assumed.
     """
 
     machine: Name | Machine = "h100-node"
@@ -243,9 +258,10 @@ def _check_size(workload: Workload) -> None:
 
 
 class Simulate(Scenario):
-    """One iteration under a strategy or a plan.
+    """A request to simulate one iteration under a strategy or a plan.
 
-    ``strategy``: None: DeepSpeed's own, as ``ds_config`` asks for it.
+    Attributes:
+        strategy: Name of the strategy. If null, DeepSpeed's own as ``ds_config`` sets it.
     """
 
     strategy: Name | None = None
@@ -266,11 +282,13 @@ class Simulate(Scenario):
 
 
 class Answer(Scenario):
-    """Should this be offloaded, how, and what does it bring?
+    """A request for advice on offloading: whether and how to offload, and the gain.
 
-    ``effort``: ``quick`` compares evenly spread plans, ``full`` searches as `tune plan` does.
-    ``peers``: also other systems' strategies, each at its best setting. ``timelines``: also
-    what runs when. ``plan``: one that is there already, such as a job's, in the place of a search.
+    Attributes:
+        effort: ``quick`` compares evenly spread plans, and ``full`` searches as `tune plan` does.
+        peers: Also simulate other systems, each at its best setting.
+        timelines: Also return timelines.
+        plan: Existing plan, such as a job's, instead of a search.
     """
 
     effort: Literal["quick", "full"] = "quick"
@@ -280,7 +298,7 @@ class Answer(Scenario):
 
 
 class WhatIf(Scenario):
-    """A grid: every strategy at every combination of the values."""
+    """A request for a grid of simulations: every strategy at every combination of values."""
 
     strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] = Field(
         default_factory=lambda: ["zero3_offload", "ebbtide"]
@@ -301,7 +319,11 @@ class WhatIf(Scenario):
 
 
 class PlanJob(Scenario):
-    """The input of `tune plan`. ``name``: the title of the job in lists."""
+    """A request to search the best plan as a job, with the input of `tune plan`.
+
+    Attributes:
+        name: Title of the job in lists.
+    """
 
     kind: Literal["plan"] = "plan"
     name: Name | None = None
@@ -312,22 +334,22 @@ class PlanJob(Scenario):
 
 
 class WhatIfJob(WhatIf):
-    """A grid that is too large to wait for."""
+    """A request for a large grid of simulations, which runs as a job."""
 
     kind: Literal["what-if"] = "what-if"
     name: Name | None = None
 
 
 class SearchJob(Scenario):
-    """The input of `tune search`: which configuration would train fastest.
+    """A request to search the fastest training configuration as a job, with the input of `tune search`.
 
     Attributes:
-        free: the knobs that may change. The others are the scenario's, and ``recompute`` is off
-            with ``keep_activations``.
-        gpus: the most to use if ``gpus`` is free.
-        global_batch: samples per optimizer step. Without it the batch may change.
-        offload: whether optimizer state lives in host memory, if ``offload`` is not free.
-        ds_config: for everything that no knob decides.
+        free: Knobs that may change. Other knobs have the scenario's values, and ``recompute`` is off with
+            ``keep_activations``.
+        gpus: Largest number of GPUs if ``gpus`` is free.
+        global_batch: Samples per optimizer step. If null, the batch may change.
+        offload: True if optimizer state lives in host memory, if ``offload`` is not free.
+        ds_config: DeepSpeed's config for settings that no knob decides.
     """
 
     kind: Literal["search"] = "search"
@@ -351,7 +373,7 @@ class SearchJob(Scenario):
 
 
 class Goodput(Request):
-    """A question about the useful share of the time when the job fails; see `ebbtide.simulator.analysis.goodput`."""
+    """A request for the goodput of training with failures. See `ebbtide.simulator.analysis.goodput`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
@@ -363,7 +385,7 @@ class Goodput(Request):
 
 
 class PostedSpan(Request):
-    """`ebbtide.simulator.timeline.Span`."""
+    """One op in an uploaded timeline. See `ebbtide.simulator.timeline.Span`."""
 
     kind: Annotated[str, Field(max_length=40)]
     lane: Annotated[str, Field(max_length=40)]
@@ -375,7 +397,7 @@ class PostedSpan(Request):
 
 
 class PostedSample(Request):
-    """`ebbtide.simulator.timeline.MemorySample`."""
+    """One sample of memory use in an uploaded timeline. See `ebbtide.simulator.timeline.MemorySample`."""
 
     t_s: Seconds
     device_bytes: Annotated[int, Field(ge=0, le=2**60)]
@@ -395,14 +417,14 @@ class Run(Request):
 
 
 class Planned(Request):
-    """A plan and what it was made for; ``scenario`` gives stock's and the plan's timelines."""
+    """A request about a plan and the scenario that it was made for."""
 
     plan: PostedPlan
     scenario: Scenario
 
 
 class Report(Request):
-    """A page about a plan, what it was made for, and a run that was posted (by its id)."""
+    """A request for a report page about a plan, with its scenario and the id of an uploaded run if given."""
 
     plan: PostedPlan
     scenario: Scenario | None = None
@@ -410,11 +432,12 @@ class Report(Request):
 
 
 def check_model(config: dict[str, Any]) -> None:
-    """Refuse what would take long to write out, and what only transformers could build: not here,
-    where anybody may ask.
+    """Refuse a model's config that is too large to process, or that only the transformers library could build.
+
+    The service does not build models with transformers, since any client may send a config.
 
     Raises:
-        ValueError: so many layers or experts that nobody has built it; an unknown family.
+        ValueError: The model has too many layers or experts, or its family is unknown.
     """
     if is_deepspeed(config):
         raise RuleError("model must be a model's config, but this is DeepSpeed's: send it as ds_config", key="model")

@@ -1,4 +1,4 @@
-"""The resources that all requests share: the store, the worker processes, the jobs and the limits."""
+"""The resources that all requests of the planning service share: database, worker processes, jobs and limits."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class Service:
-    """Everything a route needs. Owned by the application; closed with it."""
+    """The shared resources of the planning service. The application owns and closes them."""
 
     store: Store
     quota: Quota = field(default_factory=Quota)
@@ -25,7 +25,10 @@ class Service:
 
     @property
     def shown_machine(self) -> str:
-        """Return the name of the machine that the server was started with, which no upload can take. Empty: none."""
+        """Return the name of the machine that the server was started with, or an empty string.
+
+        No uploaded machine can take this name.
+        """
         machine = self.examples.get("machine")
         return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""
 

@@ -1,4 +1,4 @@
-"""The answers of the service, as OpenAPI tells them. Workers send JSON; a test holds it to these models."""
+"""The responses of the planning service for OpenAPI. A test compares workers' JSON with these models."""
 
 from typing import Any, Literal
 
@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answered(BaseModel):
-    """Base of all answers: a field that is not told here is not sent."""
+    """The base class of the service's responses. A field that is not declared is not sent."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Figures(Answered):
-    """The numbers of one simulated iteration. Times in seconds, peaks in bytes of one rank."""
+    """The figures of one simulated iteration. Times are in seconds, and peaks in bytes of one rank."""
 
     iteration_s: float
     forward_s: float
@@ -28,7 +28,7 @@ class Figures(Answered):
 
 
 class LimitsTold(Answered):
-    """Bytes that one rank may take, margins taken off; `notes` says how large they are and why."""
+    """The memory that one rank may use in bytes, after margins. `notes` gives the margins and their reasons."""
 
     device_bytes: int
     host_bytes: int
@@ -38,7 +38,7 @@ class LimitsTold(Answered):
 
 
 class Simulated(Figures):
-    """The answer of `/simulate`. `reason`: what is missing; empty: it fits."""
+    """The response of `/simulate`. `reason` says what does not fit, and is empty if everything fits."""
 
     strategy: str
     fits: bool
@@ -49,7 +49,7 @@ class Simulated(Figures):
 
 
 class RowTold(Figures):
-    """One way to train. `speedup`: against stock; null where stock does not fit."""
+    """A simulated way to train. `speedup` is relative to stock, and null if stock does not fit."""
 
     role: Literal["plan", "stock", "no offload", "variant", "peer"]
     label: str
@@ -61,7 +61,7 @@ class RowTold(Figures):
 
 
 class LaneTold(Answered):
-    """A lane of a timeline; spans are `[start_s, end_s, group, label]`."""
+    """A lane of a timeline. Its spans are `[start_s, end_s, group, label]`."""
 
     name: str
     idle: float
@@ -69,7 +69,7 @@ class LaneTold(Answered):
 
 
 class SamplesTold(Answered):
-    """Memory over time, as equally long lists."""
+    """Memory use over time, as lists of equal length."""
 
     t_s: list[float]
     device_bytes: list[int]
@@ -77,7 +77,9 @@ class SamplesTold(Answered):
 
 
 class TimelineTold(Answered):
-    """One iteration as the page draws it; `critical` is `[start_s, end_s, group, lane]` without gaps."""
+    """A timeline of one iteration. `critical`, the critical path, has `[start_s, end_s, group, lane]`, without
+    gaps.
+    """
 
     strategy: str
     source: str
@@ -88,7 +90,7 @@ class TimelineTold(Answered):
 
 
 class GoodputRow(Answered):
-    """The share of useful time, at the best checkpoint interval."""
+    """The share of useful training time at the best checkpoint interval."""
 
     interval_steps: int
     stall_s: float
@@ -97,7 +99,7 @@ class GoodputRow(Answered):
 
 
 class GoodputByRole(Answered):
-    """What failures leave of the time, for each role."""
+    """The share of useful training time with failures, for the plan and each baseline."""
 
     mtbf_s: float
     restart_s: float
@@ -105,7 +107,7 @@ class GoodputByRole(Answered):
 
 
 class UseTold(Answered):
-    """How to train under the plan: DeepSpeed's config, the command, the Trainer's arguments."""
+    """The DeepSpeed config, the command and the Trainer's arguments for training under a plan."""
 
     deepspeed: dict[str, Any]
     command: str
@@ -113,7 +115,7 @@ class UseTold(Answered):
 
 
 class MachineTold(Answered):
-    """The machine that was asked about."""
+    """The facts of the machine that a request was about."""
 
     name: str
     device_name: str
@@ -128,7 +130,7 @@ class MachineTold(Answered):
 
 
 class WorkloadTold(Answered):
-    """What is trained."""
+    """The facts of the training job that a request was about."""
 
     name: str
     params: int
@@ -142,7 +144,7 @@ class WorkloadTold(Answered):
 
 
 class AnswerTold(Answered):
-    """The answer of `/answer`: what to do, and the table that says why."""
+    """The response of `/answer`: the advice on offloading, and the table of predictions that supports it."""
 
     verdict: Literal["offload", "no offload", "impossible"]
     sentence: str
@@ -160,7 +162,7 @@ class AnswerTold(Answered):
 
 
 class Way(Answered):
-    """Changes of the scenario under which a plan fits."""
+    """A set of changes of a scenario under which a plan fits."""
 
     label: str
     changes: dict[str, Any]
@@ -169,20 +171,20 @@ class Way(Answered):
 
 
 class WaysTold(Answered):
-    """The nearest changes that fit, the cheapest first; `another_way` is one sentence or two."""
+    """The smallest changes that make a job fit, the cheapest first. `another_way` has further advice in words."""
 
     ways: list[Way]
     another_way: str
 
 
 class Grid(Answered):
-    """A row for each point, with a column for each change; as CSV with `format: csv`."""
+    """A grid of predictions: a row for each point and a column for each change. It is sent as CSV on request."""
 
     rows: list[dict[str, Any]]
 
 
 class GoodputTold(Answered):
-    """The share of useful time at an interval and at the best one, with rules of thumb."""
+    """The share of useful training time at a checkpoint interval and at the best one, with rules of thumb."""
 
     interval_steps: int
     goodput: float
@@ -193,21 +195,21 @@ class GoodputTold(Answered):
 
 
 class Trace(BaseModel):
-    """A trace for ui.perfetto.dev."""
+    """A trace of timelines for ui.perfetto.dev."""
 
     model_config = ConfigDict(extra="allow")
     traceEvents: list[dict[str, Any]]  # noqa: N815 - the format's name
 
 
 class PlanResult(Answered):
-    """The result of a plan job."""
+    """The result of a job that searched the best plan."""
 
     plan: Plan
     quick_iteration_s: float
 
 
 class Configured(Answered):
-    """One configuration that a search has simulated."""
+    """A training configuration that a search has simulated."""
 
     configuration: dict[str, Any]
     deepspeed: dict[str, Any]
@@ -220,7 +222,7 @@ class Configured(Answered):
 
 
 class SearchResult(Answered):
-    """The result of a search job."""
+    """The result of a job that searched training configurations."""
 
     remarks: list[str]
     complete: bool
@@ -236,7 +238,7 @@ class SearchResult(Answered):
 
 
 class Pickable(Answered):
-    """The facts of a machine that a picker shows."""
+    """The facts of a machine that a selection list shows."""
 
     name: str
     device_name: str
@@ -252,21 +254,21 @@ class Pickable(Answered):
 
 
 class Unreadable(Answered):
-    """A stored machine that this ebbtide cannot read. `DELETE /machines/{name}` removes it."""
+    """A stored machine that this version of ebbtide cannot read. `DELETE /machines/{name}` removes it."""
 
     name: str
     reason: str
 
 
 class Machines(Answered):
-    """Presets, uploaded machines and the one that the server was started with."""
+    """Presets, uploaded machines and the machine that the server was started with."""
 
     machines: list[Pickable]
     unreadable: list[Unreadable]
 
 
 class Profiled(Answered):
-    """The workload that the server was started with."""
+    """The profiled workload that the server was started with."""
 
     name: str
     params: int
@@ -275,7 +277,7 @@ class Profiled(Answered):
 
 
 class Models(Answered):
-    """Known models, the profiled workload and all strategies."""
+    """The names of known models, of the profiled workload and of all strategies."""
 
     models: list[str]
     workloads: list[Profiled]
@@ -283,7 +285,7 @@ class Models(Answered):
 
 
 class RunSummary(Answered):
-    """A row of the list of runs."""
+    """A row in the list of uploaded training runs."""
 
     id: str
     name: str
@@ -297,7 +299,7 @@ class RunSummary(Answered):
 
 
 class Runs(Answered):
-    """Runs, newest first."""
+    """The list of uploaded training runs, the newest first."""
 
     runs: list[RunSummary]
 
@@ -322,19 +324,19 @@ class RunTold(Answered):
 
 
 class Named(Answered):
-    """The name of what was stored or removed."""
+    """The name of a stored or removed machine."""
 
     name: str
 
 
 class Identified(Answered):
-    """The id of what was removed."""
+    """The id of a removed training run."""
 
     id: str
 
 
 class Health(Answered):
-    """The state of the server: its store answers, and so many jobs wait."""
+    """The state of the server: its database works, and the number of waiting jobs."""
 
     status: Literal["ok"]
     version: str

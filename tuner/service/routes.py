@@ -1,4 +1,4 @@
-"""The routes under /api/v1."""
+"""The planning service's routes under /api/v1."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ FULL_COST = 1500  # what the search for a plan costs, in simulations
 
 
 class Broken(BaseModel):
-    """One broken rule."""
+    """A rule that a request broke."""
 
     key: str
     rule: str
@@ -42,13 +42,13 @@ class Broken(BaseModel):
 
 
 class Problem(BaseModel):
-    """Every refusal."""
+    """The body of every error response."""
 
     errors: list[Broken] = Field(min_length=1)
 
 
 class JobState(BaseModel):
-    """A job. ``attempts`` counts every start: more than 1 after the server was ended meanwhile."""
+    """The state of a job. ``attempts`` counts starts, and is above 1 if the server ended while the job ran."""
 
     id: str
     kind: str
@@ -74,19 +74,16 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def _answered(model: Any, *others: str) -> dict[int | str, dict[str, Any]]:
-    """Return what OpenAPI tells of an answer that a worker has written out."""
     content = {kind: {"schema": {"type": "string"}} for kind in others}
     return {200: {"model": model, "content": content} if content else {"model": model}}
 
 
 class _Names:
-    """Turns the names that clients use into what they stand for; workers have no store."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
-        """Return all machines by name, and of stored ones that cannot be read the reason."""
+        """Return all machines by name, and the reason by name for stored machines that cannot be read."""
         known = {name: preset(name) for name in preset_names()}
         if self._service.shown_machine:
             known[self._service.shown_machine] = self._service.examples["machine"]
@@ -99,10 +96,10 @@ class _Names:
         return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
-        """Return a preset, an uploaded machine or the one that the server was started with.
+        """Return a preset, an uploaded machine, or the machine that the server was started with.
 
         Raises:
-            RuleError: it is stored in a form that this ebbtide cannot read.
+            RuleError: The machine is stored in a form that this version of ebbtide cannot read.
         """
         if name in preset_names():
             return preset(name)
@@ -119,7 +116,7 @@ class _Names:
             ) from None
 
     def fill(self, scenario: S) -> S:
-        """Replace the names of uploaded machines and of the loaded workload by their contents."""
+        """Replace names of uploaded machines and of the loaded workload in a scenario by their contents."""
         changes: dict[str, Any] = {}
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
@@ -133,7 +130,6 @@ class _Names:
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
-    """Return the work's result; it is stopped when the client has gone away."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -157,7 +153,7 @@ def _response(result: Result) -> Response:
 
 
 def routes(service: Service) -> APIRouter:
-    """Everything under /api/v1."""
+    """Build the router with all routes under /api/v1."""
     # Told to readers of the schema; `app.Guard` checks the token, of servers that have one.
     token = HTTPBearer(auto_error=False, description="the token of a server that listens beyond loopback")
     router = APIRouter(responses=REFUSALS, dependencies=[Security(token)])
@@ -174,7 +170,7 @@ def routes(service: Service) -> APIRouter:
 def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines")
     async def machines() -> told.Machines:
-        """Presets and uploaded machines: the facts that a picker shows."""
+        """List presets and uploaded machines with the facts for a selection list."""
         presets = preset_names()
         known, unreadable = names.machines()
         listed = {
@@ -195,7 +191,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
-        """Return the whole machine.json."""
+        """Return the complete machine.json of a machine."""
         result = names.machine(name)
         if result is None:
             raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
@@ -203,9 +199,9 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/machines", status_code=201)
     async def put_machine(machine: Machine, replace: bool = False) -> told.Named:
-        """Keep a measured machine under its name (`tune profile --push URL`).
+        """Store a measured machine under its name (`tune profile --push URL`).
 
-        409 if another one has the name, unless ``replace`` is true.
+        Status 409 if another machine has the name, unless ``replace`` is true.
         """
         name = machine.name
         if name in (*preset_names(), service.shown_machine) or not MACHINE_NAME.fullmatch(name) or not name.strip():
@@ -222,7 +218,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/machines/{name}")
     async def forget_machine(name: ask.Name) -> told.Named:
-        """Take an uploaded machine off the list; presets and the example's stay."""
+        """Remove an uploaded machine. Presets and the example's machine cannot be removed."""
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, "machine must be one that was uploaded")
         return told.Named(name=name)
@@ -231,7 +227,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> told.Models:
-        """Known models, and the workload that the server was started with."""
+        """List known models, and the workload that the server was started with."""
         workload = service.examples.get("workload")
         measured = (
             []
@@ -260,29 +256,29 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/simulate", responses=_answered(told.Simulated))
     async def simulate(request: Request, posted: ask.Simulate) -> Response:
-        """One iteration under a strategy or a plan."""
+        """Simulate one iteration under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
     @router.post("/answer", responses=_answered(told.AnswerTold))
     async def answer(request: Request, posted: ask.Answer) -> Response:
-        """Whether and how to offload: strategies, plan, timelines, and the answer in a sentence."""
+        """Return advice on offloading: strategies, a plan, timelines, and a verdict in one sentence."""
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
     @router.post("/ways-out", responses=_answered(told.WaysTold))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
-        """Where nothing fits: the nearest changes that do, each simulated."""
+        """Return the smallest changes that make a job fit into memory, each simulated."""
         return await computed(request, "ways-out", posted, FULL_COST)
 
     @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
-        """Return a grid, as JSON or CSV; a larger one is a job."""
+        """Simulate a grid of strategies and values, and return it as JSON or CSV. A larger grid is a job."""
         _check_cells(posted, service.quota.cells, ". Post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
     @router.post("/goodput", responses=_answered(told.GoodputTold))
     async def goodput(posted: ask.Goodput) -> Response:
-        """Return the share of useful time when the job fails, and the best checkpoint interval."""
+        """Return the share of useful training time with failures, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
 
 
@@ -300,18 +296,18 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/plan", status_code=201)
     async def plan(posted: ask.PlanJob) -> JobState:
-        """Search the best plan in the background."""
+        """Search for the best plan in the background."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
     async def what_if(posted: ask.WhatIfJob) -> JobState:
-        """Return a large grid in the background."""
+        """Simulate a large grid of strategies and values in the background."""
         _check_cells(posted, service.quota.job_cells)
         return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> JobState:
-        """Search the configuration that trains fastest in the background."""
+        """Search for the configuration that trains fastest, in the background."""
         check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
@@ -319,31 +315,31 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
 def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
-        """Newest first."""
+        """List jobs, the newest first."""
         return {"jobs": [JobState(**job) for job in service.store.jobs(limit)]}
 
     @router.get("/jobs/{job}")
     async def job(job: Id) -> JobState:
-        """One job, with every attempt."""
+        """Return the state of a job with all its attempts."""
         return JobState(**_known(service.jobs.state(job), "job"))
 
     @router.get("/jobs/{job}/request")
     async def request_of(job: Id) -> dict[str, Any]:
-        """What was asked."""
+        """Return the original request of a job."""
         results: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
         return results
 
     @router.get("/jobs/{job}/result", responses=_answered(told.PlanResult | told.SearchResult | told.Grid, "text/csv"))
     async def result(job: Id) -> Response:
-        """Return the result, once it is done."""
+        """Return the result of a finished job."""
         body, is_json = _known(service.store.result(job), "job that is done")
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
     async def cancel(job: Id, forget: bool = False) -> JobState:
-        """Take it out of the line, or stops its worker; a job that has ended stays as it is.
+        """Cancel a job that waits or runs. A job that has ended stays as it is.
 
-        With ``forget`` one that has ended goes, with its result.
+        With ``forget`` a job that has ended is removed with its result.
         """
         state = JobState(**_known(service.store.job(job), "job"))
         if not forget:
@@ -359,13 +355,13 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
     async def events_of(job: Id) -> Response:
-        """Server-sent events: the job's state at once and after each change, until it has ended."""
+        """Stream a job's state as server-sent events: first its state now, then each change until it has ended."""
         _known(service.store.job(job), "job")
         return _stream(service, _job_events(service, job))
 
     @router.get("/events", response_class=StreamingResponse, responses=EVENTS)
     async def events() -> Response:
-        """Server-sent events: every change of any job, every run that is posted."""
+        """Stream every change of any job and every uploaded run as server-sent events."""
         return _stream(service, _all_events(service))
 
 
@@ -386,7 +382,6 @@ TITLED = {
 
 
 def _title(posted: ask.Scenario) -> str:
-    """Return the title of a job in lists: model, machine and what was chosen."""
     trained = posted.workload if posted.model is None else posted.model
     if isinstance(trained, dict):
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
@@ -465,7 +460,7 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/runs", status_code=201)
     async def post_run(run: ask.Run) -> told.RunSummary:
-        """Store a training run's measured timeline; with its plan, predicted against measured."""
+        """Store the measured timeline of a training run, and its plan for a comparison with the prediction."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
@@ -473,7 +468,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/runs")
     async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> told.Runs:
-        """Summaries, newest first."""
+        """List summaries of uploaded training runs, the newest first."""
         return told.Runs.model_validate({"runs": service.store.runs(limit)})
 
     @router.get("/runs/{run}", responses=_answered(told.RunTold))
@@ -486,14 +481,14 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/runs/{run}")
     async def forget_run(run: Id) -> told.Identified:
-        """Take a run off the list."""
+        """Remove an uploaded training run."""
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
         return told.Identified(id=run)
 
     @router.post("/trace", responses=_answered(told.Trace))
     async def trace(posted: ask.Planned) -> Response:
-        """Stock's and the plan's timelines for ui.perfetto.dev."""
+        """Return the timelines of stock and of a plan for ui.perfetto.dev."""
         body = {
             "plan": posted.plan.model_dump(mode="json"),
             "scenario": _checked(names, posted.scenario, service.quota),
@@ -502,7 +497,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/report", response_class=Response, responses={200: {"content": {"text/html": {}}}})
     async def report(posted: ask.Report) -> Response:
-        """Return a self-contained page about a plan and, if given, a run."""
+        """Return a self-contained web page about a plan and, if given, a training run."""
         run = None if posted.run is None else _known(service.store.run(posted.run), "run")
         body = {"plan": posted.plan.model_dump(mode="json"), "run": run}
         if posted.scenario is not None:
@@ -513,7 +508,6 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
 
 def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[str, Any]:
-    """Return the scenario for a worker: without names, and not too large."""
     filled = names.fill(scenario)
     check_ops(estimated_ops(filled), 1, quota)
     return filled.model_dump(mode="json", exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""The way from a scenario to a Machine and a Workload, and the names that stand for them."""
+"""The conversion of a service's scenario into a machine and a workload."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -26,10 +26,10 @@ USUAL_SUBGROUP = 10**9
 
 
 def machine_of(scenario: Scenario) -> Machine:
-    """Return the machine with the memories and the link that were asked for.
+    """Return the machine of a request's scenario, with the memory and link bandwidth that the scenario sets.
 
     Raises:
-        ValueError: no machine of that name, or a value out of its range.
+        ValueError: There is no machine of that name, or a value is out of range.
     """
     machine = scenario.machine
     if isinstance(machine, str):
@@ -47,7 +47,6 @@ def machine_of(scenario: Scenario) -> Machine:
 
 @contextmanager
 def _as_sent(model: Mapping[str, Any]) -> Iterator[None]:
-    """Name a model's field at fault as its config does: ``num_hidden_layers``, not ``layers``."""
     try:
         yield
     except RuleError as error:
@@ -67,7 +66,6 @@ _ASKED_AS = {
 
 @contextmanager
 def _as_asked() -> Iterator[None]:
-    """Report errors about a job or a machine in a scenario's words."""
     try:
         yield
     except (RuleError, ValidationError) as error:
@@ -85,10 +83,10 @@ def _preset(name: str) -> Machine:
 
 
 def workload_of(scenario: Scenario, machine: Machine) -> Workload:
-    """Return the workload that is meant.
+    """Return the training workload that a request's scenario describes.
 
     Raises:
-        ValueError: no model of that name, or one that cannot be used.
+        ValueError: There is no model of that name, or the model cannot be used.
     """
     workload = scenario.workload
     if isinstance(workload, str):
@@ -101,7 +99,6 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
 
 
 def _run_so(workload: Workload, scenario: Scenario) -> Workload:
-    """Return a profiled workload with the scenario's launcher and clip rate."""
     if given := started_by(scenario):
         workload = started(workload, **given)
     if scenario.clip_rate is None:
@@ -119,10 +116,10 @@ def _check_cut(params: int, subgroup_size: int) -> None:
 
 
 def model_of(scenario: Scenario) -> dict[str, Any]:
-    """Return the model's config.
+    """Return the config of the model in a request's scenario.
 
     Raises:
-        ValueError: no model of that name, or one that nobody has built.
+        ValueError: There is no model of that name, or the model is impossibly large.
     """
     model = scenario.model
     if isinstance(model, str):
@@ -134,12 +131,15 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def offloads_parameters(scenario: Scenario) -> bool:
-    """Return whether the DeepSpeed config lets parameters live in host memory."""
+    """Return whether a scenario's DeepSpeed config lets parameters live in host memory."""
     return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
-    """Storage for state, by directory; without a name: wherever training starts."""
+    """Return the storage for optimizer state in a request's scenario: bytes by directory.
+
+    An empty name means the folder where training starts.
+    """
     named = scenario.ds_config is not None and job_of(scenario).offload.storage
     if scenario.storage_bytes is None:
         return {named: ANY_BYTES} if named else {}
@@ -147,23 +147,23 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
 
 def started_by(scenario: Scenario) -> dict[str, Any]:
-    """Fields of a `Job`: what starts the ranks, and their threads."""
+    """Return the fields of a `Job` that a scenario's launcher and threads set."""
     given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def computed_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a `Job` that say how a layer is computed."""
+    """Return the fields of a `Job` that say how a scenario's layers are computed."""
     given = {"recompute_share": scenario.recompute_share, "kernels": scenario.kernels}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
 
 
 def job_of(scenario: Scenario) -> Job:
-    """Return the job that is meant.
+    """Return the training job that a request's scenario describes.
 
     Raises:
-        ValueError: a model or a DeepSpeed config that cannot be used.
+        ValueError: The model or the DeepSpeed config cannot be used.
     """
     config = scenario.ds_config
     if config is not None and is_model(config):
@@ -191,16 +191,15 @@ def job_of(scenario: Scenario) -> Job:
 
 
 def _params(job: Job) -> int:
-    """Return the parameters of one rank."""
     params = sum(sum(block.params) for block in job.architecture.blocks())
     return params // (job.data_parallel * job.tensor_parallel)
 
 
 def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
-    """DeepSpeed's own, as the scenario's config asks for it; its options.
+    """Return the strategy that a scenario's DeepSpeed config sets, and its options.
 
     Raises:
-        ValueError: it asks for what is not simulated.
+        ValueError: The config asks for something that is not simulated.
     """
     if scenario.ds_config is None:
         return stock_offload(workload.zero_stage), {}
@@ -208,10 +207,10 @@ def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, 
 
 
 def check_plannable(scenario: Scenario) -> None:
-    """Refuse a config that no plan can be applied to.
+    """Refuse a scenario with a DeepSpeed config that no plan can be applied to.
 
     Raises:
-        ValueError: with the key to change.
+        ValueError: The config is refused. The message names the key to change.
     """
     job = None if scenario.ds_config is None else job_of(scenario)
     if job is not None and (refusal := plan_refusal(job.config, job.offload)):
@@ -219,26 +218,22 @@ def check_plannable(scenario: Scenario) -> None:
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Return the machine and the workload.
+    """Return the machine and the training workload of a request's scenario.
 
     Raises:
-        ValueError: see `machine_of` and `workload_of`.
+        ValueError: See `machine_of` and `workload_of`.
     """
     machine = machine_of(scenario)
     return machine, workload_of(scenario, machine)
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """Return about how many ops one simulation of it has, from its numbers alone: cheap, before any work."""
+    """Return an estimate of the number of ops in one simulation of a scenario, without any simulation."""
     fixed, each, micro = _ops(scenario)
     return fixed + each * micro
 
 
 def _ops(scenario: Scenario) -> tuple[int, int, int]:
-    """Return the ops of subgroups, the ops of one micro-batch, and the number of micro-batches.
-
-    Per layer and micro-batch a forward, a backward and gradient copies; about six per subgroup.
-    """
     if isinstance(scenario.workload, Workload):
         layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
         micro, params = scenario.workload.gradient_accumulation_steps, scenario.workload.params
@@ -255,7 +250,6 @@ def _ops(scenario: Scenario) -> tuple[int, int, int]:
 
 
 def _searches(asked: Scenario) -> bool:
-    """Return whether the answer needs a search for a plan."""
     if getattr(asked, "plan", None) is not None:
         return False
     if isinstance(asked, WhatIf):
@@ -267,7 +261,7 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
     """Refuse a search for a plan that a worker's memory cannot hold, before any work.
 
     Raises:
-        RuleError: the step has too many micro-batches. The error tells how many it may have.
+        RuleError: The step has too many micro-batches. The message says how many are allowed.
     """
     fixed, each, micro = _ops(asked)
     if fixed + each * micro <= quota.searched_ops or not _searches(asked):
@@ -283,10 +277,10 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return whether so much work is light.
+    """Return whether the simulations of a request are light enough for a quick answer.
 
     Raises:
-        ValueError: it is more than this service does at all.
+        ValueError: The simulations are more than the service does for a request.
     """
     total = ops * simulations
     for got, most in ((ops, quota.heavy_ops), (total, quota.heavy_ops * 40)):

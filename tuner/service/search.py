@@ -1,4 +1,4 @@
-"""The job that searches a configuration: what `tune search` does, for a scenario."""
+"""The service's job that searches the training configuration of a scenario, as `tune search` does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from ebbtide.tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machin
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Everything that was simulated, as ``tune search -o`` writes it.
+    """Return every simulated configuration of a search, as ``tune search -o`` writes it.
 
     Raises:
-        ValueError: an unknown name, or knobs of which no configuration results.
+        ValueError: A name is unknown, or no configuration has the given knobs.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.configurations.deciding import explore
@@ -42,10 +42,10 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
 
 
 def space_of(request: SearchJob, machine: Machine) -> Any:
-    """Return the configurations that are searched.
+    """Return the space of training configurations that a search job covers.
 
     Raises:
-        ValueError: none has the global batch.
+        ValueError: No configuration has the global batch.
     """
     from ebbtide.tuner.configurations.space import Configuration, Space
 
@@ -61,10 +61,10 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
 
 
 def check_search(request: SearchJob, quota: Quota) -> None:
-    """Refuse what would simulate more ops in one configuration than the service does at once.
+    """Refuse a search job with more ops in one configuration than the service simulates.
 
     Raises:
-        ValueError: an accumulation or a global batch that long.
+        ValueError: The accumulation or the global batch is too large.
     """
     micro_batches = request.accumulation or 1
     if "accumulation" in request.free and request.global_batch is not None:

@@ -1,4 +1,4 @@
-"""The HTTP server around the application: patience with slow clients, a clean end."""
+"""The HTTP server of the planning service, with timeouts for slow clients and a clean shutdown."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ LOG = logging.getLogger("uvicorn.error")
 
 
 def protocol(head_s: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol, with an end to a client that does not finish a request's head."""
+    """Return a uvicorn protocol class that disconnects clients that do not finish a request's head in time."""
 
     class Patient(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
@@ -35,7 +35,6 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
             self._await_head()
 
         def _await_head(self) -> None:
-            """Give the client so long for the head that it has begun."""
             if self._head_timer is None:
                 self._head_timer = asyncio.get_running_loop().call_later(head_s, self._give_up)
 
@@ -66,7 +65,10 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
 
 
 def config(service: Service, host: str, port: int) -> uvicorn.Config:
-    """One process: the store has one writer, and everything that computes runs elsewhere."""
+    """Return the uvicorn config of the server process.
+
+    A single process is enough, since the database has one writer and workers do all computations.
+    """
     return uvicorn.Config(
         create_app(service),
         host=host,
@@ -83,8 +85,6 @@ def config(service: Service, host: str, port: int) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of open pages as it begins to end: by themselves they never do."""
-
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
 
 
 def run(service: Service, host: str, port: int) -> None:
-    """Serve until it is interrupted or terminated."""
+    """Run the HTTP server until it is interrupted or terminated."""
     server = _Server(service, config(service, host, port))
     socket = server.config.bind_socket()
     socket.listen(BACKLOG)  # before it is told where: who comes at once waits, and is not refused
@@ -106,10 +106,11 @@ def run(service: Service, host: str, port: int) -> None:
 
 
 def load_example(service: Service, folder: Path) -> None:
-    """Load the page's first example: a measured machine, its workload, and the run under its plan.
+    """Load the web page's first example: a measured machine, its workload, and the run under its plan.
 
     Raises:
-        OSError, ValueError: a file that is missing or cannot be used.
+        OSError: A file is missing.
+        ValueError: A file cannot be used.
     """
     machine = Machine.load(folder / "machine.json")
     workload = Workload.load(folder / "workload.json")
@@ -141,5 +142,5 @@ def load_example(service: Service, folder: Path) -> None:
 
 
 def shipped_example() -> Path:
-    """Return a small real run that comes with the package."""
+    """Return the folder of a small real training run that comes with the package."""
     return Path(str(files("ebbtide.tuner.service") / "example"))

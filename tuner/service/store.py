@@ -1,11 +1,11 @@
-"""The data that outlives the server: jobs, runs and uploaded machines, in one SQLite file.
+"""The database of the planning service: jobs, runs and uploaded machines in one SQLite file.
 
-WAL with full synchronisation: everything that a client was told is on disk, and a kill at any moment
-leaves the state of the last committed transaction. Every method here is one transaction. Writing
-methods wait for the disk and run in threads, one after the other under a lock, on their own connection,
-so that readers see nothing uncommitted. Readers take turns too: a connection keeps its first snapshot
-as long as any of its statements is open, so a thread that read during another's list would not find
-the job that it had just added.
+It uses WAL with full synchronization: data that a client was told about is on disk, and a kill at any time
+leaves the state of the last committed transaction. Every method is one transaction. Methods that write wait
+for the disk and run in threads, one at a time under a lock, on their own connection, so that readers see
+only committed data. Readers take turns too. A connection keeps its first snapshot while any of its
+statements is open, so a thread that reads during another thread's list could miss a job that it has just
+added.
 """
 
 import fcntl
@@ -42,14 +42,14 @@ _JOB = "id, kind, title, state, attempts, share, note, created_s, started_s, fin
 
 
 class StoreError(ValueError):
-    """The database cannot be used; the message says what to change."""
+    """An error for a database that the service cannot use. The message says what to change."""
 
 
 class Store:
-    """Jobs, runs and machines.
+    """The database of jobs, training runs and machines.
 
     Raises:
-        StoreError: another server uses the file, or it is not such a database.
+        StoreError: Another server uses the file, or the file is no such database.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -87,7 +87,6 @@ class Store:
 
     @staticmethod
     def _locked(path: str | Path) -> Any:
-        """Two servers on one file would each run the other's jobs."""
         try:
             lock = Path(f"{path}.lock").open("w", encoding="utf-8")  # noqa: SIM115 - held until the process ends
         except OSError as error:
@@ -121,7 +120,6 @@ class Store:
                 raise
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Return all rows, so that the statement has ended before the next reader begins."""
         with self._reading:
             return self._db.execute(query, values).fetchall()
 
@@ -131,7 +129,7 @@ class Store:
     # -- jobs --------------------------------------------------------------------------------
 
     def add_job(self, kind: str, request: str, title: str = "") -> dict[str, Any]:
-        """A new job at the end of the line."""
+        """Add a job at the end of the queue, and return its state."""
         job = uuid.uuid4().hex
         with self._transaction() as db:
             db.execute(
@@ -144,7 +142,9 @@ class Store:
         return results
 
     def claim(self) -> dict[str, Any] | None:
-        """Return the oldest queued job, now running; its attempt is on disk before any work is done."""
+        """Mark the oldest queued job as running, and return its state. The attempt is on disk before any work
+        begins.
+        """
         with self._transaction() as db:
             row = db.execute("SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1").fetchone()
             if row is None:
@@ -159,7 +159,7 @@ class Store:
         return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
     def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
-        """End an open job; False if it had ended before (a stop and a result may cross)."""
+        """End an open job. Return False if it had ended before, since a cancellation and a result may cross."""
         now_s = time.time()
         with self._transaction() as db:
             done = db.execute(
@@ -174,7 +174,7 @@ class Store:
         return done.rowcount == 1
 
     def recover(self, most_attempts: int) -> int:
-        """Return interrupted jobs to their place in line, or fail them after too many attempts."""
+        """Return interrupted jobs to the queue, or fail them after too many attempts. Return their number."""
         with self._transaction() as db:
             rows = db.execute("SELECT id, attempts FROM jobs WHERE state = 'running'").fetchall()
             for row in rows:
@@ -193,7 +193,7 @@ class Store:
         return len(rows)
 
     def job(self, job: str) -> dict[str, Any] | None:
-        """Return the job's state, with every attempt, without request and result."""
+        """Return a job's state with every attempt, without request and result, or None if it is unknown."""
         row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)
         if row is None:
             return None
@@ -203,7 +203,7 @@ class Store:
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Newest first."""
+        """Return the states of the newest jobs, the newest first."""
         rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 
@@ -215,12 +215,12 @@ class Store:
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
-        """Return the result's bytes, and whether they are JSON; None before it is done."""
+        """Return the bytes of a job's result and whether they are JSON, or None before the job is done."""
         row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
-        """Take a job that has ended, a run or a machine off its list; False: there is none."""
+        """Remove a job that has ended, a training run or a machine. Return False if there is none."""
         column = "name" if table == "machines" else "id"
         ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
         with self._transaction() as db:
@@ -230,14 +230,14 @@ class Store:
     # -- runs and machines -------------------------------------------------------------------
 
     def add_run(self, name: str, summary: dict[str, Any], run: str) -> dict[str, Any]:
-        """Return a measured timeline; returns its summary with its id."""
+        """Store the timeline of a training run, and return its summary with its id."""
         number, now_s = uuid.uuid4().hex, time.time()
         with self._transaction() as db:
             db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?)", (number, name, json.dumps(summary), run, now_s))
         return {"id": number, "name": name, "created_s": now_s, **summary}
 
     def runs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Summaries, newest first."""
+        """Return summaries of the newest training runs, the newest first."""
         rows = self._rows("SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit)
         kept = ("id", "name", "created_s")
         return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
@@ -247,24 +247,24 @@ class Store:
         return None if row is None else str(row[0])
 
     def put_machine(self, name: str, machine: str, replace: bool = True) -> bool:
-        """Keep a machine. False: another one has the name, and is not to be replaced."""
+        """Store a machine. Return False if another machine has the name and must not be replaced."""
         clash = "REPLACE" if replace else "IGNORE"
         with self._transaction() as db:
             kept = db.execute(f"INSERT OR {clash} INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
         return kept.rowcount == 1 or self.machine(name) == machine
 
     def machine(self, name: str) -> str | None:
-        """Return a machine as it was stored: another ebbtide may have written it."""
+        """Return the stored text of a machine, which another version of ebbtide may have written, or None."""
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else str(row[0])
 
     def machines(self) -> dict[str, str]:
-        """Return all of them, by name."""
+        """Return the stored texts of all machines by name."""
         rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: row["machine"] for row in rows}
 
     def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
-        """Finished jobs, runs and machines beyond their age or number go; an open job never."""
+        """Delete finished jobs, training runs and machines beyond their age or number. Keep open jobs."""
         now_s = time.time()
         with self._transaction() as db:
             db.execute(

@@ -1,10 +1,10 @@
-"""A worker process: reads a call from stdin, writes progress and a result to stdout.
+"""A worker process of the planning service. It reads calls from stdin and writes results to stdout.
 
     python -m ebbtide.tuner.service.worker NICENESS BYTES
 
-JSON in both directions, never pickles, so that nothing of a request can be executed. A frame is a
-tag, a length and so many bytes. The server stops a worker by killing it; a worker ends by itself
-when its server has ended (stdin is closed), also in the middle of a computation.
+Data is JSON in both directions, never pickles, so that no part of a request can be executed. A frame is a
+tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by itself when its
+server has ended (stdin is closed), even during a computation.
 """
 
 import gc
@@ -29,13 +29,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
-    """One frame, flushed."""
+    """Write a tagged message to a stream, and flush it."""
     stream.write(HEAD.pack(tag, len(payload)) + payload)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """Return the next frame; None at the end of the stream."""
+    """Read the next tagged message from a stream, or return None at the end of the stream."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -45,7 +45,7 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 
 def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """Call -> (what its request must be, the function). A kind of job is one line here."""
+    """Return, for each kind of call, the type of its request and the function that answers it."""
     from ebbtide.tuner.service import answers, report, requests, search
 
     return {
@@ -63,8 +63,6 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
 
 
 class _Progress:
-    """Sends how far it is, but not more often than anyone would look."""
-
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._last_s = stream, 0.0
 
@@ -77,7 +75,10 @@ class _Progress:
 
 
 def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
-    """(tag, payload) of one call; a request's fault and the program's are told apart."""
+    """Answer one call, and return the tag and bytes of the result or error.
+
+    Errors of the request and errors of the program have different tags.
+    """
     request = None
     try:
         request, function = table[call["call"]]
@@ -106,7 +107,7 @@ def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit the address space to so much beyond the present use. Python raises MemoryError then."""
+    """Limit the growth of this process's address space. Beyond the limit, Python raises MemoryError."""
     import resource
 
     with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123
@@ -116,14 +117,13 @@ def limit_memory(extra_bytes: int) -> None:
 
 
 def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Read requests in a separate thread, to notice the server's end while the main thread computes."""
     while (frame := read_frame(stream)) is not None:
         inbox.put(frame[1])
     os._exit(0)
 
 
 def main() -> None:
-    """Serve calls until stdin ends."""
+    """Run the worker process: answer calls until stdin ends."""
     niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
     os.nice(niceness)
     # What libraries print must not end up between the frames.

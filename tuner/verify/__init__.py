@@ -1,1 +1,1 @@
-"""``tune verify``: does a script train the same under a plan, stock and without offload?"""
+"""The comparison of a script's training under a plan, stock and without offload, for ``tune verify``."""

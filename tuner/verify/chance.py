@@ -1,6 +1,7 @@
-"""Differences between two runs of one side that should have agreed.
+"""Differences between two runs that should have agreed, since the same command ran twice.
 
-They are the noise of kernels, or another training. In the latter case nothing can be compared.
+They are either noise of kernels, or the training itself differs. In the latter case no comparison with
+another run is possible.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,13 @@ ANOTHER = 0.25
 
 @dataclass(frozen=True)
 class Chance:
-    """The difference between two runs of one side.
+    """The difference between two runs of the same training command that should have agreed.
 
     Attributes:
-        where: the first difference, and where to look for its cause.
-        apart: distance of the first update that differs, over that update. 0: the runs begin from
-            other parameters, or no parameter differs.
-        blind: they train so differently that another side cannot be compared with either.
+        where: The first difference, and a hint about its cause.
+        apart: Distance of the first update that differs, relative to that update. 0 if the runs begin with
+            different parameters, or no parameter differs.
+        blind: True if the runs differ so much that no other run can be compared with them.
     """
 
     where: str
@@ -33,7 +34,7 @@ class Chance:
 
 
 def chance_of(run: Run, other: Run) -> Chance | None:
-    """None: they have the same bits, as far as both went."""
+    """Return the difference between two runs of the same command, or None if all bits agree."""
     steps = [differences(run, other, step) for step in common_steps(run, other)]
     found = [(step, each) for step, each in enumerate(steps) if each]
     if not found:
@@ -46,13 +47,11 @@ def chance_of(run: Run, other: Run) -> Chance | None:
 
 
 def _tensors(found: Sequence[Difference]) -> list[Difference]:
-    """Masters, or where there are none parameters."""
     tensors = [d for d in found if d.is_tensor]
     return [d for d in tensors if d.name.endswith(MASTER)] or tensors
 
 
 def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
-    """Return the median distance over tensors, in the first step with differences."""
     return median(d.distance / (moved(run, other, d) or 1.0) for d in _tensors(found))
 
 

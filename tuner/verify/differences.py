@@ -1,4 +1,4 @@
-"""The first differences of two runs, and their size."""
+"""The first differences between two training runs, and their size."""
 
 import math
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity that is not the same in two runs after the same step.
+    """A quantity that differs between two training runs after the same step.
 
     Attributes:
-        name: a loss, ``gradient norm``, a learning rate, a parameter or its master
-            (``NAME/fp32``).
-        ours, theirs: a scalar's values; a tensor's norms.
-        relative: a scalar's difference over the larger value. A tensor's distance over the distance
-            that updates have moved it so far (over its norm, if they have not moved it).
-        distance: of tensors.
+        name: A loss, ``gradient norm``, a learning rate, a parameter, or its fp32 master (``NAME/fp32``).
+        ours: A scalar's value or a tensor's norm in the first run.
+        theirs: The same in the second run.
+        relative: A scalar's difference divided by the larger value. A tensor's distance divided by the distance
+            that updates have moved the tensor so far, or by its norm if updates have not moved it.
+        distance: Distance of a tensor in the two runs.
     """
 
     step: int
@@ -30,9 +30,10 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return all differences of one step, in the order of their causes: losses, norm, rates, masters, parameters.
+    """Return all differences between two runs after one step, in the order of their causes.
 
-    Among the masters, and among the parameters, the largest comes first.
+    The order is losses, norm, learning rates, masters, parameters. Among masters, and among parameters, the
+    largest difference comes first.
     """
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
@@ -40,7 +41,7 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return the distance that a step moved a tensor, in the side with the larger one."""
+    """Return the distance that one step moved a tensor, in the run that moved it further."""
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 
 

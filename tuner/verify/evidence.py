@@ -1,4 +1,4 @@
-"""Evidence in one run against itself: states that no order of sums explains."""
+"""Evidence of errors within one training run: states that no order of summation explains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,10 +8,14 @@ from ebbtide.tuner.verify.run import MASTER, Run
 
 @dataclass(frozen=True)
 class Evidence:
-    """Something wrong in one run, whatever another shows.
+    """An error found in one training run without help of another run.
 
     Attributes:
-        certain: wrong whatever its size; else only what speaks for a side where sizes differ.
+        run: Name of the run.
+        step: Step after which the error shows.
+        name: Name of the tensor.
+        text: Description of the error.
+        certain: True if it is an error at any size. Otherwise it is only a hint to which run is wrong.
     """
 
     run: str
@@ -22,7 +26,10 @@ class Evidence:
 
 
 def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
-    """Yield the evidence of all tensors after one step. The other run shows what the step should have done."""
+    """Yield the evidence of errors in a run's tensors after one step.
+
+    Another run shows what the step should have done.
+    """
     goes_on = any(_moves(run, name, step) for name in run.masters)
     for name in run.steps[step].tensors:
         for text in _certain(run, other, step, name):
@@ -48,7 +55,6 @@ def _certain(run: Run, other: Run, step: int, name: str) -> Iterator[str]:
 
 
 def _is_not_rounded(run: Run, step: int, name: str) -> bool:
-    """Return whether a parameter is not its rounded master, although it was before the first step."""
     now, first = run.steps[step].tensors, run.steps[0].tensors
     master = name + MASTER
     if not all(master in tensors and name in tensors for tensors in (now, first)):
@@ -62,7 +68,6 @@ def _moves(run: Run, name: str, step: int) -> bool:
 
 
 def _stands_still(run: Run, other: Run, step: int, name: str) -> bool:
-    """Return whether a tensor has not moved in this step, while the other run's has."""
     if step == 0:
         return False
     ours = [r.steps[k].tensors.get(name) for r in (run, other) for k in (step - 1, step)]

@@ -1,8 +1,8 @@
-"""Is a difference rounding, or a defect?
+"""The decision whether a difference between two training runs is rounding or a defect.
 
-Rounding begins small and grows as a flipped bit does. A run with one bit flipped says how much
-that explains, tensor by tensor and step by step; what lies far outside is a defect. Two sides that
-must have the same bits (a plan and stock) are not judged by size.
+Rounding begins small and grows as a flipped bit does. A run with one flipped bit shows how large a
+difference rounding explains, for each tensor and step. A much larger difference is a defect. Two runs that
+must be bit-identical (a plan and stock DeepSpeed) are not judged by size.
 """
 
 import math
@@ -32,15 +32,15 @@ ULPS = 16.0  # of a tensor's largest element: more than one update's rounding mo
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of comparing one side with another.
+    """The result of comparing two training runs.
 
     Attributes:
-        first: the difference to look at: the first that rounding does not explain, otherwise the
-            first one. None: no bit differs.
-        also: number of other tensors that differ in that step.
-        explained: the relative difference that rounding explains there.
-        off: the side that is wrong.
-        why: the reasons for that, and possible causes.
+        first: The difference to look at. It is the first that rounding does not explain, otherwise the first of
+            all. None if all bits agree.
+        also: Number of other tensors that differ in the same step.
+        explained: The relative difference that rounding explains.
+        off: Name of the run that is wrong.
+        why: Reasons for that, and possible causes.
     """
 
     side: str
@@ -56,25 +56,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Noise:
-    """The differences that chance explains, from runs of one side that should have agreed.
+    """The differences that chance explains, from repeated runs of the same training that should agree.
 
     Attributes:
-        reference: the side's first run.
-        others: the same run again, and with a flipped bit.
+        reference: First run.
+        others: The same run again, and the same run with a flipped bit.
     """
 
     reference: Run
     others: tuple[Run, ...]
 
     def explained(self, difference: Difference) -> float:
-        """Return the relative difference of this quantity, or of its like, that chance has made."""
+        """Return the relative difference that chance explains for a tensor, loss or norm, judged by similar ones."""
         if not difference.is_tensor:
             return self._of_sums(_kind(difference))
         found = [self._floor(), *(self._of(run, difference) for run in self.others)]
         return max(value for value in found if math.isfinite(value))
 
     def _of_sums(self, kind: str) -> float:
-        """Return the largest relative noise of sums over all steps. A rounding may show only in some of them."""
         if kind == RATE:
             return 0.0  # a schedule rounds nothing
         found = [
@@ -88,7 +87,10 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return the distance that chance moves nine in ten masters at least, and at least a quarter of the floor."""
+        """Return the relative distance that chance gives to at least nine in ten fp32 masters in a step.
+
+        It is at least a quarter of the rounding floor.
+        """
         found = [self._floor() / 4]
         for run in self.others:
             if step in common_steps(run, self.reference):
@@ -115,12 +117,12 @@ def _kind(difference: Difference) -> str:
 
 
 def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Finding:
-    """Compare a side with one that is nearer to what is known to be right.
+    """Compare a training run with a more trusted one.
 
     Args:
-        other: the side that is taken as right where nothing else decides.
-        noise: None where none was needed: no bit differs, or the bits must be the same.
-        same_bits: any difference is a defect.
+        other: Run that is taken as right if nothing else decides.
+        noise: Differences that chance explains. None if no bit differs, or the bits must agree.
+        same_bits: Treat any difference as a defect.
     """
     steps = len(common_steps(run, other)) - 1
     finding = Finding(run.name, other.name, "identical", max(0, steps))
@@ -154,7 +156,6 @@ def _wrong(
     *,
     same_bits: bool,
 ) -> Difference | None:
-    """Return the first difference of this step that is no rounding."""
     if same_bits and found:
         return found[0]
     large = [d for d in found if _is_large(d, found, noise)]
@@ -181,8 +182,9 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 
 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
-    """Even the masters that differ least are far off: wrong scalars move all of them alike, where
-    rounding spares some.
+    """Return a differing fp32 master if even the least different masters are far off, or None.
+
+    Wrong scalars change all masters alike, and rounding does not change all of them.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):
@@ -193,21 +195,20 @@ def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Differ
 
 
 def _least(masters: Sequence[Difference]) -> float:
-    """Return the relative difference that nine in ten masters exceed."""
     return sorted(d.relative for d in masters)[len(masters) // 10]
 
 
 def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
-    """Return whether the tensor is a rounded parameter with a known master: its 16-bit steps are no defect."""
     if difference.name.endswith(MASTER) or not difference.is_tensor:
         return False
     return any(d.name.endswith(MASTER) for d in found)
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return the difference if all tensors were equal before, most still are, and rounding does not explain it.
+    """Return the difference that shows a defect in few tensors after all tensors agreed, or None.
 
-    If sums have had the same bits too, an update is compared, otherwise sums, which are an order apart.
+    Rounding must not explain it. If losses and norm agree bitwise, updates are compared. Otherwise sums in
+    another order are allowed for.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]
@@ -223,8 +224,10 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
 
 
 def _another_update(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Equal tensors and losses, and a norm equal to fp32's last bits (so that gradients are, too),
-    have made an update that is another one in half of the masters: nothing has had time to grow.
+    """Return the difference that shows a defect of the update, or None.
+
+    Tensors and losses were equal and the norm nearly, but the update differs in half of the fp32 masters. No
+    difference has had time to grow.
     """
     earlier = [d for k in range(step) for d in differences(run, other, k)]
     sums = [d for d in (*earlier, *found) if not d.is_tensor]
@@ -282,7 +285,6 @@ def _others(found: Sequence[Difference], first: Difference) -> int:
 
 
 def _early_updates(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
-    """Yield the likely causes of differences with this pattern."""
     if wrong.step == 0:
         yield "the runs begin with different parameters: check the script's seeds and the checkpoint it resumes from"
     elif wrong.name == "gradient norm" and found[0] is wrong:

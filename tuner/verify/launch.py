@@ -1,4 +1,4 @@
-"""Runs a training command on one side, recorded, in a process of its own."""
+"""The launch of a training command in its own process, with its states recorded for a comparison."""
 
 import json
 import os
@@ -21,14 +21,14 @@ _NAMED = re.compile(
 
 
 class VerifyError(RuntimeError):
-    """A side did not train; the message says which, and ends with what it printed last."""
+    """An error for a run that did not train. The message names the run and ends with its last output."""
 
 
 class NotDeterministicError(VerifyError):
-    """A run that must be deterministic met operations for which torch has no such kernel.
+    """An error for operations without a deterministic kernel in torch, in a run that must be deterministic.
 
     Attributes:
-        operations: their names in torch's words.
+        operations: Names of the operations as torch gives them.
     """
 
     def __init__(self, operations: tuple[str, ...]) -> None:
@@ -41,7 +41,10 @@ class NotDeterministicError(VerifyError):
 
 @dataclass(frozen=True)
 class Side:
-    """The changes of a run against the given command; fields of `ebbtide.runtime.verify.lines.Job`."""
+    """A kind of run in ``tune verify``: the changes that are made to the given training command.
+
+    The fields are those of `ebbtide.runtime.verify.lines.Job`.
+    """
 
     name: str
     perturb: bool = False
@@ -55,28 +58,28 @@ class Side:
 
     @property
     def how(self) -> str:
-        """Return the way it was run, for a sentence about the command."""
+        """Return how a verification run was made, as part of a sentence about the command."""
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A run, and the operations that torch named as not deterministic."""
+    """A recorded training run, and the operations that torch named as not deterministic."""
 
     run: Run
     operations: tuple[str, ...] = ()
 
 
 def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Launched:
-    """Train for some steps and return when the command has ended.
+    """Run a training command for some steps, and return its record when the command has ended.
 
     Args:
-        deterministic: torch uses deterministic kernels alone, and raises where it has none. `Side`'s
-            own field asks torch for warnings only.
+        deterministic: Let torch use deterministic kernels only, and raise if there is none. The field of the
+            same name in `Side` asks torch for warnings only.
 
     Raises:
-        NotDeterministicError: with ``deterministic``, an operation has no such kernel.
-        VerifyError: no rank took a step, or the command failed before its last one.
+        NotDeterministicError: With ``deterministic``, an operation has no such kernel.
+        VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         folder = Path(scratch)
@@ -120,7 +123,6 @@ def operations_in(text: str) -> tuple[str, ...]:
 
 
 def has_gpu() -> bool:
-    """Return whether scripts train on a CUDA GPU here."""
     import torch
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""A run assembled from its ranks' records: numbers that do not depend on the partitioning."""
+"""A training run assembled from its ranks' records, with numbers that do not depend on the partitioning."""
 
 import json
 import math
@@ -18,16 +18,18 @@ MASTER = "/fp32"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A whole tensor, summed over the ranks that hold parts of it.
+    """A digest of a whole tensor, summed over the ranks that hold parts of the tensor.
 
     Attributes:
-        hash: equal for equal bits.
-        narrow: of a master: the hash of its rounding to the parameter's dtype; 0: not known.
-        low_bits: some element has bits below the 16 high ones.
-        not_finite: infinities and NaNs.
-        norm, largest: of the finite elements.
-        sketch: the distance of two tensors is about that of their sketches.
-        copies_agree: ranks that hold the same part hold the same bits.
+        hash: Equal for equal bits.
+        narrow: For an fp32 master, the hash after rounding to the parameter's dtype. 0 if unknown.
+        low_bits: True if an element has bits below the 16 high ones.
+        not_finite: Number of infinities and NaNs.
+        norm: Norm of the finite elements.
+        largest: Largest finite element by magnitude.
+        sketch: Vector such that the distance of two sketches is about that of the tensors.
+        elements: Number of elements.
+        copies_agree: True if ranks that hold the same part hold the same bits.
     """
 
     hash: int
@@ -41,17 +43,17 @@ class Tensor:
     copies_agree: bool = True
 
     def distance(self, other: "Tensor") -> float:
-        """About the Euclidean distance: right to a factor of two."""
+        """Return the approximate Euclidean distance of two tensors, right to a factor of two."""
         return math.dist(self.sketch, other.sketch)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The state after one optimizer step (number 0: before the first).
+    """The recorded state of training after one optimizer step. Step 0 is the state before the first step.
 
     Attributes:
-        scalars: losses, gradient norm and learning rates, in the order of their computation.
-        tensors: masters, then parameters.
+        scalars: Losses, gradient norm and learning rates, in the order of their computation.
+        tensors: fp32 masters, then parameters.
     """
 
     scalars: Mapping[str, float]
@@ -60,14 +62,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """One side.
+    """A recorded training run.
 
     Attributes:
-        name: the side's name.
-        about: rank 0's description: versions, stage, ranks, dtype.
-        steps: number 0 is the state before the first step.
-        asked: requested steps. 0: not known.
-        silent: ranks without any recorded step.
+        name: Name of the run's side: plan, stock or no-offload.
+        about: Rank 0's description: versions, stage, ranks, dtype.
+        steps: Recorded states. Number 0 is the state before the first step.
+        asked: Number of requested steps. 0 if unknown.
+        silent: Number of ranks without any recorded step.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Run:
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:
-        """Return the distance that updates have moved a tensor up to a step. NaN-free, >= 0."""
+        """Return the total distance that updates have moved a tensor up to a step, >= 0 and never NaN."""
         if step == 0:
             return 0.0
         known = self._paths.get((name, step))
@@ -94,7 +96,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str) -> Run | None:
-    """Return the run from the ranks' files in a folder, or None if there are none."""
+    """Read a training run from its ranks' files in a folder, or return None if there are none."""
     ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
     ranks = [lines for lines in ranks if len(lines) > 1]
     if not ranks:
@@ -106,7 +108,6 @@ def read_run(folder: Path, name: str) -> Run | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a rank may have been ended in the middle of one."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""The runs to make, and the pairs to compare."""
+"""The runs that ``tune verify`` makes, and the pairs that it compares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,13 @@ NEARER = 4.0  # times: whoever is so much nearer to a third side agrees with it
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of all comparisons.
+    """The result of all comparisons of a verification.
 
     Attributes:
-        runs: the sides. The most trusted one is last.
-        operations: operations that torch names as not deterministic.
-        chance: difference of two runs of one side.
+        runs: Compared runs, the most trusted one last.
+        findings: Result of each comparison.
+        operations: Operations that torch names as not deterministic.
+        chance: Difference between two runs that should agree. None if there is no difference.
     """
 
     runs: tuple[Run, ...]
@@ -32,7 +33,7 @@ class Verification:
 
     @property
     def right(self) -> bool | None:
-        """None: it cannot be said."""
+        """Return whether training was verified as right, or None if nothing can be said."""
         verdicts = {finding.verdict for finding in self.findings}
         if "defect" in verdicts:
             return False
@@ -40,12 +41,14 @@ class Verification:
 
 
 def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
-    """Run the sides and compare each with the next; further runs only where bits differ.
+    """Run a training command under a plan, stock and without offload, and compare each run with the next.
+
+    Further runs are made only if bits differ.
 
     Args:
-        against: of ``stock`` and ``no-offload``.
-        start: makes a run.
-        told: is told what is being run.
+        against: Runs to compare with: ``stock``, ``no-offload`` or both.
+        start: Function that makes a run.
+        told: Called with a description of each run before it starts.
     """
 
     def made(side: Side) -> Launched:
@@ -68,14 +71,16 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
-    """Repeat the plan's run and stock's if they differ, by name, to see which one differs again."""
+    """Run the plan and stock again if their bits differ, and return the new runs by name.
+
+    The second runs show which of the first runs differs again.
+    """
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}
     return {run.name: replace(made(Side(run.name)).run, name=run.name) for run in runs[:2]}
 
 
 def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
-    """Return the one of four runs of a plan and stock that differs from the others."""
     if not repeated or not _same(repeated[PLAN], repeated[STOCK]):
         return None
     odd = [run for run in runs[:2] if not _same(run, repeated[PLAN])]
@@ -85,11 +90,12 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 def compared(
     runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
 ) -> tuple[Finding, ...]:
-    """Compare each side with the next.
+    """Compare each training run with the next, and return the findings.
 
     Args:
-        repeated: a plan and stock, run again because they differ.
-        chance: difference of one side from itself. With it no two sides must have the same bits.
+        noise: Differences that chance explains.
+        repeated: Second runs of the plan and stock, made because the first runs differ.
+        chance: Difference between two runs that should agree. If given, no runs must be bit-identical.
     """
     findings = []
     for run, other in pairwise(runs):
@@ -113,7 +119,6 @@ def _other(runs: Sequence[Run], one: Run) -> str:
 
 
 def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[Finding]:
-    """Change the blame if a third run agrees with the blamed one."""
     first = findings[0].first
     if len(runs) != 3 or findings[0].verdict != "defect" or first is None:
         return findings
@@ -127,7 +132,6 @@ def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[
 
 
 def _apart(run: Run, other: Run, at: Difference) -> float:
-    """Return the distance of two runs in a quantity that differs elsewhere. 0: the same."""
     if at.step not in common_steps(run, other):
         return 0.0
     found = (d for d in differences(run, other, at.step) if d.name == at.name)
@@ -135,7 +139,6 @@ def _apart(run: Run, other: Run, at: Difference) -> float:
 
 
 def _sides(against: Sequence[str], made: Callable[[Side], Launched]) -> tuple[Run, ...]:
-    """Return the command as it is shows whether it has a plan and whether it offloads."""
     first = made(Side(PLAN)).run
     runs = [first if first.about.get("key") else replace(first, name=STOCK)]
     if first.about.get("key") and STOCK in against:

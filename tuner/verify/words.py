@@ -1,4 +1,4 @@
-"""A verification on one screen, and as JSON."""
+"""The result of ``tune verify`` as text for one screen, and as JSON."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ebbtide.tuner.verify.sides import Verification
 
 
 def screen(result: Verification) -> list[str]:
-    """Return the lines that `tune verify` prints."""
+    """Return the lines of text that `tune verify` prints for its result."""
     lines = [_headline(result.runs[0]), ""]
     lines += [_row(run) for run in result.runs]
     for finding in result.findings:
@@ -95,8 +95,9 @@ def _known(result: Verification) -> list[str]:
 
 
 def as_json(result: Verification) -> dict[str, Any]:
-    """Return the result for other programs: ``right`` (None: unknown), the sides, and each finding with its
-    first difference.
+    """Return the result of ``tune verify`` as JSON data.
+
+    It has ``right`` (None if unknown), the runs, and each finding with its first difference.
     """
     return {
         "right": result.right,
@@ -114,7 +115,6 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no infinity."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

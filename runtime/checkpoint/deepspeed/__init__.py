@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoint engine: saving, loading and resuming."""
+"""The DeepSpeed interface of ebbtide's checkpoint engine: saving, loading and resuming."""

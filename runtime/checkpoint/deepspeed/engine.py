@@ -1,7 +1,7 @@
-"""The lazy asynchronous checkpoint engine, in the place of DeepSpeed's own.
+"""The lazy asynchronous checkpoint engine, which replaces DeepSpeed's own.
 
-Lazy: a checkpoint copies nothing up front; writers stream from the live buffers while training
-goes on, and only what an update is about to overwrite is copied (copy on update).
+Lazy means that a checkpoint copies nothing when it starts. Writer threads read the live buffers while
+training continues, and only state that an update is about to overwrite is copied (copy on update).
 """
 
 import atexit
@@ -46,15 +46,15 @@ logger = logging.getLogger("ebbtide.checkpoint")
 
 
 class LazyCheckpointEngine(CheckpointEngine):
-    """Saves in the background, commits atomically, loads verified files only.
+    """A checkpoint engine that saves in the background, commits atomically and loads only verified files.
 
-    Made by `install`. DeepSpeed calls `create`, `makedirs`, `save` and `load`; the training loop
+    `install` creates it. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training loop
     calls `on_step`, `wait` and `close`. One checkpoint runs at a time.
 
     Attributes:
-        client_state: called for what a save at the planned interval gives DeepSpeed as
-            ``client_state`` (data position and the like).
-        last: what the last committed checkpoint cost.
+        client_state: Function that returns the ``client_state`` (data position and the like) of a save at the
+            planned interval.
+        last: The cost of the last committed checkpoint.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         """Raise the error of a failed checkpoint, and save at the planned interval. Called after each optimizer step.
 
         Raises:
-            CheckpointError: an earlier checkpoint failed in the background; the cause is chained.
+            CheckpointError: An earlier checkpoint failed in the background. The cause is chained.
         """
         self._reap()
         every = self._plan.interval_steps
@@ -108,7 +108,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         """Wait until the running checkpoint is committed, and return the report of the last one.
 
         Raises:
-            CheckpointError: it failed; the cause is chained.
+            CheckpointError: The checkpoint failed. The cause is chained.
         """
         if self._job is not None:
             self._job.wait()
@@ -126,10 +126,10 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self._job is not None and self._job.running
 
     def close(self) -> None:
-        """Finishes the running checkpoint and lets go of the reserved memory.
+        """Finish the running checkpoint and release the checkpoint engine's reserved memory.
 
         Raises:
-            CheckpointError: a checkpoint failed that training has not heard of yet.
+            CheckpointError: A checkpoint failed, and this error has not been raised before.
         """
         if self._closed or self._pid != os.getpid():  # a forked child has no part in it
             return
@@ -168,9 +168,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             ) from job.failure
 
     def _drop_note(self) -> None:
-        """A note that cannot be removed is dropped by the next run; what the checkpoint met on the
-        same disk is what is told.
-        """
+        """Remove the note of the last save. The next run removes a note that cannot be removed now."""
         if self._note is None or self._note.stays:
             return
         note, self._note = self._note, None
@@ -188,13 +186,13 @@ class LazyCheckpointEngine(CheckpointEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Stand for ``engine.save_checkpoint``; return as soon as training may go on.
+        """Save a checkpoint instead of ``engine.save_checkpoint``. Return as soon as training may continue.
 
         Returns:
-            False: skipped, because one is running and ``checkpoint.busy`` is ``skip``.
+            False if the save is skipped, because one is running and ``checkpoint.busy`` is ``skip``.
 
         Raises:
-            CheckpointError: an earlier checkpoint failed, on any rank; the engine was destroyed.
+            CheckpointError: An earlier checkpoint failed on any rank, or the engine was destroyed.
         """
         if self._closed:
             raise CheckpointError("this engine was destroyed, so it can no longer save or load checkpoints")
@@ -283,9 +281,10 @@ class LazyCheckpointEngine(CheckpointEngine):
         return save.commit.note
 
     def _save_apart(self, write: Callable[[], Any], latest: Path | None, tag: str) -> None:
-        """Ranks that save under names of their own (DeepSpeed warns, unless its
-        ``checkpoint.tag_validation`` says otherwise) have no checkpoint to commit together: all is
-        written at once, by DeepSpeed's rules.
+        """Save by DeepSpeed's rules, in the foreground, if the ranks save under different names.
+
+        Such ranks have no common checkpoint to commit. DeepSpeed warns about this case, unless its
+        ``checkpoint.tag_validation`` says otherwise.
         """
         write()
         if latest is not None and self._peers.rank == 0:
@@ -302,9 +301,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
     def _agree_to_begin(self, target: str) -> Verdict:
-        """Decide together on all ranks whether a save begins. One rank may have finished an earlier save before
-        another.
-        """
+        """Decide together on all ranks whether a save begins. One rank may finish an earlier save before another."""
         if self.running and self._plan.busy == "replace":
             assert self._job is not None
             self._job.cancel()
@@ -326,16 +323,17 @@ class LazyCheckpointEngine(CheckpointEngine):
     # -- what DeepSpeed calls
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """DeepSpeed is about to save; `save_checkpoint` has begun the attempt already."""
+        """Do nothing when DeepSpeed is about to save, since `save_checkpoint` has already begun the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A checkpoint's own folder gets its name when it is committed, not before."""
+        """Make a folder, except for a checkpoint's own folder, which gets its name when it is committed."""
         if self._save is None or not self._save.covers(Path(path).absolute()):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Lays the file out; the background writes it. Outside of a checkpoint that is committed
-        (16-bit export) it is written at once, whole or not at all.
+        """Lay out a checkpoint's file, which the background then writes.
+
+        A file outside of such a checkpoint (a 16-bit export) is written immediately, completely or not at all.
         """
         target = Path(path).absolute()
         if self._save is not None and self._save.covers(target):
@@ -346,25 +344,25 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the file's content; what can goes straight to where it is live."""
+        """Return the content of a checkpoint's file. Tensors are read directly into live buffers where possible."""
         return load_file(path, self._loading.into)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return the background commits; see `wait`."""
+        """Return True without committing, since a background thread commits the checkpoint (see `wait`)."""
         return True
 
     def is_decoupled(self) -> bool:
-        """DeepSpeed leaves ``latest`` and the commit to us, and calls `cleanup` in destroy."""
+        """Return True, so that DeepSpeed leaves ``latest`` and the commit to ebbtide and calls `cleanup` in destroy."""
         return True
 
     def get_commit_info(self) -> None:
-        """Return None: DeepSpeed has nothing to commit at the next step."""
+        """Return None, because DeepSpeed has nothing to commit at the next step of training."""
 
     def cleanup(self) -> None:
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether a file gets just the bytes of its tensors, so that DeepSpeed need not clone them."""
+        """Return whether DeepSpeed must clone tensors before it saves them. False during ebbtide's own save."""
         return self._save is None
 
     # -- loading: around engine.load_checkpoint
@@ -372,7 +370,7 @@ class LazyCheckpointEngine(CheckpointEngine):
     def load_checkpoint(
         self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
-        """Stand for ``engine.load_checkpoint``; see `Loading.load`."""
+        """Load a checkpoint into the engine instead of ``engine.load_checkpoint`` (see `Loading.load`)."""
         self.wait()
         wait_for_jobs()  # another engine of this process may be writing what is to be loaded
         self._before_save()
@@ -381,7 +379,7 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     @property
     def chosen(self) -> Choice | None:
-        """Return the checkpoint that the last ``load_checkpoint`` took."""
+        """Return the checkpoint that the last ``load_checkpoint`` chose."""
         return self._loading.chosen
 
 
@@ -393,7 +391,7 @@ def _over(job: Job) -> None:
 
 
 def _by_an_error() -> bool:
-    """Return whether the script ends by an uncaught exception. A Trainer never completes its folder then."""
+    """Return whether the script ends by an uncaught exception. A Trainer then never completes its folder."""
     return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
 
 

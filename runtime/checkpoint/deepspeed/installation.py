@@ -1,4 +1,4 @@
-"""Makes a DeepSpeed engine save and load through ebbtide."""
+"""The installation of ebbtide's checkpoint engine in a DeepSpeed engine."""
 
 import weakref
 from collections.abc import Callable
@@ -22,19 +22,19 @@ def install(
     after_step: list[Callable[[], None]] | None = None,
     **options: Any,
 ) -> LazyCheckpointEngine:
-    """Make a DeepSpeed engine save and load through ebbtide; return the checkpoint engine.
+    """Make a DeepSpeed engine save and load through ebbtide. Return the checkpoint engine.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
-        checkpoint_plan: interval, busy policy, budget, bandwidth.
-        live_state: the runtime's registry. None: the optimizer is DeepSpeed's own, and its
-            ``step`` is held back until its state may be overwritten.
-        after_step: the runtime's calls after each whole step, to which this one is added. None:
-            ``engine.step`` is wrapped.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        checkpoint_plan: The settings of checkpoints: interval, busy policy, copy budget, bandwidth.
+        live_state: The runtime's registry of optimizer state. None if the optimizer is DeepSpeed's own. Its
+            ``step`` then waits until its state may be overwritten.
+        after_step: The runtime's list of functions to call after each step, to which one is added. None
+            wraps ``engine.step``.
         options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
 
     Raises:
-        CheckpointError: the engine keeps state where this cannot work.
+        CheckpointError: The engine keeps state in a place that is not supported.
     """
     _refuse_unsupported(engine)
     live = live_state if live_state is not None else LiveState()
@@ -75,8 +75,9 @@ def _refuse_unsupported(engine: Any) -> None:
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """The instance's method becomes ``replacement(original, ...)``, under its own signature:
-    trainers ask ``inspect.signature`` which arguments DeepSpeed takes.
+    """Replace an object's method by ``replacement(original, ...)`` and keep its signature.
+
+    Trainers use ``inspect.signature`` to find the arguments that DeepSpeed accepts.
     """
     original = getattr(owner, name)
 
@@ -89,7 +90,6 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _finish_first(lazy: LazyCheckpointEngine) -> Callable[..., None]:
-    """Return the optimizer frees its buffers in destroy: the writers must be done with them."""
 
     def destroy(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:

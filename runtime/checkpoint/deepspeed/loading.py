@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a DeepSpeed engine: verified first, straight into the live buffers."""
+"""The loading of a verified checkpoint into a DeepSpeed engine, directly into live buffers."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,12 @@ _RANK_OF_FILE = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt$")
 
 
 class Loading:
-    """Around ``engine.load_checkpoint``; belongs to the training thread.
+    """A loader that wraps ``engine.load_checkpoint``. Only the training thread uses it.
 
     Attributes:
-        into: while loading: live host tensors by their path in the optimizer's file, and the live
-            weights by theirs in the model's.
-        chosen: the checkpoint that the last load took.
+        into: During a load, the live tensors to read into: host tensors by their path in the optimizer's
+            file, and weights by their path in the model's file.
+        chosen: The checkpoint that the last load chose.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Loading:
         resumption.stored_problem = self.stored_problem
 
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
-        """Verifies, then loads; executes nothing that a file holds.
+        """Verify and load a checkpoint. No code in a file is executed.
 
-        Loads what DeepSpeed would: the tag given, or the one that ``latest`` names. A checkpoint
-        written without ebbtide is loaded as DeepSpeed would, but for ``weights_only``.
+        The checkpoint is the one that DeepSpeed would load: the given tag, or the one that ``latest`` names. A
+        checkpoint written without ebbtide is loaded as DeepSpeed would, except for ``weights_only``.
 
         Raises:
-            CheckpointError: what is to be loaded is torn, damaged, or was never committed; names
+            CheckpointError: The checkpoint is incomplete, damaged, or was never committed. The message names
                 the newest one that could be loaded.
         """
         self.chosen = None
@@ -76,9 +76,9 @@ class Loading:
 
     @contextmanager
     def _stored(self, folder: Path, options: Mapping[str, Any]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Adopt stored state in place, and yield the tensors that must be read from storage.
+        """Adopt a checkpoint's optimizer state on a drive in place, and yield the tensors that must be read from it.
 
-        If the optimizer or its states are not loaded, only its masters are wanted.
+        If the optimizer or its states are not loaded, only its masters are needed.
         """
         page, stored = self.stored_page(folder), self._live.stored
         if page is None or stored is None:
@@ -91,10 +91,10 @@ class Loading:
 
     @contextmanager
     def _masters_for_weights(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Add stored masters to the weights that DeepSpeed rebuilds without optimizer states.
+        """Add stored masters to the weights that DeepSpeed rebuilds without optimizer states, inside the block.
 
         DeepSpeed then builds ZeRO-3's weights from the masters of all ranks, and reads their files
-        itself. Stored masters are not in those files.
+        itself. Stored masters are not in these files.
         """
         stored = self._live.stored
         if stored is None or options.get("load_optimizer_states", True):
@@ -118,12 +118,14 @@ class Loading:
                 zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
-        """Return this rank's page of stored state, or None if the files hold the whole checkpoint."""
+        """Return the page that locates this rank's optimizer state on a drive, or None if there is none."""
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
 
     def stored_problem(self, folder: Path) -> str:
-        """Return the reason why this rank cannot have its stored state, or an empty string."""
+        """Return the reason why this rank cannot load a checkpoint's optimizer state from a drive, or an empty
+        string.
+        """
         page = self.stored_page(folder)
         if page is None:
             return ""
@@ -136,7 +138,7 @@ class Loading:
 
     @staticmethod
     def _passes_over(path: str, options: Mapping[str, Any]) -> bool:
-        """Return whether DeepSpeed does not read the file. Users keep the weights and delete the other files.
+        """Return whether DeepSpeed does not read a checkpoint's file. Users may delete all files but the weights.
 
         Without ``load_optimizer_states`` ZeRO-3 takes the weights from the optimizer files.
         """
@@ -144,7 +146,6 @@ class Loading:
         return bool(weights) and path.endswith("optim_states.pt")
 
     def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:
-        """Live host tensors, to read straight into."""
         optimizer = self._engine.optimizer
         if optimizer is None or not self._engine.zero_optimization():
             return {}
@@ -164,11 +165,10 @@ class Loading:
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Return the module's live weights by their path in the model's file, for a load to read straight
-    into: 2 bytes per parameter less in host memory than to read them and copy them there.
+    """Return the module's live weights by their path in the model's file, for a load to read directly into.
 
-    Only where ``load_state_dict`` would do nothing but copy each to its place: no partitioned or
-    merged weights, and no module that looks at its weights on their way in or out.
+    This saves 2 bytes of host memory per parameter. It is empty unless ``load_state_dict`` would only copy
+    each weight to its place: no partitioned or merged weights, and no module with state dict hooks.
     """
     if engine.zero_optimization_partition_weights() or getattr(engine, "mp_world_size", 1) != 1:
         return {}
@@ -196,5 +196,5 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
 
 
 def random_file(rank: int) -> str:
-    """Return the name of this rank's file of random states. Below ZeRO-3 all ranks get rank 0's client_state."""
+    """Return the name of a rank's file of random states. Below ZeRO-3 all ranks get rank 0's client_state."""
     return f"random_states_rank{rank:05d}.pt"

@@ -1,4 +1,4 @@
-"""The random number generators' states, as tensors and plain data that load without code."""
+"""The states of random number generators, as tensors and plain data that load without executing code."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's and every CUDA device's generator."""
+    """Return the states of Python's, numpy's, torch's and every CUDA device's random number generator."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": _python_state(),
@@ -25,13 +25,12 @@ def random_states() -> dict[str, Any]:
 
 
 def _python_state() -> list[Any]:
-    """Return a tensor in place of 625 numbers, which pickle slowly."""
     version, internal, gauss = random.getstate()
     return [version, torch.tensor(internal), gauss]
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set what `random_states` returned. Generators of devices that are not here are left out."""
+    """Restore random generator states from `random_states`. Generators of missing devices are ignored."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]

@@ -1,4 +1,4 @@
-"""Picks the checkpoint to resume from: the one that DeepSpeed would load, if it is whole."""
+"""The choice of the checkpoint to resume from: the one that DeepSpeed would load, if it is complete."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest checkpoint that verifies; ``tag`` is None where none does.
+    """The newest checkpoint that passes verification. ``tag`` is None if there is none.
 
     Attributes:
-        passed_over: newer ones (and unreadable ones) by tag, with the reason.
-        directory: the folder that holds it.
+        passed_over: Newer or unreadable checkpoints by tag, with the reason for not choosing them.
+        directory: The folder that holds the checkpoint.
     """
 
     tag: str | None
@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def summary(self) -> str:
-        """Return one line for the log."""
+        """Return one line for the log with the chosen checkpoint and the rejected ones."""
         chosen = "no checkpoint is intact" if self.tag is None else f"resuming from {self.tag!r}"
         over = "; ".join(f"skipped {tag!r}: {why}" for tag, why in self.passed_over.items())
         return f"{chosen}{'; ' + over if over else ''}"
@@ -46,7 +46,8 @@ def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | 
     """Return the newest committed checkpoint of a folder with every byte as in its manifest.
 
     Args:
-        check: verifies one tag. The default reads all of it; ranks pass a check that shares the work.
+        check: Function that verifies one tag. The default reads all of it. Ranks pass a function that
+            shares the work.
     """
     directory = Path(directory)
     check_one = check or (lambda tag: verify(directory, tag))
@@ -58,7 +59,7 @@ def counted(candidate: Committed) -> float:
 
 
 def committed_at(candidate: Committed) -> float:
-    """Return the commit time, to order checkpoints of folders with separate numbering."""
+    """Return the time of a checkpoint's commit, to order checkpoints from folders that number them separately."""
     return candidate.manifest.committed_unix_s
 
 
@@ -67,7 +68,7 @@ def newest_of(
     check: Callable[[Path, str], list[Problem]] = verify,
     when: Callable[[Committed], float] = counted,
 ) -> Choice:
-    """Return the newest checkpoint of these folders that verifies."""
+    """Return the newest checkpoint in several folders that passes verification."""
     passed_over: dict[str, str] = {}
     candidates = []
     for directory in directories:
@@ -86,16 +87,15 @@ def newest_of(
 
 
 def _named(folder: Path, directories: Sequence[Path]) -> str:
-    """Return a tag alone where there is one folder only."""
     return folder.name if len(directories) == 1 else str(folder)
 
 
 class Resumption:
-    """Decides, the same on all ranks, what ``load_checkpoint`` loads.
+    """A component that decides which checkpoint ``load_checkpoint`` loads, identically on all ranks.
 
-    ``latest`` is the law: it is what DeepSpeed goes by, what people edit by hand to go back, and
-    what a save with ``save_latest=False`` leaves alone. A damaged target is an error and no silent
-    step back.
+    It follows the file ``latest``, as DeepSpeed does. Users edit this file to go back, and a save
+    with ``save_latest=False`` leaves it unchanged. A damaged checkpoint is an error. No older one is
+    loaded silently instead.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -105,13 +105,13 @@ class Resumption:
         self.stored_problem: Callable[[Path], str] = lambda _: ""
 
     def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> Choice:
-        """Return the checkpoint to load; ``tag`` is None where there is none, as DeepSpeed has it.
+        """Return the checkpoint to load. Its ``tag`` is None if there is none, as in DeepSpeed.
 
         Args:
-            needed: by a file's path in the checkpoint: whether it will be read.
+            needed: Function that returns whether a file, by its path in the checkpoint, will be read.
 
         Raises:
-            CheckpointError: it is not whole; names the newest one that is.
+            CheckpointError: The checkpoint is not complete. The message names the newest complete one.
         """
         self._needed = needed
         # Rank 0 writes `latest` last, when the others have seen their commit already: one that went
@@ -153,7 +153,6 @@ class Resumption:
         return ""  # DeepSpeed's own: nothing tells whether it is whole
 
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
-        """Return the problems found by all ranks, each reading its share."""
         share = (self._peers.rank, self._peers.world_size)
         problems = verify(directory, tag, share=share, needed=self._needed)
         missing = self.stored_problem(directory / tag)
@@ -175,7 +174,7 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that may hold a checkpoint, and what its manifest says; ``nonce`` empty: none."""
+    """A folder that may hold a checkpoint, with fields from its manifest. ``nonce`` is empty without a manifest."""
 
     directory: Path
     tag: str

@@ -1,4 +1,4 @@
-"""The foreground part of ``engine.save_checkpoint``: from the attempt to the background job."""
+"""The foreground part of ``engine.save_checkpoint``, up to the start of the background job."""
 
 import warnings
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from ebbtide.simulator.plan import CheckpointPlan
 
 @dataclass(frozen=True)
 class Means:
-    """The buffers and settings that all saves of an engine use, reserved once.
+    """The buffers and settings that all saves of an engine share. Buffers are reserved once.
 
     Attributes:
-        budget: slots for copy on update.
-        bounce: one slot per writer thread.
+        budget: Buffers for copy on update.
+        bounce: Buffers of the writer threads, one per thread.
     """
 
     plan: CheckpointPlan
@@ -42,7 +42,7 @@ class Means:
 
     @classmethod
     def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int) -> "Means":
-        """Reserve the buffers of a plan's checkpoints."""
+        """Reserve the host buffers that all checkpoints of a training engine share."""
         return cls(
             plan,
             live,
@@ -58,10 +58,14 @@ class Means:
 
 
 class Save:
-    """Gathers what DeepSpeed gives to be saved. Belongs to the training thread."""
+    """The collection of the files that DeepSpeed saves in one checkpoint. Only the training thread uses it."""
 
     def __init__(self, attempt: Attempt, means: Means, *, in_place: bool) -> None:
-        """``in_place``: files stand under their names before they are durable."""
+        """Start to collect the files of a checkpoint to save.
+
+        Args:
+            in_place: If True, files get their final names before they are durable.
+        """
         self.attempt = attempt
         self._means = means
         self._in_place = in_place
@@ -71,11 +75,11 @@ class Save:
         self.commit = Commit(attempt, self._files, means.plan.deadline_s)
 
     def covers(self, path: Path) -> bool:
-        """Return whether the path lies in the checkpoint, also before its folder has its final name."""
+        """Return whether a path is inside the checkpoint being saved, even before the folder has its final name."""
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:
-        """Lays a file out; the background writes it."""
+        """Lay out a file of the checkpoint. A background thread writes it later."""
         zero = path.name.endswith("optim_states.pt")
         layout = lay_out(state_dict, self._means.live, stream_device=zero)
         if layout.unreadable:
@@ -93,7 +97,7 @@ class Save:
         self._planned.append(PlannedFile(Path(random_file(self.attempt.rank)), layout))
 
     def _announce(self) -> AnnouncedStep | None:
-        """Freeze the state on storage as it is now, and write the page that says where it lies."""
+        """Protect the present state on storage, and add the page that locates it to the checkpoint."""
         attempt, stored = self.attempt, self._means.live.stored
         if stored is None or not self._stored:
             return None
@@ -103,7 +107,7 @@ class Save:
         return step
 
     def make_job(self, when_over: Callable[[Job], None]) -> Job:
-        """Return the writing of all that was added, not yet started."""
+        """Return the background job that writes the checkpoint's files added so far. The job is not started."""
         means, attempt, plan = self._means, self.attempt, self._means.plan
         for planned in self._planned:
             means.files.mkdir((attempt.staging / planned.path).parent)
@@ -135,11 +139,11 @@ class Save:
 
 
 def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
-    """Return the tag under which to save.
+    """Return the tag under which a checkpoint is saved.
 
     Raises:
-        ValueError: no folder to save to; as DeepSpeed does.
-        CheckpointError: the tag is no name of a folder.
+        ValueError: There is no folder to save to. DeepSpeed raises the same error.
+        CheckpointError: The tag cannot be the name of a folder.
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty path, but got {save_dir!r}")

@@ -1,4 +1,4 @@
-"""Standalone use: DeepSpeed's own optimizer, copied on update as a whole."""
+"""Checkpoints of DeepSpeed's own optimizer without a plan. Copy on update treats its state as a whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ from ebbtide.runtime.checkpoint.live_state import LiveState
 
 
 class StockState:
-    """Registers the state of a DeepSpeed optimizer and holds its ``step`` back.
+    """A registry of the state of DeepSpeed's own optimizer, which delays its ``step`` during a checkpoint.
 
-    Works with any optimizer that keeps its state in ``optimizer.state`` and its fp32 masters as
-    parameters or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each of those parameters with its
+    It works with any optimizer that keeps its state in ``optimizer.state`` and its fp32 masters as
+    parameters or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each of these parameters with its
     moments counts as one subgroup.
     """
 
@@ -21,7 +21,7 @@ class StockState:
         self._count = 0
 
     def register(self) -> None:
-        """Anew before each save: loading a checkpoint replaces the tensors."""
+        """Register DeepSpeed's optimizer state again before each save, since loading replaces the tensors."""
         masters = self._masters()
         inner = getattr(self._optimizer, "optimizer", self._optimizer)
         for number, master in enumerate(masters):
@@ -38,7 +38,7 @@ class StockState:
         return [p for group in inner.param_groups for p in group["params"]]
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for ``optimizer.step``."""
+        """Run ``optimizer.step`` after a running checkpoint has read or copied the state that the step overwrites."""
         for subgroup in range(self._count):
             self._live.before_update(subgroup)
         return original(*args, **kwargs)

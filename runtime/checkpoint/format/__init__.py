@@ -1,1 +1,1 @@
-"""Files as they lie on disk: torch-loadable, checksummed, named by a manifest."""
+"""The format of checkpoint files on disk: loadable by torch, checksummed, and listed in a manifest."""

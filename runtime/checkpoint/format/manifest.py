@@ -1,7 +1,7 @@
-"""The files of a checkpoint, and the hash of every block of them.
+"""The manifests of a checkpoint, which list its files and the hash of every block.
 
-One manifest per rank lists the files that the rank wrote. The global one lists those manifests and
-seals them. Both are JSON with exactly one spelling, so that every altered byte is found.
+One manifest per rank lists the files that the rank wrote. The global one lists these manifests and
+seals them. Both are JSON in exactly one spelling, so that every altered byte is found.
 """
 
 import json
@@ -19,17 +19,17 @@ MAX_BYTES = 256 * 2**20  # a larger manifest is not ours; with 4 MiB blocks abou
 
 
 def block_hash(data: Any) -> str:
-    """xxh3-128 of a buffer, 32 hexadecimal digits. Not cryptographic: it finds damage."""
+    """Return the xxh3-128 hash of a buffer, 32 hexadecimal digits. It finds damage but is not cryptographic."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def rank_manifest_name(rank: int) -> str:
-    """Path of a rank's manifest inside the checkpoint."""
+    """Return the path of a rank's manifest inside the checkpoint."""
     return f"{RANKS_FOLDER}/rank_{rank:05d}.json"
 
 
 def stored_name(rank: int) -> str:
-    """Return the name of a rank's page of stored state: state that is on storage and not in the checkpoint's files."""
+    """Return the path of a rank's page in a checkpoint, which locates the rank's optimizer state on a drive."""
     return f"{RANKS_FOLDER}/stored_{rank:05d}.json"
 
 
@@ -45,13 +45,13 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Page(BaseModel):
-    """A JSON page that `dump` writes and `parse` reads."""
+    """A JSON document of a checkpoint, or of a store of optimizer state. `dump` writes it, `parse` reads it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class FileRecord(Page):
-    """One file: its length, and the hash of each ``block_bytes`` of it, in order."""
+    """The manifest's entry of one file: its length, and the hash of each ``block_bytes`` of it, in order."""
 
     path: Inside
     size_bytes: int = Field(ge=0)
@@ -67,11 +67,11 @@ class FileRecord(Page):
 
 
 class RankManifest(Page):
-    """A rank's vote: everything listed here is on disk.
+    """A rank's manifest, which is its vote for the commit: every file listed here is on disk.
 
     Attributes:
-        nonce: of the attempt; votes of an earlier, abandoned attempt do not count.
-        step: optimizer steps done; the same in all ranks' manifests of a checkpoint.
+        nonce: Identifier of the attempt to save. Votes of an earlier, abandoned attempt do not count.
+        step: Number of optimizer steps done, which is the same in all manifests of a checkpoint.
     """
 
     format: int = Field(FORMAT, ge=1)
@@ -92,10 +92,10 @@ class RankSeal(Page):
 
 
 class GlobalManifest(Page):
-    """Written last: a folder that has it is a whole checkpoint.
+    """The global manifest, which is written last. A folder that has it is a complete checkpoint.
 
     Attributes:
-        sequence: counts the checkpoints of a folder; the newest has the highest.
+        sequence: Number of the checkpoint in its folder. The newest has the highest.
     """
 
     format: int = Field(FORMAT, ge=1)
@@ -121,16 +121,16 @@ PageT = TypeVar("PageT", bound=Page)
 
 
 def dump(page: Page) -> bytes:
-    """The one way a manifest is written: the body, then the hash of its bytes."""
+    """Return a manifest or another page as JSON bytes in its only spelling: the body, then the hash of the body."""
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
 
 
 def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
-    """Read what `dump` wrote.
+    """Parse a manifest or another page from the bytes that `dump` wrote.
 
     Raises:
-        ManifestError: any other bytes: torn, altered, of a newer format, not a manifest.
+        ManifestError: The bytes are torn, altered, of a newer format, or not a manifest.
     """
     if len(data) > MAX_BYTES:
         raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")

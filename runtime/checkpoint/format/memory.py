@@ -1,4 +1,4 @@
-"""The sources of a checkpoint's bytes, and the buffers that they pass through."""
+"""The sources of a checkpoint's bytes, and the buffers through which these bytes pass."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 
 
 class Source(Protocol):
-    """Bytes to write. ``subgroup`` is None if no update overwrites them."""
+    """A source of bytes that a checkpoint writes. ``subgroup`` is None if no optimizer update overwrites them."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -25,17 +25,17 @@ class Source(Protocol):
     def subgroup(self) -> int | None: ...
 
     def address(self, offset: int) -> int | None:
-        """Host address of a byte, for writing without a copy; None: not in host memory."""
+        """Return the host address of a byte of the source, for writing without a copy, or None if it has none."""
         ...
 
     def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
-        """Copy a range to a host address; return when it is there."""
+        """Copy a range of the source's bytes to a host address. Return when the copy has ended."""
         ...
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """A range of host memory; ``owner`` keeps it alive."""
+    """A range of host memory to write in a checkpoint. ``owner`` keeps the memory alive."""
 
     start: int
     size_bytes: int
@@ -50,7 +50,7 @@ class HostBytes:
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> "HostBytes":
-        """Return the bytes of a contiguous host tensor, without a copy."""
+        """Return the bytes of a contiguous host tensor as a source, without a copy."""
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
 
     @classmethod
@@ -60,10 +60,10 @@ class HostBytes:
 
 
 class DeviceBytes:
-    """The bytes of a contiguous device tensor, copied D2H chunk by chunk on a stream of their own.
+    """The bytes of a contiguous GPU tensor, copied to the host chunk by chunk on a separate stream.
 
-    The stream first waits for what the training stream had been given when this was made, so that
-    it sees the values of this step; `LiveState.before_update` holds the next update back until the
+    The stream first waits for the work issued to the training stream before this object was created, so
+    that it copies the values of this step. `LiveState.before_update` delays the next update until the
     last chunk is on the host.
     """
 
@@ -97,11 +97,11 @@ _streams: defaultdict[torch.device, deque[torch.cuda.Stream]] = defaultdict(dequ
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Return a stream that no other copy has meanwhile. Copies know no priority; theirs are of one block,
-    so that none of training's waits for more than that.
+    """Yield a CUDA stream that no other copy uses meanwhile.
 
-    They are used again: CUDA's streams come from a pool of 32, and those of every new checkpoint's
-    threads would soon be the lanes' own.
+    Copies have no priorities. Each copy is one block, so that a copy of training waits at most for one
+    block. Streams are reused: CUDA has a pool of 32, and new streams for every checkpoint would soon be the
+    same as those of the plan's lanes.
     """
     try:
         stream = _streams[device].pop()
@@ -114,18 +114,18 @@ def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over existing memory; the caller keeps that memory alive."""
+    """Return a writable buffer over existing memory. The caller must keep the memory alive."""
     return (ctypes.c_char * size_bytes).from_address(address)
 
 
 class Slots:
-    """Aligned host buffers of one size, reserved at once. Thread-safe.
+    """A set of aligned host buffers of one size, reserved together. Thread-safe.
 
-    On a CUDA machine they are pinned, so that D2H copies into them run at full speed.
+    On a CUDA machine they are pinned, so that device-to-host copies into them run at full speed.
 
     Args:
-        pinned: False for buffers that no copy from a device goes through: locking pages takes
-            milliseconds in which the driver serves nobody else.
+        pinned: False for buffers that no copy from a device uses. Locking pages takes milliseconds, in
+            which the driver serves no other call.
     """
 
     def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:
@@ -143,8 +143,9 @@ class Slots:
             self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
 
     def close(self) -> None:
-        """Unpins and gives the memory back. Not what a writer that is stuck in the kernel still has
-        a slot of: that goes with the object.
+        """Unpin and release all host buffers of the set.
+
+        A buffer that a writer stuck in the kernel still uses is released only with this object.
         """
         if self._pinned:
             unlock(self._start)
@@ -157,7 +158,7 @@ class Slots:
             self._memory.close()
 
     def take(self) -> int | None:
-        """Address of a free slot; None where all are in use."""
+        """Return the address of a free host buffer, or None if all are in use."""
         with self._lock:
             if not self._free:
                 return None

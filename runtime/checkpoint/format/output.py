@@ -1,4 +1,4 @@
-"""One file of a checkpoint on its way to disk, and the pace at which bytes go there."""
+"""One file of a checkpoint in the process of being written, and the limit of the write rate."""
 
 import errno
 import os
@@ -14,9 +14,9 @@ NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 
 
 class OutputFile:
-    """Aligned blocks go to it from any thread, past the page cache where the filesystem allows.
+    """A file to which any thread writes aligned blocks, without the page cache if the filesystem allows.
 
-    `make_durable` cuts the padding of the last block off and returns once the bytes are on disk.
+    `make_durable` removes the padding of the last block and returns once the bytes are on disk.
     """
 
     def __init__(self, path: Path, size_bytes: int, files: Files, *, direct: bool = True) -> None:
@@ -30,7 +30,9 @@ class OutputFile:
         self.error: str = ""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write a block; ``data`` and ``offset`` are aligned, ``data`` may reach past the end."""
+        """Write a block to the file. ``data`` and ``offset`` are aligned, and ``data`` may extend past the file's
+        end.
+        """
         descriptor = self._open_direct()
         if descriptor is not None:
             try:
@@ -49,7 +51,7 @@ class OutputFile:
                 raise self._explain(error) from error
 
     def make_durable(self) -> None:
-        """Set the length, and waits for the disk."""
+        """Set the file's final length, and block until its bytes are on disk."""
         try:
             descriptor = self._open_buffered()
             self._files.truncate(descriptor, self._size)
@@ -91,7 +93,7 @@ class OutputFile:
 
 
 class Pace:
-    """Keeps writes below ``bytes_per_s``; None: no limit. Shared by all writer threads."""
+    """A limit of ``bytes_per_s`` that all writer threads share. None means no limit."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -99,7 +101,7 @@ class Pace:
         self._free_s = 0.0
 
     def wait(self, size_bytes: int, hurry: Callable[[], bool]) -> None:
-        """Return when the bytes may be written: in turn, or at once while ``hurry()``."""
+        """Wait until the write rate allows a write of ``size_bytes``. Return immediately while ``hurry()`` is True."""
         if self._bytes_per_s is None:
             return
         with self._lock:

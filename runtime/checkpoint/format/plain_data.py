@@ -24,8 +24,9 @@ Allowed = Any  # what torch.serialization.add_safe_globals takes: an object, or 
 
 @cache
 def plain_classes() -> tuple[Allowed, ...]:
-    """Return the classes that loading allows by name: DeepSpeed's data holders, and common values of
-    ``client_state``. They only hold their data.
+    """Return the classes that loading a checkpoint allows by name.
+
+    They are DeepSpeed's data classes and common values of ``client_state``, which only hold their data.
     """
     return (*_deepspeed_classes(), *_library_classes(), *_numpy_classes())
 
@@ -42,7 +43,7 @@ ON_STORAGE = "ebbtide"  # key of an `OnStorage`
 
 
 class OnStorage:
-    """A marker in a file with some tensors on storage: it explains the case to readers that do not know it.
+    """A marker in a checkpoint's file with tensors on a drive. Other readers refuse the file with an explanation.
 
     Such readers are DeepSpeed's scripts and `torch.load`, also on machines without ebbtide.
     """
@@ -78,10 +79,10 @@ def _library_classes() -> Iterator[Allowed]:
 
 
 def enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return a member of an enum. This function stands for `getattr` in a file and gives nothing but enum members.
+    """Return a member of an enum. It replaces `getattr` in a checkpoint's file and returns only enum members.
 
     Raises:
-        TypeError: another attribute was requested.
+        TypeError: Another attribute was requested.
     """
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]
@@ -114,7 +115,6 @@ def _under(names: Iterable[str], value: Any) -> Iterator[Allowed]:
 
 @cache
 def _known_types() -> frozenset[Any]:
-    """Types that need no closer look: torch's own and the allowed ones."""
     values = (item[0] if isinstance(item, tuple) else item for item in plain_classes())
     ours = {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device}
     ours |= {collections.OrderedDict, collections.Counter}
@@ -122,9 +122,9 @@ def _known_types() -> frozenset[Any]:
 
 
 class WatchingPickler(pickle.Pickler):
-    """Remembers whether it met an object that loading might refuse.
+    """A pickler that notes whether it met an object that loading might refuse.
 
-    Cheap: it is asked once for each object that is not a built-in.
+    It is fast, because it is asked once for each object that is not a built-in.
     """
 
     suspicious = False

@@ -1,4 +1,4 @@
-"""Loads checkpoint files without executing them, in parallel, in place where possible."""
+"""The loading of checkpoint files without executing their code, in parallel, and in place if possible."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 * 2**20
 
 @contextlib.contextmanager
 def safe_globals() -> Iterator[None]:
-    """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files, and plain data."""
+    """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data inside the block."""
     # At its end torch's context forbids all that it was given, whoever allowed it before.
     allowed = torch.serialization.get_safe_globals()
     missing = [c for c in plain_classes() if c not in allowed]
@@ -29,7 +29,7 @@ def safe_globals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """Inside, every ``torch.load``, DeepSpeed's too, is ``weights_only=True``."""
+    """Make every ``torch.load``, including DeepSpeed's calls, use ``weights_only=True`` inside the block."""
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -46,15 +46,15 @@ def only_weights() -> Iterator[None]:
 
 
 def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4) -> Any:
-    """Return the result of ``torch.load(path, map_location="cpu", weights_only=True)``.
+    """Return the result of ``torch.load(path, map_location="cpu", weights_only=True)``, read in parallel.
 
     Args:
-        into: tensors to read into, by path in the file's tree (see `tree.tensors_of`). They are
+        into: Tensors to read into, by path in the file's tree (see `tree.tensors_of`). They are
             returned in the tree, so that no second copy of them exists in host memory.
-        readers: number of concurrent reading threads.
+        readers: Number of concurrent reading threads.
 
     Raises:
-        CheckpointError: not a readable file of tensors and plain data.
+        CheckpointError: It is not a readable file of tensors and plain data.
     """
     try:
         with only_weights():
@@ -80,14 +80,14 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path) -> str:
-    """Return the classes and functions in a file that loading refuses; empty: none, or no such file."""
+    """Return the names of classes and functions in a checkpoint's file that loading refuses. Empty if none."""
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
     return ""
 
 
 def unreadable(path: str) -> str:
-    """Return the reason why loading would refuse a file, naming the class, or an empty string."""
+    """Return the reason why loading would refuse a checkpoint's file, or an empty string."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     names = refused_names(path)
@@ -102,7 +102,6 @@ def unreadable(path: str) -> str:
 
 
 def _gist(error: BaseException) -> str:
-    """Return the line of torch's long texts that says what was met."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
     return (telling or lines or [type(error).__name__])[-1].rstrip(".")
@@ -133,7 +132,6 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
 def _elsewhere(
     path: Path, where: tuple[Any, ...], shape: Any, into: dict[tuple[Any, ...], torch.Tensor]
 ) -> torch.Tensor:
-    """Return a tensor with bytes on storage."""
     found = into.get(where)
     if found is None or found.shape != shape.shape:
         raise CheckpointError(
@@ -145,19 +143,19 @@ def _elsewhere(
 
 
 def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
-    """Files of torch.save's old format have no storages at known offsets."""
+    """Return whether a file has torch.save's old format, without known offsets of storages."""
     return any(getattr(t.untyped_storage(), "_checkpoint_offset", None) is None for _, t in fakes)
 
 
 def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
-    """Return whether an object in the tree (a Namespace, a deque) holds tensors that would never be filled."""
+    """Return whether an object in the tree (a Namespace, a deque) holds tensors that would never be read."""
     records = torch._C.PyTorchFileReader(str(path)).get_all_records()  # type: ignore[attr-defined]
     known = {t.untyped_storage()._checkpoint_offset for _, t in fakes}
     return sum(name.startswith("data/") for name in records) > len(known)
 
 
 class _Reader:
-    """Collects what to read where, then reads it with several threads."""
+    """A reader that first collects the tensors to read from a file, then reads them with several threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -208,7 +206,7 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Return whether a file can be read directly into the tensor."""
+    """Return whether a tensor is in host memory, so that a file can be read directly into it."""
     return tensor.device.type == "cpu"
 
 

@@ -1,7 +1,7 @@
-"""Turns a state dict into a file layout without copying the large tensors.
+"""The conversion of a state dict to a file layout without copying large tensors.
 
-`torch.save` writes the file with holes where the tensors' bytes belong (`skip_data`); the holes are
-filled later, from any thread, straight from the live buffers.
+`torch.save` writes the file but leaves gaps for the tensors' bytes (`skip_data`). The gaps are
+filled later, by any thread, directly from the live buffers.
 """
 
 import io
@@ -27,7 +27,7 @@ _torch_save = threading.Lock()  # the options of torch.save are global
 
 @dataclass(frozen=True)
 class Extent:
-    """``source`` belongs at ``offset`` of the file."""
+    """A part of a file: the bytes of ``source`` belong at ``offset`` of the file."""
 
     offset: int
     source: Source
@@ -39,12 +39,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its length and what goes where, ascending, without overlap; the rest is zero.
+    """The layout of a checkpoint's file: the file's length and the sources of its bytes in ascending order.
+
+    Sources do not overlap. All other bytes are zero.
 
     Attributes:
-        live_bytes: streamed from where they are.
-        copied_bytes: copied when the layout was made: nobody promised not to change them.
-        unreadable: what in the file cannot be loaded again, and why; empty: nothing.
+        live_bytes: Bytes that are written directly from live buffers.
+        copied_bytes: Bytes that were copied when the layout was made, since they may change later.
+        unreadable: Objects in the file that cannot be loaded again, and why. Empty if none.
     """
 
     size_bytes: int
@@ -58,11 +60,11 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     """Return the layout of the file that ``torch.save(state)`` would write.
 
     Args:
-        state: as given to ``torch.save``.
-        live: tensors in it are streamed, all others are copied now; of those that live on storage
-            the file has the shape alone.
-        stream_device: device tensors change in updates only, so they are streamed too; otherwise
-            they are copied now.
+        state: The object to save, as for ``torch.save``.
+        live: The registry of live tensors. Registered tensors are written from their buffers, and others are
+            copied now. A tensor on storage is represented by its shape alone.
+        stream_device: If True, device tensors are written from their memory too, since only updates change
+            them. Otherwise they are copied now.
     """
     stand_ins = _StandIns(live, stream_device=stream_device)
     tree = stand_ins.replace(state)
@@ -86,7 +88,7 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
 
 
 def plain(data: bytes) -> Layout:
-    """Return the layout of a small file of these bytes."""
+    """Return the layout of a small checkpoint file with the given bytes."""
     return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
 
 
@@ -97,7 +99,7 @@ def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
 
 
 class _StandIns:
-    """A replacement of tensors by empty ones of the same byte size, with a record of the real sources."""
+    """A replacement of tensors by dummies of the same byte size, with a record of the sources of their bytes."""
 
     def __init__(self, live: LiveState, *, stream_device: bool) -> None:
         self._live = live
@@ -132,7 +134,6 @@ class _StandIns:
         return made
 
     def cover(self, storages: Iterable[int]) -> bool:
-        """Return whether these storages are exactly the stand-ins' own."""
         return set(storages) == set(self.sources) | self._empty
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ class _StandIns:
         return made
 
     def _sources(self, tensor: torch.Tensor) -> tuple[Source, ...]:
-        """Return the sources of a tensor's bytes, in order. State of several subgroups has several."""
+        """Return the sources of a tensor's bytes in order. A tensor may contain state of several subgroups."""
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             runs = self._live.runs(tensor.data_ptr(), size)
@@ -170,9 +171,7 @@ def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterato
 
 
 def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
-    """Write all but the tensors' bytes; return the file offset of each storage, by address, and
-    what loading would refuse.
-    """
+    """Write a file without its tensors' bytes. Return each storage's file offset and the unreadable objects."""
     pickler = _storage_recorder()
     path = f"/proc/self/fd/{descriptor}"
     with _torch_save:
@@ -194,10 +193,10 @@ def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
 
 
 def _storage_recorder() -> Any:
-    """Stand for the pickle module in torch.save; ``keys``: record name of each storage.
+    """Return a replacement of the pickle module for torch.save that records each storage's name in ``keys``.
 
-    torch.save names a storage when its pickler first meets it, in ``persistent_id``; the instance's
-    attribute goes before the method of torch's subclass.
+    torch.save names a storage when its pickler first meets it, in ``persistent_id``. An attribute of
+    the instance has priority over the method of torch's subclass.
     """
     keys: dict[int, str] = {}
     made: list[WatchingPickler] = []
@@ -220,7 +219,7 @@ def _storage_recorder() -> Any:
 
 
 def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
-    """Return the bytes that torch.save wrote between the holes."""
+    """Return the bytes that torch.save wrote between the gaps for tensors."""
     edges = [0, *(edge for hole in holes for edge in (hole.offset, hole.end)), size]
     pieces = []
     for start, end in zip(edges[::2], edges[1::2], strict=True):

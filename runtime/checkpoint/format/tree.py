@@ -1,4 +1,4 @@
-"""State as nested dicts, lists and tuples with tensors in them."""
+"""Functions for model and optimizer state in nested dicts, lists and tuples with tensors in them."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the tensors in nested dicts, lists and tuples, each with its path, in pickling order.
 
-    Those inside other objects are left out, as in `replace_tensors`.
+    Tensors inside other objects are left out, as in `replace_tensors`.
     """
     if isinstance(tree, torch.Tensor):
         yield path, tree
@@ -23,7 +23,7 @@ def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, as a parameter where ``like`` is one."""
+    """Return ``tensor``, wrapped as a parameter if ``like`` is a parameter."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor

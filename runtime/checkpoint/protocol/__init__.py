@@ -1,1 +1,1 @@
-"""The visibility of checkpoints: votes, commits, retention."""
+"""The protocol that makes checkpoints visible: votes, commits and retention."""

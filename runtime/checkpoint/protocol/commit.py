@@ -1,10 +1,10 @@
-"""Two-phase commit of a checkpoint over the ranks, through the shared filesystem.
+"""The two-phase commit of a checkpoint by all ranks, through a shared filesystem.
 
-Everything is written into a hidden folder, ``.TAG.NONCE.partial``. Each rank, once its payload is
-on disk, writes a manifest there: its vote. Rank 0 collects the votes, writes the global manifest,
-and renames the folder to ``TAG``: this one rename is the commit. Then `latest` follows. No
-collective of the training is used, every wait has a deadline, and what is not committed never has
-the name of a checkpoint.
+All files are written to a hidden folder, ``.TAG.NONCE.partial``. Each rank, once its files are on
+disk, writes a manifest there, which is its vote. Rank 0 collects the votes, writes the global manifest,
+and renames the folder to ``TAG``. This one rename is the commit. Then `latest` is written. No
+collective call of training is used, every wait has a deadline, and an uncommitted checkpoint never
+has the name of a checkpoint.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LATEST_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to save one checkpoint. All ranks have the same values except ``rank``."""
+    """One attempt to save a checkpoint. All ranks have the same values except ``rank``."""
 
     save_dir: Path
     tag: str
@@ -59,7 +59,7 @@ class Attempt:
 
     @property
     def staging(self) -> Path:
-        """Return the folder of the attempt's files until they are committed."""
+        """Return the hidden folder that holds the checkpoint's files until they are committed."""
         return self.save_dir / f".{self.tag}.{self.nonce}{PARTIAL}"
 
     @property
@@ -71,7 +71,7 @@ class Attempt:
 
 
 class Commit:
-    """The protocol of one attempt on one rank."""
+    """The commit protocol of one attempt to save a checkpoint, on one rank."""
 
     def __init__(
         self, attempt: Attempt, files: Files, deadline_s: float, check: Callable[[], None] = lambda: None
@@ -85,10 +85,10 @@ class Commit:
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
-        """Make the hidden folder in the foreground, which is quick since nothing waits for the disk.
+        """Make the checkpoint's hidden folder in the foreground, without waiting for the disk.
 
-        The note comes first: killed before it, a run would leave a folder that does not say what it
-        is. Ranks may come in any order, and the first one makes the checkpoint's folder.
+        The note is written first, since a run killed before the note would leave an unexplained folder.
+        Ranks may call this in any order, and the first one makes the checkpoint's folder.
         """
         a = self._attempt
         self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
@@ -103,13 +103,13 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Remove leftovers of crashed attempts, on rank 0."""
+        """Remove leftovers of crashed attempts to save from the checkpoint's folder, on rank 0."""
         a = self._attempt
         if a.rank == 0:
             remove_leftovers(a.save_dir, self._files, keep=a.staging)
 
     def vote(self, files: list[FileRecord]) -> None:
-        """Phase one: this rank's payload is on disk."""
+        """Make this rank's files durable and write its vote. This is phase one of the commit."""
         a = self._attempt
         own = {(a.staging / f.path).parent for f in files} | {a.staging}
         for folder in [*sorted(own), *self._grown]:
@@ -136,10 +136,10 @@ class Commit:
         self._files.point("voted")
 
     def conclude(self) -> None:
-        """Phase two. Returns once the checkpoint is committed.
+        """Commit the checkpoint, or wait until rank 0 has. This is phase two of the commit.
 
         Raises:
-            CheckpointError: another rank failed, or did not vote in time; nothing became visible.
+            CheckpointError: Another rank failed, or did not vote in time. Nothing became visible.
         """
         if self._attempt.rank == 0:
             self._seal(self._collect_votes())
@@ -149,13 +149,13 @@ class Commit:
         self._files.point("committed")
 
     def make_durable(self, files: list[FileRecord], real: Files) -> None:
-        """Wait until the checkpoint is on disk on all ranks, after it got its name before its bytes were flushed.
+        """Wait until a checkpoint that already has its final name is on disk on all ranks.
 
-        A process killed before that loses nothing, because the kernel has the bytes. A machine that
-        stops may lose them.
+        If a process is killed before that, nothing is lost, because the kernel has the bytes. If the machine
+        stops, they may be lost.
 
         Args:
-            real: a file layer with a real fsync.
+            real: A file layer with a real fsync.
         """
         a = self._attempt
         for record in files:
@@ -177,7 +177,7 @@ class Commit:
         real.fsync_folder(a.save_dir)
 
     def close(self, *, committed: bool) -> None:
-        """Rank 0, at the end: older checkpoints that were deleted meanwhile may go now."""
+        """End an attempt to save, on rank 0: delete or restore older checkpoints that were deleted meanwhile."""
         if self._attempt.rank != 0:
             return
         for rank in range(1, self._attempt.world_size):
@@ -187,7 +187,7 @@ class Commit:
             self.note.close(committed=committed)
 
     def abort(self, error: BaseException) -> None:
-        """Tell the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
+        """Report an error of a checkpoint to the other ranks. Rank 0 also removes the hidden folder. Raise nothing."""
         a, reason = self._attempt, f"{type(error).__name__}: {error}"
         page = {"rank": a.rank, "reason": reason[:2000], "cancelled": isinstance(error, Cancelled)}
         note = json.dumps(page).encode()
@@ -204,7 +204,6 @@ class Commit:
     # -- rank 0
 
     def _collect_votes(self) -> dict[int, bytes]:
-        """Return the manifests of all ranks, by rank."""
         a, votes = self._attempt, dict[int, bytes]()
 
         def missing() -> list[int]:
@@ -280,7 +279,7 @@ class Commit:
                 raise CheckpointError(f"rank 0 abandoned checkpoint {a.tag!r}")
 
     def _await_latest(self) -> None:
-        """Wait until rank 0 has written ``latest``, so that this rank can read it as after stock's barrier.
+        """Wait until rank 0 has written ``latest``, so that this rank can read it, as in stock DeepSpeed.
 
         The wait is short: rank 0 may be dead, or another engine may have saved to the folder since.
         """
@@ -291,7 +290,7 @@ class Commit:
             time.sleep(0.005)
 
     def is_committed(self) -> bool:
-        """Return whether this attempt's checkpoint has its final name."""
+        """Return whether the checkpoint of this attempt to save has its final name."""
         try:
             data = self._files.read(self._attempt.target / GLOBAL_NAME)
             return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce
@@ -301,7 +300,11 @@ class Commit:
     # -- all
 
     def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
-        """Yields, slower and slower, until the deadline."""
+        """Yield at growing intervals until the deadline for other ranks, then raise.
+
+        Raises:
+            CheckpointError: The deadline has passed.
+        """
         deadline_s, pause_s = self._deadline_s + extra_s, 0.002
         begin = time.monotonic()
         while time.monotonic() < grace.limit_s(begin, begin + deadline_s, extra_s):
@@ -326,7 +329,10 @@ class Commit:
 
 
 class Deferred(Files):
-    """A file layer that leaves out every fsync: see `Commit.make_durable`."""
+    """A file layer that leaves out every fsync, for checkpoints that are made durable later.
+
+    See `Commit.make_durable`.
+    """
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -351,10 +357,10 @@ def _fsync(path: Path, files: Files) -> None:
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
-    """Remove leftovers of crashed attempts: hidden folders of processes that ended.
+    """Remove leftovers of crashed attempts to save: hidden folders of processes that ended.
 
     Args:
-        keep: the attempt that begins now. Other ranks may be writing into it already.
+        keep: The hidden folder of the attempt that begins now. Other ranks may already write to it.
     """
     recover_replaced(save_dir, files)
     for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):
@@ -364,7 +370,6 @@ def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> 
 
 
 def _owner_lives(folder: Path) -> bool:
-    """Return whether another process may still be writing there."""
     path = folder / OWNER_NAME
     try:
         page = json.loads(path.read_bytes())

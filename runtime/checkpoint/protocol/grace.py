@@ -1,4 +1,4 @@
-"""The time that a checkpoint may still wait for other ranks after the process was told to end."""
+"""The time that a checkpoint may still wait for other ranks after the process received SIGTERM."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ _came_s = 0.0
 
 
 def tell() -> None:
-    """SIGTERM came; the first time counts."""
+    """Note that the process has received SIGTERM. Only the first call counts."""
     global _came_s
     if not sigterm_came.is_set():
         _came_s = time.monotonic()
@@ -18,7 +18,7 @@ def tell() -> None:
 
 
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
-    """Return the end of a wait that began at ``begin_s`` and may last until ``end_s``, in monotonic time.
+    """Return the time at which a wait for other ranks must end, in monotonic time.
 
     After SIGTERM the wait is shorter: the awaited rank may be dead, and the launcher kills soon.
     """

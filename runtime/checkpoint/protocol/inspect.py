@@ -1,6 +1,6 @@
-"""Lists, verifies and prunes checkpoints: `tune checkpoint list|verify|prune DIR`.
+"""The functions of `tune checkpoint list|verify|prune DIR`, which list, verify and delete checkpoints.
 
-Imports neither torch nor DeepSpeed.
+This module imports neither torch nor DeepSpeed.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ __all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of `tune checkpoint list`."""
+    """One line of the output of `tune checkpoint list`: a checkpoint and its state."""
 
     tag: str
     step: int | None
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of one file of a checkpoint."""
+    """A problem with one file of a checkpoint."""
 
     path: str
     reason: str
@@ -51,7 +51,7 @@ class Problem:
 def list_checkpoints(directory: str | Path) -> list[Entry]:
     """Return the checkpoints of a folder, newest first, then those with damaged manifests.
 
-    Payload is not read: see `verify`.
+    Other files of the checkpoints are not read (see `verify`).
     """
     directory = Path(directory)
     latest = named_latest(directory)
@@ -77,18 +77,19 @@ def verify(
     readers: int = 4,
     needed: Callable[[str], bool] = lambda _: True,
 ) -> list[Problem]:
-    """Read a checkpoint and compare every byte with its manifest; an empty list: it is whole.
+    """Read a checkpoint and compare every byte with its manifest. Return the problems, or an empty list.
 
     Its folder may have been renamed since it was committed.
 
     Args:
-        needed: by a file's path in the checkpoint; others may be altered or gone.
-        share: (number, of how many): checks every n-th file only, so that ranks share the work.
+        share: Pair (k, n): only every n-th file from the k-th on is checked, so that n ranks share the work.
             The manifests are always checked.
-        readers: threads.
+        readers: Number of reading threads.
+        needed: Function that returns whether a file, by its path in the checkpoint, is checked. Others may
+            be altered or missing.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it was not written by ebbtide.
+        CheckpointError: There is no such checkpoint, or it was not written by ebbtide.
     """
     folder = Path(directory) / tag
     if not (folder / GLOBAL_NAME).is_file():

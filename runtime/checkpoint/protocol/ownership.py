@@ -1,4 +1,4 @@
-"""The writer of a note on a checkpoint's folder, and whether it is still at work."""
+"""The identity of the process that wrote a note in a checkpoint's folder, and whether it still runs."""
 
 import contextlib
 import os
@@ -12,12 +12,15 @@ LEASES = 3  # a note not renewed for so many is nobody's
 
 
 def owner() -> dict[str, Any]:
-    """Return the identity of this process. The number alone could belong to another one after a container's restart."""
+    """Return the identity of this process, including its start time.
+
+    After a container's restart another process may have the same process id.
+    """
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _started(pid: int) -> str:
-    """Clock ticks since boot; empty: there is no such process, or no /proc to ask."""
+    """Return a process's start time in clock ticks since boot. Empty if there is no such process or no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -25,7 +28,7 @@ def _started(pid: int) -> str:
 
 
 def lives(who: dict[str, Any], path: Path) -> bool:
-    """Return whether the process that wrote the note at ``path`` may still be at work."""
+    """Return whether the process that wrote a note in a checkpoint's folder may still be at work."""
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)
     started = _started(int(who.get("pid", 0)))
@@ -33,7 +36,7 @@ def lives(who: dict[str, Any], path: Path) -> bool:
 
 
 def _is_renewed(path: Path) -> bool:
-    """Return whether a process on another machine renews the note. Its process table cannot be seen."""
+    """Return whether a process on another machine still renews its note. Its process table is not visible."""
     with contextlib.suppress(FileNotFoundError):
         before = path.stat().st_mtime_ns
         if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
@@ -46,7 +49,7 @@ def _is_renewed(path: Path) -> bool:
 
 
 def _now_ns(folder: Path) -> int:
-    """Return the time by the filesystem's own clock, which stamps what other machines write there."""
+    """Return the time by the clock of a folder's filesystem, which also dates files of other machines."""
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns

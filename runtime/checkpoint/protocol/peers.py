@@ -1,4 +1,4 @@
-"""Messages between ranks in the foreground, on their own process group."""
+"""Messages between the ranks of a checkpoint in the foreground, on a separate process group."""
 
 import secrets
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank.
+    """The result of the ranks' agreement at the start of a save, identical on every rank.
 
     Attributes:
-        running: a checkpoint is still being written by some rank.
-        failure: of the first rank that reports one; empty: none.
-        together: all save to the same folder under the same tag.
+        running: True if any rank is still writing a checkpoint.
+        failure: Error of the first rank that reports one. Empty if none does.
+        together: True if all ranks save to the same folder under the same tag.
     """
 
     nonce: str
@@ -28,9 +28,9 @@ class Verdict:
 
 
 class Peers:
-    """The ranks of the job: a gloo group with a deadline. A dead rank is an error, not a hang.
+    """A gloo process group of all ranks with a deadline. A dead rank causes an error, not a hang.
 
-    Making the group is a collective. A single process needs none.
+    Creating the group is a collective call. A single process needs no group.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -43,7 +43,7 @@ class Peers:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
     def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
-        """Called by every rank at the begin of a save, with where it is about to save to."""
+        """Exchange between ranks, at the start of a save, what each one is doing and its target. Return the verdict."""
         every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(
             nonce=every[0][0],
@@ -53,11 +53,11 @@ class Peers:
         )
 
     def concat(self, items: list[T]) -> list[T]:
-        """Return every rank's items, in rank order, on every rank."""
+        """Return the items that all ranks give, in rank order, on every rank. A collective call."""
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:
-        """Give the group back; it must not outlive the job's own groups."""
+        """Destroy the process group for checkpoints, which must not outlive the job's own groups."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""The renaming of a finished folder, in one step, or in two steps with a way back after a crash."""
+"""The renaming of a checkpoint's folder in one step, or in two steps that can be undone after a crash."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,14 +11,14 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None) -> None:
-    """Give a finished folder its name, and return when that is durable.
+    """Rename a finished checkpoint folder to its final name. Return when the name is durable.
 
-    A folder that has the name already is swapped out in one step where the filesystem can; where
-    it cannot, it keeps the name ``.TAG.NONCE.replaced`` for a moment, and `recover_replaced` finds
-    it after a crash in between.
+    A folder that already has the name is swapped out in one step if the filesystem can. Otherwise
+    it is first renamed to ``.TAG.NONCE.replaced``, and `recover_replaced` restores it after a crash in
+    between.
 
     Args:
-        aside: takes the replaced folder; the default deletes it.
+        aside: Function that receives the replaced folder. The default deletes it.
     """
     if not target.exists():
         files.rename(staging, target)
@@ -39,7 +39,7 @@ def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[P
 
 
 def recover_replaced(save_dir: Path, files: Files) -> None:
-    """Give a checkpoint its name back if a crash came between the two renames of a swap."""
+    """Restore a checkpoint's name if a crash came between the two renames of a swap."""
     for folder in save_dir.glob(f".*{REPLACED}"):
         tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
         if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, and the choice of those to delete."""
+"""The checkpoints of a folder, and the deletion of old ones."""
 
 import contextlib
 import fcntl
@@ -30,7 +30,7 @@ def committed(save_dir: Path) -> list[Committed]:
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return checkpoints with renamed folders. They load on request and are never pruned."""
+    """Return the checkpoints with renamed folders. They can be loaded by name and are never pruned."""
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 
 
@@ -39,7 +39,7 @@ def _whole(save_dir: Path) -> list[Committed]:
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
-    """Return tag and reason of checkpoints with an unusable global manifest."""
+    """Return the checkpoints of a folder with an unusable global manifest, as reasons by tag."""
     return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
 
 
@@ -59,7 +59,7 @@ def _read(folder: Path) -> Committed | Exception:
 
 @contextlib.contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Inside, no process of this machine prunes the checkpoint. The lock ends with the process."""
+    """Keep processes of this machine from pruning a checkpoint inside the block. The lock ends with the process."""
     with (folder / GLOBAL_NAME).open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         if not (folder / GLOBAL_NAME).exists():
@@ -68,10 +68,10 @@ def being_read(folder: Path) -> Iterator[None]:
 
 
 def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
-    """Delete all but the ``keep`` newest committed checkpoints; return the deleted tags.
+    """Delete all but the ``keep`` newest committed checkpoints of a folder. Return the deleted tags.
 
-    Never deletes the newest, the one that ``latest`` names, or one being read. Each is renamed
-    first, so that it is whole or gone.
+    The newest one, the one that ``latest`` names, and those being read are never deleted. Each is renamed
+    first, so that it is either complete or gone.
 
     Raises:
         CheckpointError: ``keep`` is below 1.
@@ -85,7 +85,7 @@ def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[s
 
 
 def named_latest(save_dir: Path) -> str | None:
-    """Return the content of the file ``latest``, or None without the file."""
+    """Return the content of the file ``latest`` in a checkpoint folder, or None if there is no such file."""
     try:
         return (save_dir / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""Protection of an older checkpoint until a newer one is committed, whichever trainer rotates.
+"""The protection of an older checkpoint until a newer one is committed, for any trainer that rotates.
 
 While a checkpoint is being written, its folder holds ``.ebbtide``: a note that names its writer,
 and hard links to every checkpoint that was deleted meanwhile. The commit removes both. After a
-crash `settle` finds them. It restores what was deleted for a checkpoint that was never committed,
-and hides that checkpoint's folder from trainers that resume from the highest number.
+crash `settle` finds them. It restores checkpoints deleted in favor of one that was never committed,
+and hides the latter's folder from trainers that resume from the highest number.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\
 
 
 class Note:
-    """Stands in the folder of a checkpoint from the begin of a save to its durable commit."""
+    """A note in the folder of a checkpoint, which says that a save is in progress and by which process."""
 
     def __init__(self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True) -> None:
         self._save_dir = save_dir
@@ -50,17 +50,16 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Write the note, quickly: a machine that loses it loses the checkpoint's folder, too."""
+        """Write the note that a save is in progress, without waiting for the disk."""
         if not self.make_folder():
             self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
     def make_folder(self) -> bool:
-        """Make the checkpoint's folder together with the note, and return whether it was missing.
+        """Make the checkpoint's folder together with the note in it, and return whether the folder was missing.
 
-        Both come in one step: killed between the two, a run would leave a folder that does not say
-        what it is. A folder that another rank makes meanwhile stays, since that rank may already
-        make its own in it.
+        Both appear in one step, since a run killed between the two would leave an unexplained folder. If
+        another rank makes the folder meanwhile, its folder is kept, since that rank may already use it.
         """
         if self._save_dir.exists():
             return False
@@ -92,7 +91,7 @@ class Note:
         self._files.rename(whole, path)
 
     def await_trainer(self) -> None:
-        """Mark the folder as a Trainer's, complete only with its last file. Call it before `write`."""
+        """Mark a checkpoint folder as a Trainer's, complete only with the Trainer's last file, before `write`."""
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
 
@@ -108,10 +107,10 @@ class Note:
             return ""
 
     def keep(self, folder: Path) -> None:
-        """Links a folder's files, so that they outlive its deletion.
+        """Keep a checkpoint's files by hard links, so that they outlive the deletion of its folder.
 
         Raises:
-            OSError: the filesystem has no hard links, or this is another filesystem.
+            OSError: The filesystem has no hard links, or this is another filesystem.
         """
         with self._keeping:
             if self._over.is_set():
@@ -130,7 +129,7 @@ class Note:
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
-        """Keep a folder that another one has replaced at ``origin``."""
+        """Keep a checkpoint's folder that another one has replaced at ``origin``."""
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
         temporary.mkdir(parents=True)
@@ -140,7 +139,7 @@ class Note:
         temporary.rename(place)
 
     def close(self, *, committed: bool) -> None:
-        """The attempt is over: what was deleted meanwhile is given up, or put back."""
+        """End the attempt to save. Checkpoints deleted meanwhile are removed if the save was committed, or restored."""
         with self._keeping:
             self._over.set()
         for place in kept(self._save_dir, self._nonce):
@@ -155,7 +154,6 @@ class Note:
             self.remove()
 
     def _remove_failed(self) -> None:
-        """Remove the notes of this process's earlier attempts. Only one attempt runs at a time."""
         me = owner()
         for path in self._path.parent.glob("*.json"):
             if path != self._path and me.items() <= _read(path).items():
@@ -163,13 +161,13 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether the note stays, to tell the next run that the folder never became a checkpoint."""
+        """Return whether the note must stay, to tell the next run that its folder never became a checkpoint."""
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
 
     @property
     def waiting(self) -> bool:
-        """The trainer has not completed its folder yet."""
+        """Return whether the Trainer has not yet completed its checkpoint folder."""
         return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
 
     def remove(self) -> None:
@@ -179,14 +177,15 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Return the retained checkpoints, without leftovers of interrupted restorations."""
+    """Return the checkpoints kept by hard links, without leftovers of interrupted restorations."""
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())
 
 
 def put_back(save_dir: Path, place: Path) -> Path | None:
-    """Give a deleted checkpoint its place again; return it. What is left there by a deletion
-    that was cut short makes room.
+    """Restore a deleted checkpoint to its original path, and return the path.
+
+    Remains of an interrupted deletion at this path are removed.
     """
     origin = _origin(save_dir, place)
     if _same_files(place / "tree", origin):
@@ -201,15 +200,14 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
 
 
 def _origin(save_dir: Path, place: Path) -> Path:
-    """Return the path from which a retained checkpoint was deleted."""
     where = json.loads((place / "where.json").read_text(encoding="utf-8"))["path"]
     return Path(os.path.normpath(save_dir / where))
 
 
 def settle(save_dir: Path) -> None:
-    """End what a crash left in the folder of a checkpoint; return at once where nothing is left.
+    """Clean up after a crash in a checkpoint's folder. Return immediately if there is nothing to do.
 
-    Ranks may call it at the same time: the first does it, the others wait.
+    Ranks may call it concurrently: the first one does the work, the others wait.
     """
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:
@@ -217,16 +215,16 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Return the folder that retains checkpoints of ``directory`` deleted before the save that replaces them.
+    """Return the folder that keeps checkpoints of ``directory`` deleted before the save that replaces them.
 
-    It is a sibling folder, because trainers take everything inside ``directory`` for checkpoints.
+    It is a sibling folder, because trainers treat everything inside ``directory`` as checkpoints.
     """
     directory = directory.absolute()
     return directory.with_name(f".{directory.name}.ebbtide")
 
 
 def restore_deleted(directory: Path) -> None:
-    """Put back what was deleted there before a save that a crash cut short."""
+    """Restore the checkpoints of a folder that were deleted before a save, if a crash interrupted the save."""
     place = twin(directory)
     with _alone(place / NOTES) as notes:
         if notes is None or _anybody(notes):
@@ -238,14 +236,14 @@ def restore_deleted(directory: Path) -> None:
 
 
 def _is_whole(origin: Path) -> bool:
-    """Return whether a whole checkpoint exists there again, as a checkpoint or as the folder of one."""
+    """Return whether a complete checkpoint exists at a path, as the checkpoint itself or inside the folder."""
     around = [*committed(origin), *(c for c in committed(origin.parent) if c.folder == origin)]
     return any(not verify(c.folder.parent, c.folder.name) for c in around)
 
 
 @contextlib.contextmanager
 def _alone(notes: Path) -> Iterator[Path | None]:
-    """Return the folder of notes, locked against other ranks; None: there is nothing to settle."""
+    """Lock a folder of notes against other ranks and yield it. None if there is nothing to clean up."""
     # Its own listings come back here through the audit hooks that call it.
     if _settling.busy or not notes.is_dir():
         yield None
@@ -259,7 +257,6 @@ def _alone(notes: Path) -> Iterator[Path | None]:
 
 
 def _anybody(notes: Path) -> bool:
-    """Return whether a process that wrote a note there may still be at work."""
     try:
         return any(lives(_read(path), path) for path in list(notes.glob("*.json")))
     except FileNotFoundError:  # its commit has just taken them away, while this looked
@@ -296,7 +293,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
 
 
 def settle_below(directory: Path) -> None:
-    """`settle` for a folder that holds one folder per checkpoint, as trainers have it."""
+    """Clean up after a crash in a folder that holds one folder per checkpoint, as trainers have it."""
     settle(directory)
     restore_deleted(directory)
     with contextlib.suppress(OSError):
@@ -308,7 +305,6 @@ def settle_below(directory: Path) -> None:
 
 
 def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
-    """Return whether the attempt's checkpoint exists under its name, byte for byte."""
     tag = str(page.get("tag", ""))
     if not tag and page.get("awaits"):  # written when the folder was made: the trainer's alone
         return (save_dir / str(page["awaits"])).exists()
@@ -317,7 +313,7 @@ def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
 
 
 def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
-    """End a commit that was killed between the rename and ``latest``."""
+    """Write ``latest`` for a commit that was killed after the rename."""
     latest = save_dir / "latest"
     now = latest.read_text(encoding="utf-8") if latest.exists() else ""
     if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
@@ -325,7 +321,7 @@ def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _forget(save_dir: Path, page: dict[str, Any]) -> None:
-    """Take a checkpoint that was placed but is torn, as after a power failure, out of the way."""
+    """Move a damaged checkpoint, as after a power failure, out of the way, and restore ``latest``."""
     tag = str(page.get("tag", ""))
     for result in committed(save_dir):
         if result.manifest.nonce == page.get("nonce"):
@@ -344,12 +340,12 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:
-    """Move the folder of an uncommitted checkpoint into an older one's, so that no trainer takes it for a checkpoint.
+    """Move the folder of an uncommitted checkpoint into an older one's, so that no trainer resumes from it.
 
-    A folder that may hold several checkpoints, judging by its name, stays.
+    A folder that may hold several checkpoints, judging by its name, is not moved.
 
     Args:
-        beside: an older checkpoint that was deleted in favour of this one.
+        beside: An older checkpoint that was deleted in favor of this one. None if there is none.
     """
     if beside is None and not PER_CHECKPOINT.search(save_dir.name):
         return
@@ -367,16 +363,16 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
 
 
 def newest_beside(directory: Path) -> Path | None:
-    """Return the sibling folder (see `siblings`) with the checkpoint committed last."""
+    """Return the sibling folder (see `siblings`) with the checkpoint committed last, or None."""
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
     return None if newest is None else newest.folder.parent
 
 
 def siblings(directory: Path) -> list[Path]:
-    """Return the folders next to ``directory`` with names that differ in numbers only.
+    """Return the folders next to ``directory`` with names that differ from its name only in numbers.
 
-    Where a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
+    If a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
     checkpoints of the same run.
     """
     directory = directory.absolute()
@@ -405,7 +401,6 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Return whether every file of ``one`` is, as the same file, in ``other``."""
     for path in one.rglob("*"):
         if not path.is_dir():
             twin = other / path.relative_to(one)

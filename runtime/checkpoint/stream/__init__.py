@@ -1,1 +1,1 @@
-"""State on its way to disk while training goes on."""
+"""The writing of checkpoint files to disk while training continues."""

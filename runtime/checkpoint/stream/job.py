@@ -1,4 +1,4 @@
-"""One checkpoint in the background, from the written skeletons to the commit."""
+"""The background job of one checkpoint, from laid-out files to the commit."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ class Report:
     """The cost of a finished checkpoint.
 
     Attributes:
-        stall_s: seconds that the training loop waited in ``save_checkpoint``.
-        update_wait_s: seconds that updates waited for copies and for the disk.
-        copied_bytes: bytes copied by copy on update.
+        stall_s: Seconds that the training loop waited in ``save_checkpoint``.
+        update_wait_s: Seconds that updates waited for copies and for the disk.
+        copied_bytes: Bytes copied by copy on update.
     """
 
     tag: str
@@ -37,9 +37,9 @@ class Report:
 
 
 class Job:
-    """Persists and commits one checkpoint; owned by the engine, runs on a thread of its own.
+    """A background job that writes and commits one checkpoint on its own thread.
 
-    The thread, the training loop (`wait`, `cancel`) and updates (through the writer) touch it.
+    The thread, the training loop (`wait`, `cancel`) and updates (through the writer) access it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Job:
         self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
-        """The live bytes are read from now on, until they are on disk or copied."""
+        """Start to write the checkpoint. The live state is read from now on, until it is on disk or copied."""
         self._live.attach(self._writer)
         self._writer.start()
         self._thread.start()
@@ -85,20 +85,20 @@ class Job:
         return not self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the job is over, committed or failed. Return False if the time was up first."""
+        """Wait until the checkpoint is committed or has failed. Return False if the timeout passed first."""
         if self.elsewhere:
             return self._wait_for_the_parent(timeout_s)
         return self._over.wait(timeout_s)
 
     def wait_while_moving(self, limit_s: float) -> None:
-        """Wait until the job is over, or for ``limit_s`` after the last written block."""
+        """Wait until the checkpoint is committed or has failed, at most ``limit_s`` after the last written block."""
         begin = time.monotonic()
         while not self.wait(min(1.0, limit_s)):
             if time.monotonic() - max(begin, self._writer.progress_s) > limit_s:
                 return
 
     def wait_until_placed(self) -> None:
-        """Wait until the files have their final names, or the job failed."""
+        """Wait until the checkpoint's files have their final names, or until the checkpoint has failed."""
         self._placed.wait()
 
     @property
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether this process was forked off the writing one. It has none of the job's threads."""
+        """Return whether this is a fork of the process that writes the checkpoint, without the writer's threads."""
         return self._pid != os.getpid()
 
     def _wait_for_the_parent(self, timeout_s: float | None) -> bool:
@@ -124,7 +124,7 @@ class Job:
         return self._commit.note
 
     def cancel(self) -> None:
-        """Give up, unless all blocks are written already: then the commit goes on."""
+        """Cancel the checkpoint, unless all blocks are written already. In that case the commit continues."""
         self._writer.cancel()
 
     def _run(self) -> None:
@@ -173,7 +173,7 @@ class Job:
                 self._over.set()
 
     def _give_up_stored(self) -> None:
-        """An update may be waiting for its room."""
+        """Release the stored state of a failed checkpoint, since an update may wait for its space."""
         if self._stored is not None:
             with contextlib.suppress(Exception):  # a failed store says so at its next write
                 self._stored.settle(committed=self._commit.is_committed())

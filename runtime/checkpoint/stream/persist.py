@@ -1,4 +1,4 @@
-"""Writes the blocks of one checkpoint from several threads while training goes on."""
+"""The writing of a checkpoint's blocks by several threads while training continues."""
 
 import contextlib
 import threading
@@ -21,9 +21,9 @@ _LAST = 1 << 30  # blocks without live bytes are written after all others
 class BlockWriter:
     """The writer of one checkpoint's blocks.
 
-    Writer threads take the blocks in the order of the next updates. `release`, called by the update
-    before it overwrites a subgroup, copies unwritten blocks into the budget's slots. It waits only if
-    no slot is free. All states change under one condition. No thread holds it while it copies, hashes
+    Writer threads take blocks in the order of the next updates. An update calls `release` before it
+    overwrites a subgroup, which copies unwritten blocks to buffers of the budget. It waits only if no
+    buffer is free. All states change under one condition. No thread holds it while it copies, hashes
     or writes, so every wait ends with a write.
     """
 
@@ -41,10 +41,12 @@ class BlockWriter:
         turns: Sequence[int] = (),
         direct: bool = True,
     ) -> None:
-        """``bounce``: a slot for each of ``writers`` and `READY_BLOCKS` more.
+        """Prepare the threads that write a checkpoint.
 
-        ``writers``: writes that the disk has at once. ``turns``: subgroups in the order in which
-        their updates come due; others follow, in their own.
+        Args:
+            bounce: Buffers, one per writer thread: ``writers`` and `READY_BLOCKS` more.
+            writers: Number of concurrent writes to the disk.
+            turns: Subgroups in the order of their next updates. Other subgroups follow in ascending order.
         """
         self._planned = planned
         self._files = files
@@ -91,13 +93,13 @@ class BlockWriter:
             thread.start()
 
     def cancel(self) -> None:
-        """Writers stop after the block they are at."""
+        """Stop the checkpoint's writer threads. Each one ends its present block."""
         self._fail(Cancelled("this checkpoint was cancelled for a newer one"))
 
     # -- the update's side
 
     def release(self, subgroup: int) -> None:
-        """See `LiveState.before_update`."""
+        """Wait until the live state of a subgroup is written or copied (see `LiveState.before_update`)."""
         blocks = [b for b in self._queues_of(subgroup) if not self._free_of(b)]
         if not blocks:
             return
@@ -115,7 +117,6 @@ class BlockWriter:
 
     @staticmethod
     def _free_of(block: Block) -> bool:
-        """Return whether the block's live bytes will not be read any more."""
         return block.state is State.DONE or (block.slot is not None and block.state is not State.COPYING)
 
     def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
@@ -136,8 +137,9 @@ class BlockWriter:
         self._files.point("copied_on_update")
 
     def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
-        """Return a slot to copy the block to; None once nothing reads its live bytes any more (where not
-        ``patient``: or if that is not so yet).
+        """Return a buffer to copy a block to, or None once its live bytes are not read any more.
+
+        If ``patient`` is False, return None also if no buffer is free or the block is being written.
         """
         with self._condition:
             self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
@@ -205,7 +207,6 @@ class BlockWriter:
 
     @staticmethod
     def _pop(queue: deque[Block] | None) -> Block | None:
-        """Return the next pending block; forgets the ones that are written or being written."""
         while queue:
             block = queue[0]
             if block.state is State.PENDING:
@@ -233,8 +234,9 @@ class BlockWriter:
                 self._bounce.give(bounce)
 
     def _in_turn(self, block: Block, data: memoryview) -> None:
-        """Write a block once the disk has room for it, unless an update has had it copied until
-        then: it comes again, from its slot.
+        """Write a block once the disk has room, unless an update has had it copied meanwhile.
+
+        A copied block is written later, from its copy.
         """
         if not self._at_disk.acquire(blocking=False) and not self._waited_for_the_disk(block):
             return
@@ -245,7 +247,7 @@ class BlockWriter:
             self._at_disk.release()
 
     def _waited_for_the_disk(self, block: Block) -> bool:
-        """Wait for room on the disk. Return whether this thread must still write the block."""
+        """Wait until the disk can take another write. Return whether this thread must still write the block."""
         with self._condition:
             block.state, slot = State.READY, block.slot
             self._condition.notify_all()
@@ -287,10 +289,10 @@ class BlockWriter:
     # -- the coordinator's side
 
     def finish(self) -> list[FileRecord]:
-        """Waits for all blocks, makes them durable, and returns what was written.
+        """Wait until all blocks of the checkpoint are written and durable. Return the records of its files.
 
         Raises:
-            BaseException: what a writer ran into; `Cancelled`.
+            BaseException: The error of a writer thread, or `Cancelled`.
         """
         try:
             self._join()
@@ -311,12 +313,10 @@ class BlockWriter:
                 raise self._failure
 
     def _notice_dead_writers(self) -> None:
-        """Threads that ended because all is written are no failure."""
         if self._left and self._failure is None and not any(t.is_alive() for t in self._threads):
             self._failure = CheckpointError("every writer thread of the checkpoint died")
 
     def _stop(self) -> None:
-        """End the threads; give the slots of an abandoned checkpoint back."""
         self._fail(CheckpointError("this checkpoint has ended"))
         for thread in self._threads:
             if thread.ident is not None:
@@ -343,6 +343,6 @@ class BlockWriter:
 
     @property
     def idle(self) -> bool:
-        """Return whether no live byte is needed any more."""
+        """Return whether the checkpoint has written or copied all live optimizer state that it needs."""
         with self._condition:
             return all(self._free_of(b) for b in self._blocks if b.subgroups)

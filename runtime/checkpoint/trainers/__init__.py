@@ -1,1 +1,1 @@
-"""Trainers that delete, rotate and end: what their hands must not lose."""
+"""The protection of checkpoints from trainers that delete and rotate them or end the process."""

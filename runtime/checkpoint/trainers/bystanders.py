@@ -1,9 +1,9 @@
-"""Other code of this process that touches checkpoints: readers, rotating trainers, children.
+"""The interaction with other code of this process that uses checkpoints: readers, trainers, children.
 
-A checkpoint in flight must look to such code as if it had been written already. Python reports
+A checkpoint in progress must look to such code as if it had been written already. Python reports
 every file that is opened, listed or removed, and every program that is started, to audit hooks
 (PEP 578). The hook makes a reader of an unfinished checkpoint wait until the commit. A trainer
-that deletes an older checkpoint meanwhile deletes only names: hard links keep the files.
+that deletes an older checkpoint meanwhile deletes only names, since hard links keep the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves 
 
 
 def foreign_trainer() -> str | None:
-    """Return the library that called, directly or not, if it is one of `TRAINERS`."""
+    """Return the trainer library (one of `TRAINERS`) that called, directly or indirectly, otherwise None."""
     frame = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -55,7 +55,7 @@ def foreign_trainer() -> str | None:
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Inside, this thread works on checkpoints itself and is not held back."""
+    """Mark the code inside the block as ebbtide's own, which never waits for a checkpoint's commit."""
     before = getattr(_mine, "busy", False)
     _mine.busy = True
     try:
@@ -65,7 +65,7 @@ def ours() -> Iterator[None]:
 
 
 def guard(job: Job) -> None:
-    """Make other code wait for the commit of the job's checkpoint, until `release`."""
+    """Make other code wait for the commit of a checkpoint in progress, until `release`."""
     watch()
     with _lock:
         _jobs.append(job)
@@ -81,14 +81,14 @@ def release(job: Job) -> None:
 
 
 def others_in_flight(job: Job) -> bool:
-    """Return whether another engine of this process is writing a checkpoint, too."""
+    """Return whether another engine of this process is also writing a checkpoint."""
     with _lock:
         return any(other is not job for other in _jobs)
 
 
 @functools.cache
 def watch() -> None:
-    """Install the audit hook for the rest of the process. It costs one set lookup per event."""
+    """Install the audit hook that watches file access, once per process. It costs one set lookup per event."""
     global watching
     sys.addaudithook(_heard)
     watching = True
@@ -97,7 +97,7 @@ def watch() -> None:
 def wait_for_jobs(folder: Path | None = None) -> None:
     """Wait until no engine of this process writes a checkpoint, or none to ``folder``.
 
-    An engine is not held up by its own work (`ours`), nor by other engines of its process.
+    Audit hooks do not make ebbtide's own code wait (`ours`), so it calls this explicitly.
     """
     with _lock:
         jobs = list(_jobs)
@@ -124,7 +124,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _settle_once(directory: Any) -> None:
-    """Clean up a crash's leftovers before a trainer looks for its newest checkpoint."""
+    """Clean up after a crash before a trainer looks for its newest checkpoint."""
     if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
         return  # a descriptor
     name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")
@@ -139,7 +139,6 @@ def _settle_once(directory: Any) -> None:
 
 
 def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
-    """Return whether the caller must wait for the job's commit."""
     if event in _STARTS:
         # One that is told of the folder. DeepSpeed itself starts programs in every step.
         folder = job.attempt.save_dir
@@ -164,7 +163,7 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
 
 
 def _deletes(path: Path, job: Job) -> bool:
-    """Keep a checkpoint that is deleted alive; True: the deletion must wait instead."""
+    """Keep a checkpoint that is being deleted by hard links. Return True if the deletion must wait instead."""
     if _real(job.attempt.save_dir).is_relative_to(path):
         return True  # all of it goes, what is being written included
     if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):
@@ -182,7 +181,6 @@ def _real(folder: Path) -> Path:
 
 
 def _path(args: tuple[Any, ...]) -> Path | None:
-    """The real path an event is about; None: a descriptor, or a name beneath one."""
     path = args[0] if args else None
     if path is None:
         path = "."

@@ -1,10 +1,10 @@
-"""Checkpoints that are deleted before the save that is to take their place.
+"""The protection of checkpoints that are deleted before the save that replaces them.
 
-Accelerate with ``total_limit`` and many a loop make room first. With stock a checkpoint is whole
-when its save returns; here it is when it is committed, and a kill before that must not find the
-older one gone. So what this process has saved or resumed from outlives its deletion, by hard links
-beside the folder it lay in, until the next commit. After a crash `rotation.restore_deleted` gives
-it back.
+Accelerate with ``total_limit`` and many training loops delete first. In stock DeepSpeed a checkpoint is
+complete when its save returns, but here only when it is committed. If the process is killed before the
+commit, the older one must still exist. Checkpoints that this process has saved or resumed from
+therefore outlive their deletion, by hard links in a sibling folder, until the next commit. After a
+crash `rotation.restore_deleted` restores them.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
 
 
 def remember(save_dir: Path) -> None:
-    """Note that this process has a checkpoint there. Checkpoints of an earlier experiment may be deleted freely."""
+    """Note that this process has a checkpoint in a folder, which must therefore be kept alive if it is deleted."""
     _used.add(Path(os.path.realpath(save_dir)))
 
 
 def keep(path: Path) -> None:
-    """Retain a folder by hard links before it is deleted while no checkpoint is being written.
+    """Keep a checkpoint's folder by hard links before it is deleted while no checkpoint is being written.
 
-    Where the file system has no hard links it is deleted, as with stock.
+    On a filesystem without hard links the folder is deleted, as in stock DeepSpeed.
     """
     mine = any(folder.is_relative_to(path) or path.parent == folder for folder in _used)
     if not mine or not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):
@@ -44,7 +44,7 @@ def keep(path: Path) -> None:
 
 
 def settle(*, committed: bool) -> None:
-    """The save after the deletions is over: they hold, or are undone."""
+    """Make deletions that came before a save final if the save was committed, otherwise undo them."""
     with _lock:
         while _notes:
             place, note = _notes.popitem()

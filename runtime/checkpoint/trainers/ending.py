@@ -1,4 +1,4 @@
-"""A process that is told to end first commits the checkpoint it is writing."""
+"""The commit of a checkpoint in progress before the process ends on a signal."""
 
 import ctypes
 import functools
@@ -15,9 +15,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Return when no checkpoint is in flight, or one will not be committed in time; raises
-        nothing.
-        """
+        """Wait until no checkpoint is in progress, or until it cannot be committed in time. This raises nothing."""
         ...
 
 
@@ -26,9 +24,9 @@ _ending = threading.Lock()  # taken for good by whoever ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
-    """Commit the checkpoint in flight at SIGTERM (preemption, a failing launcher), within the grace period.
+    """Commit the checkpoint in progress at SIGTERM (preemption, a failing launcher), within the grace period.
 
-    Afterwards the process dies of SIGTERM as usual. A script's own SIGTERM handler stays.
+    Afterwards the process dies of SIGTERM as usual. A script's own SIGTERM handler is kept.
     """
     _savers.add(saving)
     if threading.current_thread() is not threading.main_thread():
@@ -39,8 +37,10 @@ def finish_at_sigterm(saving: Saving) -> None:
 
 
 def _watch() -> None:
-    """A handler in Python runs once the main thread is back in the interpreter, which from inside a
-    collective may be never. What the interpreter writes to a pipe at once, a thread reads.
+    """Start a thread that reads signal numbers from a pipe.
+
+    Python runs a signal handler only when the main thread is back in the interpreter, which may never
+    happen inside a collective call. But the interpreter immediately writes the signal's number to a pipe.
     """
     into, out = os.pipe()
     os.set_blocking(out, False)
@@ -63,7 +63,7 @@ def _read_signals(descriptor: int) -> None:
 
 @functools.cache
 def _be_stock_in_children() -> None:
-    """A forked child has no checkpoint in flight, and would write to its parent's pipe."""
+    """Restore the default SIGTERM behavior in forked children, which have no checkpoint in progress."""
     os.register_at_fork(after_in_child=_let_go)
 
 

@@ -13,12 +13,12 @@ TRAINER, ACCELERATOR = ("transformers.trainer", "Trainer"), ("accelerate.acceler
 
 @dataclass(frozen=True)
 class TrainersLimit:
-    """The checkpoints that a trainer keeps.
+    """The number of checkpoints that a trainer keeps, and whether it loads its best one.
 
     Attributes:
-        most: number of checkpoints at the end of a save; None if the trainer deletes none.
-        loads_best: whether the trainer loads its best checkpoint at the end of training.
-        trainer: the transformers Trainer; None for another library.
+        most: Number of checkpoints at the end of a save. None if the trainer deletes none.
+        loads_best: True if the trainer loads its best checkpoint at the end of training.
+        trainer: Weak reference to the transformers Trainer. None for another library.
     """
 
     most: int | None
@@ -26,14 +26,14 @@ class TrainersLimit:
     trainer: weakref.ref[Any] | None = None
 
     def is_best(self, checkpoint: Path) -> bool:
-        """Return whether this is, by now, the trainer's best checkpoint or a folder in it."""
+        """Return whether a path is the trainer's present best checkpoint or a folder inside it."""
         trainer = None if self.trainer is None or not self.loads_best else self.trainer()
         best = getattr(getattr(trainer, "state", None), "best_model_checkpoint", None)
         return best is not None and checkpoint.resolve().is_relative_to(Path(best).resolve())
 
 
 def trainers_limit() -> TrainersLimit | None:
-    """Return the limit of the trainer that called, directly or not. None if no trainer did."""
+    """Return the checkpoint limit of the trainer that called, directly or indirectly. None if no trainer did."""
     found = None
     frame = sys._getframe(1)
     while frame is not None:

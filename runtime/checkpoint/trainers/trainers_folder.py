@@ -1,9 +1,9 @@
-"""A Trainer's folder of a checkpoint, from the moment it is made.
+"""The protection of a Trainer's checkpoint folder from the moment that it is made.
 
-The Trainer makes ``checkpoint-500`` and writes the model's config into it before it comes to
-DeepSpeed, and ``trainer_state.json`` last. Killed before that it leaves a folder that it takes for
-its newest checkpoint, and cannot resume from. A note from the first moment on tells the next run
-that the folder never became one; see `rotation.settle`.
+The Trainer makes ``checkpoint-500`` and writes the model's config to it before it calls DeepSpeed. It
+writes ``trainer_state.json`` last. If it is killed before that, it leaves a folder that it
+mistakes for its newest checkpoint but cannot resume from. A note written when the folder is made
+tells the next run that the folder never became a checkpoint (see `rotation.settle`).
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Write a note before a folder is made by code that accepts an existing one.
+    """Write a note into a checkpoint folder, just before the Trainer makes it, that marks it as incomplete.
 
     Raises:
-        OSError: the disk is full. The folder's content would not fit either, and without a
-            note the next run would take the folder for a checkpoint.
+        OSError: The disk is full. The folder's content would not fit either, and without a note the next run
+            would mistake the folder for a checkpoint.
     """
     if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
         settle()
@@ -53,8 +53,11 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Give up the notes of folders that are complete; of ``path``, which has another note by now;
-    and, when training is ``over``, of all: what lies there is what the script wanted.
+    """Remove the notes in a Trainer's checkpoint folders that are complete.
+
+    Args:
+        path: A folder whose note is removed too, because it has another note by now.
+        over: If True, training is over, and all notes are removed.
     """
     if not _notes:
         return

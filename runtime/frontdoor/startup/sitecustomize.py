@@ -1,6 +1,7 @@
-"""Runs as every Python interpreter under `tune run` starts: this folder is on PYTHONPATH.
+"""A ``sitecustomize`` module that every Python interpreter under `tune run` loads at startup.
 
-Another ``sitecustomize``, which this one hides, runs after it.
+`tune run` puts this folder on PYTHONPATH. Another ``sitecustomize`` module on the path, which this one
+hides, is run afterwards.
 """
 
 import os

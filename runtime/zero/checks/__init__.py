@@ -1,1 +1,1 @@
-"""Checks before an engine is taken over: versions, members, settings, the plan."""
+"""Checks before a DeepSpeed engine is taken over: versions, private members, settings and the plan."""

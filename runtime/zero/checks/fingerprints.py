@@ -1,4 +1,4 @@
-"""Is the plan for this machine and this training? Compared at attach, told once if not."""
+"""A warning if a plan was made for another machine or another training, given when it is attached."""
 
 import logging
 from itertools import product
@@ -24,13 +24,14 @@ _NAMES = {
 
 
 def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | None) -> None:
-    """Log what the plan was made for and what this is, where its fingerprints differ.
+    """Log a warning if the plan was made for another workload or machine than the present one.
 
-    A plan for something else still gives stock's bits; what it predicts does not hold.
+    Such a plan still gives bit-identical results, but its predictions do not apply.
 
     Args:
-        gradient_bytes: of an accumulated gradient, per parameter.
-        machine: what the plan was made from, if the caller has it: it names the difference.
+        gradient_bytes: Bytes per parameter of an accumulated gradient.
+        machine: The machine that the plan was made for, if the caller has it. The message then names the
+            difference.
     """
     plan = session.plan
     different = [

@@ -1,4 +1,4 @@
-"""Refuses, before training starts, what a plan cannot be applied to."""
+"""Checks that refuse, before training starts, an engine to which a plan cannot be applied."""
 
 import logging
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ _SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fa
 
 
 class ConfigError(ValueError):
-    """A DeepSpeed configuration that ebbtide does not take; the message names the key."""
+    """A DeepSpeed config that ebbtide does not support. The message names the config key."""
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Check a DeepSpeed config before an engine is built from it.
+    """Check that a plan can be applied under a DeepSpeed config, before an engine is built from it.
 
     Raises:
-        ConfigError: names the rule, the value received and the key to change.
+        ConfigError: The config is not supported. The message names the rule, the value and the key.
     """
     read = as_deepspeed_reads(config)
     stage = at(read, f"{ZERO}.stage") or 0
@@ -59,8 +59,9 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def stored_at(config: Mapping[str, Any]) -> Path | None:
-    """Return the folder on the drive that the config offloads state to; None: it does not, or DeepSpeed
-    refuses it.
+    """Return the drive's folder to which a DeepSpeed config offloads optimizer state.
+
+    None if it offloads none to a drive, or if DeepSpeed refuses the config.
     """
     read = as_deepspeed_reads(config)
     asked = at(read, f"{ZERO}.{OPTIMIZER}") or {}
@@ -70,7 +71,7 @@ def stored_at(config: Mapping[str, Any]) -> Path | None:
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
-    """Return whether the engine stays DeepSpeed's without a plan, and log the reason."""
+    """Return whether an engine is left to DeepSpeed without a plan, and log the reason."""
     why = left_to_stock(as_deepspeed_reads(config))
     if why:
         logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
@@ -78,9 +79,9 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
 
 
 def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config for an engine under a plan: with today's names, without keys that the plan replaces.
+    """Return the DeepSpeed config for an engine under a plan, without the keys that the plan replaces.
 
-    Each removed key is logged.
+    Deprecated keys get their present names. Each removed key is logged.
     """
     made = dict(as_deepspeed_reads(config))
     replaced = replaced_by_a_plan(made)
@@ -97,10 +98,10 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check the model before DeepSpeed builds an engine of it, which takes minutes for a large one.
+    """Check a model before DeepSpeed builds an engine from it, which takes minutes for a large model.
 
     Raises:
-        ConfigError: the model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.
+        ConfigError: The model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.
     """
     stage = at(as_deepspeed_reads(config), f"{ZERO}.stage") or 0
     if stage < 3 and hasattr(model, "modules") and private.has_experts(model):
@@ -108,11 +109,11 @@ def check_model(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def check_engine(engine: Any) -> UpdateRule:
-    """Check a live engine; return the rule of its optimizer.
+    """Check that a plan can be applied to a live engine. Return the update rule of its optimizer.
 
     Raises:
-        ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.
-        UnknownRoundingError: DeepSpeed's op was built in a way whose bits are not known.
+        ConfigError: The engine is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.
+        UnknownRoundingError: DeepSpeed's op was built in a way that the kernels cannot reproduce.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

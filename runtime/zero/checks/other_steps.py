@@ -1,4 +1,4 @@
-"""A plan that was made for another kind of step: told before the first one, with what to change."""
+"""A warning before the first step if the plan was made for other training settings."""
 
 import logging
 from typing import Any
@@ -11,13 +11,13 @@ logger = logging.getLogger("ebbtide")
 
 
 def recomputes(module: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model computes activations again in backward. None: it cannot be told."""
+    """Return whether a transformers model recomputes activations in backward. None if unknown."""
     switches = [m.gradient_checkpointing for m in module.modules() if hasattr(m, "gradient_checkpointing")]
     return any(bool(on) for on in switches) if switches else None
 
 
 def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
-    """Warn if the engine's steps differ from those that the plan counts on in memory or time."""
+    """Log a warning if the engine's steps differ in memory or time from the steps that the plan is for."""
     if plan.trained_as is None:
         return
     here = TrainedAs(
@@ -36,7 +36,7 @@ def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
 
 
 def differences(planned: TrainedAs, here: TrainedAs) -> list[str]:
-    """Return a line for each setting that differs: the plan's, the run's, and the Trainer's argument."""
+    """Return a line for each training setting that differs: the plan's, the run's and the Trainer's argument."""
     lines = []
     if planned.precision != here.precision:
         wanted = "bf16=False, fp16=False" if planned.precision == "fp32" else f"{planned.precision}=True"

@@ -1,8 +1,8 @@
-"""DeepSpeed's private members in use, each with the versions that have it.
+"""The private members of DeepSpeed that ebbtide uses, each with the DeepSpeed versions that have it.
 
-`check_version` and `check_members` are called before an engine is taken over: a DeepSpeed outside
-the tested range is refused, and so is one in it that lacks a member its version should have.
-Name-mangled members are used by DeepSpeed's own subclasses too (SuperOffload, ZenFlow).
+`check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed
+outside the tested range, and a DeepSpeed that lacks a member its version should have. DeepSpeed's
+own subclasses (SuperOffload, ZenFlow) use the name-mangled members too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A name of DeepSpeed's ZeRO optimizers, and the first version that has it."""
+    """A member of DeepSpeed's ZeRO optimizers, and the first DeepSpeed version that has it."""
 
     name: str
     since: str = TESTED[0]
@@ -127,14 +127,14 @@ STAGE12 = (
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
-    """A DeepSpeed outside the tested range, or one that lacks a needed member."""
+    """The installed DeepSpeed is outside the tested range, or lacks a member that ebbtide needs."""
 
 
 def check_version() -> None:
-    """Refuse a DeepSpeed that was not tested.
+    """Refuse a DeepSpeed version that ebbtide was not tested with.
 
     Raises:
-        UnsupportedDeepSpeedError: with the version found and the range.
+        UnsupportedDeepSpeedError: The version is outside the tested range. The message has both.
     """
     installed, (first, limit) = _installed(), TESTED
     from packaging.version import Version
@@ -154,7 +154,10 @@ def _installed() -> Any:
 
 
 def mended_since(optimizer: str) -> str:
-    """Return an addition to an error about an op of this optimizer, or an empty string if no version helps."""
+    """Return an addition to an error about an optimizer's op that names the DeepSpeed version with a fix.
+
+    Empty if no version fixes it, or if the fix is installed.
+    """
     from packaging.version import Version
 
     first = MENDED.get(optimizer)
@@ -167,10 +170,11 @@ def mended_since(optimizer: str) -> str:
 
 
 def check_members(optimizer: Any) -> None:
-    """Refuse an optimizer that lacks a member this folder relies on.
+    """Refuse a DeepSpeed optimizer that lacks a member that ebbtide relies on.
 
     Raises:
-        UnsupportedDeepSpeedError: with the names.
+        UnsupportedDeepSpeedError: Members are missing, or ZeRO-1 or 2 needs a newer DeepSpeed. The message
+            has the names or the version.
     """
     from packaging.version import Version
 
@@ -194,21 +198,21 @@ def check_members(optimizer: Any) -> None:
 
 
 def has_experts(model: Any) -> bool:
-    """Return whether a model has DeepSpeed's mixture-of-experts layers, as its engine asks it."""
+    """Return whether a model has DeepSpeed's mixture-of-experts layers."""
     from deepspeed.moe.layer import MoE
 
     return any(isinstance(module, MoE) for module in model.modules())
 
 
 def on_cuda() -> bool:
-    """DeepSpeed trains on CUDA here."""
+    """Return whether DeepSpeed trains on CUDA in this process."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator()._name == "cuda")
 
 
 def training_device() -> torch.device:
-    """Return the device on which the model computes."""
+    """Return the device on which DeepSpeed computes the model."""
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
@@ -218,20 +222,23 @@ def training_device() -> torch.device:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Return whether this backward ends an accumulation window. An attribute at first, a method since 0.19.5."""
+    """Return whether this backward ends an accumulation window.
+
+    DeepSpeed has an attribute for it, and a method since 0.19.5.
+    """
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def note_active(optimizer: Any, param: Any) -> None:
-    """Mark the parameter as used, for accumulation that ends at step(): it handles parameters with a gradient."""
+    """Mark a parameter as one with a gradient, for DeepSpeed's accumulation that ends only at step()."""
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
         active.add(param.ds_id)
 
 
 def partition_rank(optimizer: Any, param: Any) -> int:
-    """Return this rank's number among the ranks that share the parameter."""
+    """Return this rank's number among the ranks that partition a parameter."""
     if hasattr(optimizer, "_get_param_partition_rank"):
         return int(optimizer._get_param_partition_rank(param))
     import deepspeed.comm as dist
@@ -240,10 +247,10 @@ def partition_rank(optimizer: Any, param: Any) -> int:
 
 
 def checked_norm(optimizer: Any) -> torch.Tensor | None:
-    """Return the global norm times the loss scale; None: a gradient is not finite, and the step is off.
+    """Return the global gradient norm times the loss scale. None if the step is skipped for an overflow.
 
-    Sets ``overflow`` and the loss scale as the installed DeepSpeed's step does: since 0.19.8 an
-    invalid norm counts as an overflow too.
+    Set ``overflow`` and the loss scale as the installed DeepSpeed's step does. Since 0.19.8 an invalid
+    norm counts as an overflow too.
     """
     if not hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         if optimizer._overflow_check_and_loss_scale_update():
@@ -264,14 +271,14 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
-    """ds_id -> the parameter's view of the flat gradient buffer."""
+    """Return each parameter's view of DeepSpeed's flat gradient buffer, by ``ds_id``."""
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
 def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
-    """Some of these gradients lie in a reduction bucket, which the next gradients overwrite.
+    """Return whether any of these gradients lies in a reduction bucket, which the next gradients overwrite.
 
-    A bucket that holds a single parameter is reduced in place; others into new memory.
+    DeepSpeed reduces a bucket with a single parameter in place, and other buckets into new memory.
     """
     buffers = (bucket.buffer for bucket in optimizer.ipg_buckets.values())
     taken = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
@@ -279,30 +286,30 @@ def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
 
 
 def is_partitioned(param: Any) -> bool:
-    """Return the parameter shows nothing: it must be gathered first."""
+    """Return whether a parameter is partitioned, so that it has no values until it is gathered."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
 
 
 def parameter_location(optimizer: Any) -> ParameterLocation:
-    """Return the memory in which DeepSpeed keeps partitions of parameters between their uses."""
+    """Return the memory that DeepSpeed keeps partitions of parameters in between their uses: host or device."""
     return "host" if getattr(optimizer, "offload_param", False) else "device"
 
 
 class Handle(Protocol):
-    """DeepSpeed's handle of parameters in flight."""
+    """A handle of DeepSpeed for parameters that are being gathered."""
 
     def wait(self, **_: Any) -> None:
-        """Wait until the parameters can be used."""
+        """Wait until DeepSpeed has gathered the parameters and they can be used."""
         ...
 
 
 def wait_one_by_one(module: Any) -> Callable[[], None]:
-    """Make DeepSpeed wait for each parameter of a gather separately. Return an undo function.
+    """Make DeepSpeed wait for each parameter of a gather separately. Return a function that undoes this.
 
-    DeepSpeed notes one handle for parameters that were requested together, so that a user of one waits
-    for all. Handles that hold one handle for each parameter are split.
+    DeepSpeed stores one handle for parameters that are requested together, so that a user of one of them
+    waits for all. Handles that contain one handle per parameter are split here.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
@@ -320,8 +327,9 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
 
 
 def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Callable[[], None]:
-    """Call ``begins(parameters that it needs)`` before a module's forward or backward gathers
-    them, and those of modules to come; returns an undo.
+    """Call ``begins`` with a module's parameters before its forward or backward gathers them.
+
+    Return a function that undoes this.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -345,9 +353,10 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
-    """Return the modules of a forward and its backward, in order, each as its parameters.
+    """Return the modules of a forward and its backward in order, each as a list of its parameters.
 
-    A parameter is given by `get_param_id` and its whole elements. None: DeepSpeed has not recorded it yet.
+    A parameter is given as its `get_param_id` and its total number of elements. None if DeepSpeed has not
+    recorded the modules yet.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -365,7 +374,7 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
-    """Return the rules by which DeepSpeed keeps parameters gathered."""
+    """Return DeepSpeed's limits for keeping parameters gathered after their use."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     small = [p.ds_numel for p in optimizer.persistent_parameters]
     return GatherRules(
@@ -377,7 +386,7 @@ def gather_rules(optimizer: Any) -> GatherRules:
 
 
 def gathers(optimizer: Any) -> Gathered | None:
-    """Return the gathers of a forward and its backward, as DeepSpeed has recorded them, or None before that."""
+    """Return the parameter gathers of a forward and its backward that DeepSpeed has recorded. None before that."""
     trace = module_trace(optimizer)
     if trace is None:
         return None
@@ -386,27 +395,25 @@ def gathers(optimizer: Any) -> Gathered | None:
 
 
 def is_swapped(param: Any) -> bool:
-    """The partition is on storage between its uses."""
+    """Return whether a parameter's partition is on a drive (NVMe) between its uses."""
     return bool(param.ds_tensor.final_location == "nvme")
 
 
 def is_plain(param: Any) -> bool:
-    """Return whether a gather of the parameter yields its partition in its own precision."""
+    """Return whether gathering a parameter yields its partition unchanged: neither quantized nor on NVMe."""
     held = param.ds_tensor
     quantized = hasattr(held, "ds_quant_scale")
     return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
 
 
 def is_whole(param: Any) -> bool:
-    """The partition is all of the parameter: nothing but a copy, or not even that, makes it
-    available.
-    """
+    """Return whether a rank's partition is the whole parameter, so that a gather needs at most a copy."""
     return is_plain(param) and bool(param.ds_tensor.numel() == param.ds_numel)
 
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Return a gather of these parameters reads their partitions here."""
+    """Make gathers inside the block read the parameters' partitions from the given tensors."""
     locations = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
@@ -420,9 +427,9 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
-    """Gather these parameters, inside the block, in the precision of their partitions.
+    """Gather parameters, inside the block, in the precision of their partitions.
 
-    Under ``torch_autocast`` several ranks gather in the precision of forward's computation.
+    With ``torch_autocast``, several ranks otherwise gather in the precision of forward's computation.
     """
     named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
     for param in named:
@@ -435,14 +442,14 @@ def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """Return unused device memory from PyTorch to the driver."""
+    """Return PyTorch's unused GPU memory to the driver."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().empty_cache()
 
 
 def current_stream() -> Any:
-    """Return the current stream, to which `on_stream` returns."""
+    """Return the stream that is current on the training device."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().current_stream()
@@ -455,7 +462,11 @@ def on_stream(stream: Any) -> AbstractContextManager[None]:
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:
-    """Raise RuntimeError: one of them is available or on its way already."""
+    """Mark partitioned parameters as being gathered.
+
+    Raises:
+        RuntimeError: One of the parameters is already gathered or being gathered.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for param in params:
@@ -465,7 +476,7 @@ def mark_in_flight(params: Iterable[Any]) -> None:
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:
-    """The inverse of `mark_in_flight`."""
+    """Mark parameters as partitioned. This undoes `mark_in_flight`."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for param in params:
@@ -482,13 +493,12 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Call ``gate(parameters about to be gathered)`` before every gather; return an undo.
+    """Call ``gate`` with the parameters before every gather of parameters. Return a function that undoes this.
 
-    Every reader of a partitioned parameter, be it forward, GatheredParameters or a state_dict,
-    goes through ``param.all_gather`` or ``param.all_gather_coalesced``. The latter, which modules
-    call for their own parameters and for those of modules to come, gives a handle to wait on: that
-    of ``fetch(parameters, DeepSpeed's own gather)`` where it has one, and then nobody waits at the
-    gate.
+    Every reader of a partitioned parameter (forward, GatheredParameters, a state_dict) calls
+    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules use the latter for their own parameters
+    and for those of later modules. It returns a handle to wait for. If ``fetch(parameters, DeepSpeed's own
+    gather)`` returns a handle, it is used instead, and ``gate`` is not called.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:

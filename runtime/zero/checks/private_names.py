@@ -1,4 +1,4 @@
-"""A check, before any engine exists, that the installed DeepSpeed has the private names in use."""
+"""A check, without an engine, that the installed DeepSpeed has the private names that ebbtide uses."""
 
 import inspect
 import re
@@ -9,10 +9,10 @@ from ebbtide.runtime.zero.checks import private
 
 
 def missing_names() -> list[str]:
-    """Names of `private`'s tables that this DeepSpeed's sources do not mention.
+    """Return the private DeepSpeed names used by ebbtide that the installed DeepSpeed's sources do not contain.
 
-    An attribute that its optimizers set only while they run can be seen in no other way. Names that
-    came with a later version are left out.
+    The sources are searched because optimizers set some attributes only while they run. Names that came
+    with a later version are left out.
     """
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -31,6 +31,5 @@ def missing_names() -> list[str]:
 
 
 def _words(owner: type[Any]) -> set[str]:
-    """Return every identifier in the modules of the class and its base classes."""
     modules = {cls.__module__ for cls in owner.__mro__ if cls.__module__.startswith("deepspeed")}
     return {word for name in modules for word in re.findall(r"\w+", inspect.getsource(sys.modules[name]))}

@@ -1,1 +1,1 @@
-"""The rules of `ebbtide.simulator.analysis.bound`, computed from the op templates of placements."""
+"""The rules of the lower bound of an iteration's time (`ebbtide.simulator.analysis.bound`)."""

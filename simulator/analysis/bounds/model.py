@@ -1,7 +1,8 @@
-"""Facts that hold for every plan of one workload on one machine, by the steps of its recipes.
+"""Facts for the lower bound that hold for every plan of one workload on one machine.
 
-The *window* reaches from the norm barrier until the first (micro-batch's) forward has ended. The
-rest of an iteration is serial on the device. The linear program minimises the window's length.
+The *window* is the time from the gradient norm until the next forward (of its first micro-batch) has
+ended. The rest of an iteration is sequential on the device. The linear program minimizes the window's
+length.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TINY = 0.5  # times the median
 
 
 class Inside(Enum):
-    """The subgroups with a step in the window."""
+    """The subgroups with a step that must run between the gradient norm and the end of the next forward."""
 
     ALL = "all"
     TAKERS = "of those that begin behind the slots' first visitors, at the norm or before"
@@ -39,17 +40,21 @@ class Inside(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A step of one way: arrays have an entry for each piece, and are of one subgroup.
+    """A step of a subgroup's update, with its least work for each group of similar subgroups.
+
+    Arrays have one entry for each group, for one subgroup of it.
 
     Attributes:
-        way: its number.
-        times: in an iteration.
-        slot: of TAKERS and GIVERS.
-        seconds, alone_s: see `Least`; taken_s: by capacity; least_s: seconds of the smallest one.
-        head_s: between the norm and it, at the least, as long as the steps before it last; of
-            TAKERS, which follow another subgroup's update and its way out, what those last.
-        tail_s: from its end until its subgroup's parameters are new; of GIVERS, whose slot another
-            subgroup takes, until that one's are.
+        way: Number of the way of updating.
+        times: Number of runs of the step in an iteration.
+        slot: Kind of buffer, for TAKERS and GIVERS.
+        seconds, alone_s, taken_s: See `Least`. ``taken_s`` is by capacity.
+        least_s: Seconds for the group's smallest subgroup.
+        head_s: Lower limit of the seconds from the gradient norm to the step: the duration of the steps
+            before it. For TAKERS, which follow another subgroup's update and copy back, the duration of
+            these.
+        tail_s: Seconds from the step's end until its subgroup's parameters are new. For GIVERS, whose buffer
+            another subgroup takes, until that subgroup's are.
     """
 
     way: int
@@ -66,20 +71,21 @@ class Part:
 
     @property
     def ahead(self) -> bool:
-        """Return whether early ones come in during the step before."""
+        """Return whether a step's early copies can already run during the previous optimizer step."""
         return self.slot is not None and self.slot.ahead
 
 
 class Model:
-    """A workload's passes, pieces and parts.
+    """The facts about a workload's passes, groups of subgroups and steps that the lower bound uses.
 
     Attributes:
-        ways: in which subgroups are updated; guessed: of each, whether before the norm is known;
-            summed: whether with a sum of micro-batches that stays on the device.
-        parts: of updates; gradients: of what brings gradients home.
-        rest_s: an iteration without its window.
-        first_s: of backward, until the first gradient is complete.
-        early_s: the end of the last backward, in which visits may come in.
+        ways: Ways in which subgroups may be updated: placement, parameter location, and whether the update is
+            early or gradients are accumulated on the GPU.
+        parts: Steps of updates.
+        gradients: Steps that bring gradients to the host.
+        rest_s: Seconds of an iteration without its window.
+        first_s: Seconds of backward until the first gradient is complete.
+        early_s: Seconds of the last backward during which staged subgroups may be copied to the GPU.
     """
 
     def __init__(
@@ -93,12 +99,12 @@ class Model:
         early_updates: bool = False,
         sums: bool = False,
     ) -> None:
-        """Build the model.
+        """Collect the facts about a workload on a machine for a lower bound.
 
         Args:
-            guesses: the ``ways`` with possible early updates may begin before the norm. They are listed
+            early_updates: True if ``ways`` that allow it may begin before the gradient norm. These are listed
                 once more, after the others.
-            sums: gradient sums may stay on the device, listed likewise.
+            sums: True if gradients may be accumulated on the GPU. Such ways are listed once more, at the end.
         """
         self.workload = w = workload.serial
         some = [*ways, *(way._replace(early=True) for way in ways if early_updates and way.can_be_early)]
@@ -121,15 +127,14 @@ class Model:
 
     @cached_property
     def least_size(self) -> int:
-        """Return the smallest size that counts for shared lanes.
+        """Return the smallest number of elements of a subgroup that counts for shared lanes.
 
-        The ops of tiny subgroups consist of latency, and share nothing.
+        The ops of smaller subgroups consist of latency, and share nothing.
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
 
     def _times(self, step: Step) -> int:
-        """Return how often an iteration runs a gradient's step."""
         return 1 if Wait.LAST in step.waits else self.micro - (Wait.SUM in step.waits)
 
     def _parts(self, way: int, recipe: Recipe) -> list[Part]:
@@ -190,22 +195,22 @@ class Model:
         )
 
     def taker(self, part: Part) -> Part:
-        """Return the step of its way that takes its slot."""
+        """Return the step of an update that takes the buffer that a given later step uses."""
         same = (p for p in self.parts if p.way == part.way)
         return next(p for p in same if p.step.takes is not None and p.step.takes == part.slot)
 
     def on(self, lane: Lane) -> list[Part]:
-        """Return the parts that must run on the lane in the window."""
+        """Return the steps that a lane must run between the gradient norm and the end of the next forward."""
         return [p for p in self.parts if p.step.lane == lane and p.inside != Inside.NONE]
 
     @property
     def lanes(self) -> list[Lane]:
-        """Return the lanes of updates."""
+        """Return the lanes that run steps of updates after the gradient norm."""
         return list(dict.fromkeys(p.step.lane for p in self.parts if p.inside != Inside.NONE))
 
     @cached_property
     def modes(self) -> list[Modes]:
-        """Return the ways in which these lanes and the device's compute share the node."""
+        """Return the possible speeds at which the lanes of updates and the device's compute share the node."""
         sizes = sorted({self.least_size, max(self.workload.subgroups)})
         ops: dict[Lane, list[Op]] = {Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]}
         updates = (p for p in self.parts if p.inside != Inside.NONE)
@@ -227,9 +232,9 @@ class Model:
 
 
 def slot_steps(recipe: Recipe) -> tuple[int, int]:
-    """Return the step that takes a slot and the step that frees it. -1: none.
+    """Return the positions of the ops in a subgroup's update that take and free a buffer, or -1.
 
-    Only slots that are freed after the parameters are published, or that are taken early, count.
+    Only buffers count that are freed after the parameters are new, or that are taken early.
     """
     new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
     for takes, step in enumerate(recipe.steps):

@@ -1,9 +1,9 @@
-"""The possible speeds of concurrent lanes: the simulator's shares as columns of a linear program.
+"""The possible speeds of concurrent lanes, as columns of a linear program for the lower bound.
 
-At any moment each lane is idle or runs one op, and the simulator shares the node among the running
-ops. So any time is a mix of few modes, each with its speeds, and a lane's work needs a mix that does
-it. Max-min sharing is fair, not clever: it slows the critical lane as much as the others, and a
-bound by resources misses that.
+At any moment each lane is idle or runs one op, and the simulator shares the node among the running ops.
+So any period is a mix of a few modes, each with its speeds, and the mix must complete each lane's work.
+Max-min sharing is fair, not optimal: it slows the critical lane as much as the others. A bound by
+resources alone misses that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Lanes = Mapping[Lane, Sequence["Running"]]
 
 @dataclass(frozen=True)
 class Running:
-    """One state of a lane: the capacities that it takes, and its speed relative to the lane's fastest."""
+    """A state of a lane: its use of each capacity, and its speed relative to the lane's fastest state."""
 
     taken: Mapping[str, float]
     pace: float = 1.0
@@ -33,10 +33,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Modes:
-    """Lanes that can slow each other, or a lane that nothing slows.
+    """The modes of a group of lanes that can slow each other, or of a lane that nothing slows.
 
     Attributes:
-        speeds: of each mode and lane, in seconds of work alone per second: shape (modes, lanes).
+        speeds: Speed of each lane in each mode, in seconds of work alone per second: shape (modes, lanes).
     """
 
     lanes: tuple[Lane, ...]
@@ -44,11 +44,11 @@ class Modes:
 
 
 def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]) -> list[Modes]:
-    """Return the modes of all lanes.
+    """Return the possible speeds of concurrent lanes, for each group of lanes that can slow each other.
 
     Args:
-        ops: the ops that a lane can run: its smallest and its largest. If ops have threads, one
-            op for each number of them.
+        ops: Ops that each lane can run: its smallest and its largest. If ops have threads, one op for each
+            number of threads.
     """
     lanes: dict[Lane, list[Running]] = {}
     for lane, some in ops.items():
@@ -76,7 +76,7 @@ def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[st
 
 
 def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
-    """Together are those that use a capacity which all of its users can exceed."""
+    """Return groups of lanes that together can exceed a capacity. Each other lane is a group by itself."""
     groups: list[list[Lane]] = [[lane] for lane in lanes]
     for name, limit in limits.items():
         asked = {lane: max(r.taken.get(name, 0.0) for r in some) for lane, some in lanes.items()}
@@ -88,7 +88,6 @@ def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
 
 
 def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], triad: float) -> Floats:
-    """Return the speeds for each choice of running ops."""
     rows = set()
     fixed = [lane for lane in lanes if lane not in scaling]
     for chosen in product(*([None, *lanes[lane]] for lane in fixed)):
@@ -105,7 +104,10 @@ def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], 
 
 
 def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[Running]:
-    """Return these choices, and those with as many threads as use the rest of DRAM, or all of it."""
+    """Return the states of a lane with host updates, for different numbers of threads.
+
+    They include the numbers of threads that use the rest of DRAM bandwidth, or all of it.
+    """
     dram = max(r.taken["dram"] / r.pace for r in choices)
     cores = min(r.taken["cores"] / r.pace for r in choices)
     paces = [bytes_per_s / dram for bytes_per_s in (dram_left, triad)]
@@ -115,7 +117,7 @@ def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[R
 
 
 def _undominated(rows: Floats) -> Floats:
-    """Return the rows that no other mode dominates."""
+    """Return the modes that no other mode beats or equals on every lane."""
     better: NDArray[np.bool_] = np.all(rows[None, :, :] >= rows[:, None, :], axis=2)
     np.fill_diagonal(better, val=False)
     kept: Floats = rows[~better.any(axis=1)]

@@ -1,4 +1,4 @@
-"""The subgroups as a bound sees them: each by itself, or those that are alike together."""
+"""The groups of subgroups that a lower bound distinguishes: single subgroups, or similar neighbors together."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ MOST_SIZES = 4  # of neighbours that are one piece for each of their sizes; more
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of the model in the order of its layers: ``count`` subgroups of ``size`` elements.
+    """Groups of subgroups in the order of the layers: each has ``count`` subgroups of ``size`` elements.
 
     Attributes:
-        least: elements of a piece's smallest subgroup.
-        whole: the subgroups of a piece have one size, and only whole numbers of them are placed;
-            else it is a fluid: ``size`` is that of the largest, ``count`` how often it is there.
-        homes: where the subgroups' parameters must live; "": anywhere.
-        tail_s: forward that is left when the layers begin that hold the piece's last subgroup.
-        fetches: how often an element comes in for passes, where it lives on the host.
-        sent_s: Backward that is left when the first part of that subgroup's gradient may leave.
-        left_s: Backward that is left when the gradient of that subgroup is complete.
-        completes: Share of that subgroup's gradient that is reduced only then.
+        least: Elements of the group's smallest subgroup.
+        whole: True if the group's subgroups have one size, so that only whole numbers of them are placed.
+            Otherwise they are split freely: ``size`` is that of the largest, ``count`` is the group's total
+            in units of it.
+        locations: Memory that holds the subgroups' parameters. Empty: any.
+        tail_s: Seconds of forward left when the layers begin that hold the group's last subgroup.
+        fetches: How often an element is copied in for passes if it is in host memory.
+        sent_s: Seconds of backward left when the first part of the last subgroup's gradient may be sent.
+        left_s: Seconds of backward left when the gradient of the last subgroup is complete.
+        completes: Fraction of the last subgroup's gradient that is reduced only then.
         part: Elements of the largest part of a gradient.
-        single: True if each gradient of the piece leaves in one part.
-        first, last: subgroups.
-        end_s: backward that is left when all of its gradients are complete.
-        block: The number of the piece's block of neighbours.
-        passes: Number of layers whose backward yields gradients of that block.
+        single: True if each gradient of the group is sent in one part.
+        first, last: Numbers of the group's first and last subgroup.
+        end_s: Seconds of backward left when all of the group's gradients are complete.
+        block: Number of the group's block of neighboring subgroups.
+        passes: Number of layers whose backward produces gradients of that block.
     """
 
     size: NDArray[np.int64]
@@ -60,10 +61,10 @@ class Pieces:
 
     @classmethod
     def of(cls, w: Workload, most: int, locations: Sequence[Memory]) -> Self:
-        """Group neighbouring subgroups into at most ``most`` blocks.
+        """Return a workload's groups of neighboring subgroups, from at most ``most`` blocks.
 
         Args:
-            homes: location of each subgroup's parameters. Empty: any.
+            locations: Memory that holds each subgroup's parameters. Empty: any.
         """
         forward = np.array([layer.forward_s for layer in w.layers])
         backward = np.array([layer.backward_s for layer in w.layers])
@@ -104,8 +105,9 @@ class Pieces:
         return len(self.size)
 
     def ahead(self, p: int) -> NDArray[np.bool_]:
-        """Return which pieces have all their gradients when piece ``p`` gets its first one, including ``p`` if it
-        is single.
+        """Return which groups of subgroups have all gradients when group ``p`` gets its first gradient.
+
+        The group ``p`` itself is included if it is a single subgroup.
         """
         ahead: NDArray[np.bool_] = self.first > self.last[p]
         ahead[p] = self.count[p] == 1
@@ -113,7 +115,7 @@ class Pieces:
 
 
 def parts_of_subgroups(w: Workload) -> list[list[tuple[int, int]]]:
-    """Return (layer, elements) of the parts of each subgroup's gradient, the first layer's first."""
+    """Return the (layer, elements) parts of each subgroup's gradient, the first layer's part first."""
     held: list[list[tuple[int, int]]] = [[] for _ in w.subgroups]
     for layer, shares in enumerate(w.shares()):
         for subgroup, elements in shares:
@@ -122,7 +124,6 @@ def parts_of_subgroups(w: Workload) -> list[list[tuple[int, int]]]:
 
 
 def _fetches(w: Workload) -> list[float]:
-    """Return how often an element of each subgroup comes in."""
     elements = [0.0] * len(w.subgroups)
     for held, often in zip(w.shares(), fetches_of_a_step(w), strict=True):
         for subgroup, share in held:
@@ -131,9 +132,10 @@ def _fetches(w: Workload) -> list[float]:
 
 
 def _blocks(layers: Sequence[int], most: int) -> list[range]:
-    """Return blocks of subgroups, with the last ones by themselves: least of forward is left after them.
+    """Return blocks of neighboring subgroups. The last few subgroups are blocks by themselves.
 
-    The other blocks begin with a layer that begins a subgroup: one backward completes them.
+    Least of forward is left after them. Each other block begins with a layer that begins a subgroup, so that
+    one backward completes the block.
     """
     count = len(layers)
     alone = min(LAST, count - 1) if most > 1 else 0
@@ -149,7 +151,10 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
 
 
 def _alike(sizes: Sequence[int], block: range, locations: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
-    """Return groups of equal size if there are few sizes, never across two parameter locations."""
+    """Return a block's subgroups in groups of equal size, if there are few sizes.
+
+    A group never has two parameter locations.
+    """
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}
     for s in block:

@@ -1,4 +1,4 @@
-"""The waits of backward: gradients in flight must fit into their room."""
+"""The waits of backward for the limited device memory of gradients that are being copied to the host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ MOST_BESIDE = 3  # gradients under way; where there is room for more, they hide 
 
 
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
-    """Add that behind a pass all but so many bytes of gradients go home before the next pass begins.
+    """Add linear-program rows for the limit on gradients that are being copied to the host.
 
-    So `EbbtideLoop` says of each micro-batch, and of all micro-batches one after the other.
+    A pass begins only if the gradients still in flight fit into their device memory. `EbbtideLoop` follows
+    this rule in each micro-batch, and over all micro-batches.
 
     Args:
-        every: how many subgroups of a piece are updated in a way: shape (pieces, ways).
-        waited: what backward waits for, in seconds.
+        every: Number of a group's subgroups that are updated in each way: shape (groups, ways).
+        waited: Variable for the seconds that backward waits.
     """
     rows.upper[waited] = 0.0
     chains = [(times, _Chain(m, some)) for times, some in _micro_batches(m) if some]
@@ -58,9 +59,9 @@ def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
 
 
 def _together(m: Model, sent: Floats) -> float:
-    """Return the bytes of parts of gradients that may be in flight when a pass begins.
+    """Return the bytes of parts of gradients that may be in flight to the host when a pass begins.
 
-    With half of the oldest part they fit into the room. Others are in flight too, each as often as
+    With half of the oldest part they fit into the memory for them. Others are in flight too, each as often as
     there are micro-batches.
     """
     each = float(sent[0] / m.pieces.size[0])
@@ -77,14 +78,14 @@ def _together(m: Model, sent: Floats) -> float:
 
 
 class _Chain:
-    """A backward: its pieces in the order of their last gradients.
+    """A backward, as groups of subgroups in the order of their gradients' completion.
 
     Attributes:
-        work: seconds, by resource.
+        work: Seconds by resource.
     """
 
     def __init__(self, m: Model, parts: Sequence[Part]) -> None:
-        """``parts``: what happens to gradients in it."""
+        """Set up a backward for a lower bound. ``parts``: the steps of its gradients."""
         self.pieces = pieces = m.pieces
         sent = pieces.size.astype(np.float64) * m.work.bytes.gradient
         self.ways = sorted({p.way for p in parts})
@@ -112,7 +113,7 @@ class _Chain:
         self.beside = [each for each in some if each is not None]
 
     def _bursts(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield the first position, the last position and the pieces of each block."""
+        """Yield each block of neighboring subgroups: its first position, its last position and its groups."""
         block = self.pieces.block[self.order]
         for number in dict.fromkeys(block.tolist()):
             places = np.flatnonzero(block == number)
@@ -122,7 +123,7 @@ class _Chain:
 
     @property
     def waits(self) -> bool:
-        """Return whether backward waits if all gradients go home."""
+        """Return whether backward would wait if all of its gradients were copied to the host."""
         some = zip(self.work, self.alone_s, strict=True)
         return any(self._waits(*each) for each in some) or any(b.waits(self) for b in self.beside)
 
@@ -144,7 +145,7 @@ class _Chain:
         return float(self.pieces.passes[pieces[0]] * alone_s[pieces].max())
 
     def add(self, rows: Rows, every: Columns) -> int:
-        """Return the variable that is what it waits for."""
+        """Add linear-program rows for a backward's waits, and return the variable for the seconds that it waits."""
         waited = rows.new(len(self.order))
         for k in range(1, len(waited)):
             rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))
@@ -155,7 +156,7 @@ class _Chain:
         return int(waited[-1])
 
     def _come_to_host(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
-        """Add the rows of gradients that go home one after the other on a resource."""
+        """Add linear-program rows for gradients that are copied to the host one after the other on a resource."""
         count, left_s = self.pieces.count, float(alone_s.max())
         sent = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
@@ -176,7 +177,10 @@ class _Chain:
 
 
 def _paces(m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats) -> list[dict[int, float]]:
-    """Return the least seconds per byte, by lane or capacity and by way, without dominated ones."""
+    """Return the least seconds per byte of copying gradients, by lane or capacity and by way of updating.
+
+    Dominated ones are left out.
+    """
     some = [
         {p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
         for lane in dict.fromkeys(p.step.lane for p in parts)
@@ -196,12 +200,12 @@ def _taken(parts: Sequence[Part], way: int, capacity: str) -> Floats:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Gradients of one part so large that no more than ``most`` are under way when a pass begins.
+    """Large gradients of a single part. At most ``most`` of them are in flight when a pass begins.
 
-    One more would be above the room even with half of the oldest part left out.
+    One more would exceed the device memory for them, even with half of the oldest part left out.
 
-    Each is under way for as long as its own ways take. While passes run, so many are at once; while
-    backward waits, those too that the pass before has completed, together ``waiting``.
+    Each is in flight for as long as its own copies take. During passes, ``most`` are in flight at once. While
+    backward waits, those that the previous pass has completed are in flight too, together ``waiting``.
     """
 
     most: int
@@ -212,7 +216,7 @@ class _Beside:
 
     @classmethod
     def of(cls, m: Model, parts: Sequence[Part], most: int) -> Self | None:
-        """None: there are no such gradients."""
+        """Return the large gradients of a workload, or None if there are none."""
         least = ROOM / (most + 0.5) / m.work.bytes.gradient
         large = (m.pieces.least > least) & m.pieces.single
         if not large.any():
@@ -226,7 +230,7 @@ class _Beside:
         return cls(most, large, most + max(ends.values()), takes, longest_s)
 
     def add(self, chain: _Chain, rows: Rows, every: Columns, waited: Columns) -> None:
-        """Add the rows of everything complete at a position, except what may be left then."""
+        """Add linear-program rows for all large gradients that are complete at a position of backward."""
         there = np.flatnonzero(self.large[chain.order])
         for k in there:
             some = chain.order[there[there <= k]]
@@ -236,7 +240,7 @@ class _Beside:
             rows.at_most(left_s, (int(waited[k]), -float(self.waiting)), *asked)
 
     def waits(self, chain: _Chain) -> bool:
-        """Return whether backward waits if all of them go home."""
+        """Return whether backward would wait if all large gradients were copied to the host."""
         takes = np.minimum(np.max(list(self.takes.values()), axis=0), self.longest_s)
         there = np.flatnonzero(self.large[chain.order])
         run_s = float(chain.begin_s[there[0]] - chain.end_s[there[-1]])

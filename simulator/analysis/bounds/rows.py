@@ -1,4 +1,4 @@
-"""A linear program in whole numbers, row by row."""
+"""A mixed-integer linear program that is built row by row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ LONGEST_S = 60.0  # of a search that takes a second: some never end, whatever th
 
 @dataclass
 class Rows:
-    """``sum of terms <= limit``, and equalities; variables are at least 0.
+    """The variables and rows of a linear program: ``sum of terms <= limit``, and equalities.
+
+    Variables are at least 0.
 
     Attributes:
-        names: of rows that somebody may ask for; "" of others.
+        names: Names of rows that can be reported as binding. Empty for others.
     """
 
     upper: list[float] = field(default_factory=list)
@@ -33,18 +35,18 @@ class Rows:
     _ends: list[int] = field(default_factory=lambda: [0])
 
     def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
-        """Add ``count`` variables."""
+        """Add ``count`` variables to a linear program, and return their columns."""
         first = len(self.upper)
         self.upper += [upper] * count
         self.whole += [whole] * count
         return np.arange(first, first + count)
 
     def one(self, upper: float = np.inf, *, whole: bool = False) -> int:
-        """Return a variable."""
+        """Add one variable to a linear program, and return its column."""
         return int(self.new(1, upper, whole=whole)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
-        """Add a row; ``least``: the sum is no less than that."""
+        """Add a row to a linear program: a sum of terms that is at most ``limit`` and at least ``least``."""
         for some, factor in terms:
             columns = some.tolist() if isinstance(some, np.ndarray) else [int(some)]
             self._columns += columns
@@ -61,11 +63,12 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
-        """Return the least value of a variable, or what is known to be no more than that; and a solution,
-        all zeros where the search ended without one. None where there is none.
+        """Return a lower bound of a variable's least value, and a solution. None if there is no solution.
+
+        The solution is all zeros if the search ended without one.
 
         Args:
-            nodes: of the search for whole numbers; 0: fractions will do.
+            nodes: Limit of the search for whole numbers. 0: fractions are allowed, and the bound is exact.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -83,7 +86,7 @@ class Rows:
         return -np.inf if low is None else float(low), x
 
     def full(self, x: Floats) -> tuple[str, ...]:
-        """Return the names of the rows that have nothing left in a solution."""
+        """Return the names of a linear program's rows that are at their limit in a solution."""
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)

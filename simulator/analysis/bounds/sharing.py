@@ -1,4 +1,4 @@
-"""The shares of the node in the window: its parts, and the alternating modes of each."""
+"""Rows of the lower bound's linear program for lanes that share the node after the gradient norm."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ CLOSE = 1e-9
 
 
 class Sharing:
-    """Adds to a window's program that lanes slow each other.
+    """The linear-program rows for lanes that slow each other during the update window.
 
-    The window is cut at moments behind its begin and before its end. What a lane has done at each
-    of them is a variable; between two it does what can neither begin before the one nor end behind
-    the other.
+    The window is the time from the gradient norm to the end of the next forward (see `Window`). It is divided
+    at moments after its start and before its end. The work that a lane has done at each moment is a variable.
+    Between two moments the lane does the work that can neither begin before the first nor end after the
+    second.
     """
 
     def __init__(self, window: Window, known_s: float) -> None:
-        """``known_s``: no window is shorter, with what backward waits for."""
+        """Add rows for lanes that slow each other to a linear program.
+
+        Args:
+            known_s: Known lower bound of the window, including the waits of backward.
+        """
         self.window, self.rows, self.model = window, window.rows, window.model
         known_s = window.least_inside_s(known_s)
         self.begins = [0.0, *(h for h in self._heads() if 0 < h < known_s / 2)]
@@ -46,7 +51,7 @@ class Sharing:
             self._follow(lane)
 
     def _heads(self) -> list[float]:
-        """Return moments after the begin: the lowest, the next and the median of each step."""
+        """Return moments after the gradient norm: the lowest, the second and the median start of each step."""
         chosen = set()
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
             heads = np.unique(part.head_s)
@@ -55,7 +60,7 @@ class Sharing:
         return sorted(chosen)
 
     def _tails(self) -> list[float]:
-        """Moments before the end, descending."""
+        """Return moments before the end of the next forward, in descending order."""
         tails = self.model.pieces.tail_s
         found = set(tails.tolist())
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
@@ -66,7 +71,7 @@ class Sharing:
         return [*rest[:: max(1, len(rest) // NEXT_TAILS)][::-1], *ordered[:TAILS][::-1]]
 
     def _done(self, modes: Modes) -> dict[Lane, Columns]:
-        """Return the required work that each lane has done at the end of each part of the window."""
+        """Return variables for the work that each lane has done at the end of each part of the update window."""
         heads, tails = np.diff(self.begins), -np.diff(self.ends)
         fixed_s = self.begins[-1] + self.ends[0]
         done = [self.rows.new(len(modes.lanes)) for _ in range(len(heads) + 1 + len(tails))]
@@ -93,10 +98,10 @@ class Sharing:
             self.rows.at_most(0.0, *asked, *before, (int(done[len(self.begins) - 1 + end]), -1.0))
 
     def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
-        """Yield the least work between two moments.
+        """Yield the linear-program terms for a step's least work between two moments.
 
-        Staged updates follow the first that has left, which was in early, or follow an early update at any
-        time. The last ones leave to make room for others, which then come in.
+        Staged updates follow the first subgroup that has left, which was copied in early, or they follow an early
+        update at any time. The last ones leave to make room for others, which are then copied in.
         """
         window, tails = self.window, self.model.pieces.tail_s
         begun = part.head_s >= begin_s * (1 - CLOSE)
@@ -118,8 +123,9 @@ class Sharing:
             yield from window.asked(part, part.alone_s, chosen)
 
     def _follow(self, lane: Lane) -> None:
-        """A lane has done no more than what it follows lets it: the steps before, or, of visits
-        beyond the slots, the ways out of others.
+        """Require that a lane has done no more work than the preceding steps on another lane allow.
+
+        For staged updates beyond the number of buffers, these are the copies back of other subgroups.
         """
         parts = self.model.on(lane)
         before = [self._followed(part) for part in parts]
@@ -157,7 +163,7 @@ class Sharing:
         return [p for p in self.model.parts if p.inside == Inside.TAKERS]
 
     def _late_gradients(self) -> dict[Lane, int]:
-        """Return, by lane, the seconds of gradients that go home after the norm.
+        """Return, by lane, variables for the seconds of gradient copies that end after the gradient norm.
 
         Each layer's parts follow its backward, and the gradients of all micro-batches follow each other.
         """
@@ -178,5 +184,8 @@ class Sharing:
         return late
 
     def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
-        """Bound a lane's lateness from below by the work that does not fit into backward and its waits."""
+        """Bound the seconds of a lane's gradient copies after the gradient norm from below.
+
+        They are at least the work that does not fit into backward and its waits.
+        """
         self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)

@@ -1,7 +1,7 @@
-"""The rules that no plan breaks, as rows of a linear program in whole numbers.
+"""The rules that no plan breaks, as rows of a mixed-integer linear program for the lower bound.
 
-Each rule's docstring says why it holds. What is asked for up to a piece is asked for of all pieces
-whose layers come before it too: forward needs them no later.
+Each rule's docstring explains why it holds. A rule for a group of subgroups also includes all groups
+whose layers come earlier, because forward needs them no later.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ NAMES = {
 
 
 class Window:
-    """The work of a plan with so many staging slots in the window, and around it.
+    """The linear program for the work between the gradient norm and the end of the next forward (the window).
 
     Attributes:
-        seconds: of the window, ``inside``, plus the waits of backward: the minimised figure.
-        x: number of a piece's subgroups in each way: shape (pieces, ways).
-        early, kept: of the staged ways, the ones that come in before another has left, and the ones
-            that keep their slot to the end: by way, shape (pieces,).
-        beyond: by slot, 1 if there are more staged updates than slots.
+        seconds: Minimized variable: ``inside``, the seconds of the window, plus the waits of backward.
+        x: Number of a group's subgroups that are updated in each way: shape (groups, ways).
+        early, kept: For staged updates, the numbers of subgroups that are copied in before another has left,
+            and that keep their buffer to the end: by way, shape (groups,).
+        beyond: By kind of buffer, 1 if there are more staged updates than buffers.
     """
 
     def __init__(
@@ -71,10 +71,13 @@ class Window:
         numbers: Sequence[float] = (),
         largest_staged: tuple[int, int] | None = None,
     ) -> None:
-        """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
-        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, however they
-        are guessed and summed, if given; ``largest_staged``: between which sizes the largest is that
-        visits staging slots.
+        """Build the linear program for a lower bound.
+
+        Args:
+            room: Bytes of each memory for state, gradients and buffers.
+            slots: Number of staging buffers. None: any number from ``fewest`` on.
+            numbers: Number of subgroups of each plain way, if given.
+            largest_staged: Range of sizes in which the largest staged subgroup is.
         """
         self.model, self.slots, self.fewest, self.largest_staged = model, slots, fewest, largest_staged
         self.rows, count = Rows(), len(model.pieces)
@@ -96,22 +99,36 @@ class Window:
         self._iteration()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
-        """Require that these seconds fit into the window and ``outside_s`` of backward."""
+        """Require that some work fits into the update window and ``outside_s`` seconds of backward.
+
+        The update window is the time from the gradient norm to the end of the next forward.
+        """
         self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
 
     def behind_the_norm(self, behind_s: float, *terms: Term, name: str = "") -> None:
-        """Require that these seconds fit into the window, followed by ``behind_s``."""
+        """Require that some work, and ``behind_s`` seconds after it, fit into the update window.
+
+        The update window is the time from the gradient norm to the end of the next forward.
+        """
         self.rows.at_most(-behind_s, (self.inside, -1.0), *terms, name=name)
 
     def least_inside_s(self, known_s: float) -> float:
-        """Return a lower bound of every window. ``known_s``: the bound including backward's waits."""
+        """Return a lower bound of the seconds from the gradient norm to the end of the next forward.
+
+        Args:
+            known_s: Known bound that includes the waits of backward.
+        """
         if not self.rows.upper[self.waited]:
             return known_s
         solved = self.rows.lowest(self.inside)
         return known_s if solved is None else solved[0] * (1 - CLOSE)
 
     def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
-        """Return the terms of a part's work in the window, for the chosen pieces."""
+        """Return the terms of a linear program for a step's work after the gradient norm.
+
+        Args:
+            pieces: Groups of subgroups to include.
+        """
         terms: list[Term] = [(self.x[pieces, part.way], seconds[pieces])]
         outside = {Inside.TAKERS: self.early, Inside.GIVERS: self.kept}.get(part.inside, {})
         if part.way in outside:
@@ -120,17 +137,20 @@ class Window:
 
     @property
     def sent(self) -> list[Part]:
-        """Return the steps that send gradients home."""
+        """Return the steps that copy gradients to host memory."""
         return [p for p in self.model.gradients if Wait.SUM not in p.step.waits]
 
     @property
     def sending(self) -> list[Part]:
-        """Return the steps with device memory in flight. Sums are sent from their place."""
+        """Return the steps that copy gradients to the host and hold them in device memory meanwhile.
+
+        On-device sums are copied from where they are.
+        """
         return [p for p in self.sent if not self.model.ways[p.way].sum_on_device]
 
     @property
     def waiting(self) -> dict[Lane, list[Part]]:
-        """Updates that wait for gradients to come home, by lane."""
+        """Return the steps of updates that wait for gradients in host memory, by lane."""
         lanes: dict[Lane, list[Part]] = {}
         for p in self.model.parts:
             if Wait.GRADIENT in p.step.waits and self.model.recipes[p.way].gradient_steps:
@@ -143,7 +163,7 @@ class Window:
     # -- what is where -----------------------------------------------------------------------
 
     def _place(self, numbers: Sequence[float]) -> None:
-        """Each subgroup is updated in one way, with its parameters where they must live."""
+        """Require that each subgroup is updated in one way, with its parameters at their given location."""
         pieces = self.model.pieces
         for p, sent in enumerate(pieces.locations):
             self.rows.equal(pieces.count[p], (self.x[p], 1.0))
@@ -168,21 +188,22 @@ class Window:
             self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
 
     def place_each(self) -> None:
-        """Require whole numbers of subgroups in each way, for pieces of equal subgroups."""
+        """Require whole numbers of subgroups in each way of updating, for groups of equal subgroups."""
         some = self.x[self.model.pieces.whole].ravel()
         for variable in some:
             self.rows.whole[variable] = True
 
     def limit(self, slot: Slot) -> int:
-        """Buffers of a kind, at the most."""
+        """Return the largest number of buffers of one kind (such as staging buffers) that a plan may have."""
         staging = MANY if self.slots is None else self.slots
         return slot_limit(slot, staging, MANY, host_slots=MANY)
 
     def _hold_slot(self, slot: Slot) -> None:
-        """Limit the staged updates of a slot: as many come in early as there are slots, and as many need not leave.
+        """Limit the staged updates that use a kind of buffer.
 
-        All slots together are as large as those, and each is as large as the largest staged subgroup,
-        including early ones, on which there is no other limit.
+        As many subgroups are copied in early as there are buffers, and as many need not leave. All buffers
+        together are as large as these, and each is as large as the largest staged subgroup. That includes early
+        updates, which have no other limit.
         """
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
@@ -220,7 +241,10 @@ class Window:
             self._in_turn(slot, limit)
 
     def _apart(self, some: Columns, way: int, others: int) -> None:
-        """``some`` are subgroups of a way; ``others`` is 1 where there are others."""
+        """Require that ``some`` are no more than the subgroups updated in a way.
+
+        ``others`` is 1 if there are further subgroups of that way.
+        """
         count = self.model.pieces.count
         for p, variable in enumerate(some):
             self.rows.at_most(0.0, (variable, 1.0), (self.x[p, way], -1.0))
@@ -228,7 +252,10 @@ class Window:
             self.rows.at_most(0.0, *here, (others, -count[p]))
 
     def _in_turn(self, slot: Slot, limit: int) -> None:
-        """A slot's visits follow one another: in the window those beyond, in an iteration all."""
+        """Require that the staged updates in a buffer follow one another.
+
+        After the gradient norm these are the updates beyond the number of buffers, in an iteration all of them.
+        """
         m = self.model
         parts = [p for p in m.parts if p.slot == slot]
         inside: list[Term] = []
@@ -242,7 +269,10 @@ class Window:
             self.behind_the_norm(m.pieces.tail_s[-1], *inside)
 
     def _fit(self, room: Mapping[Memory, float]) -> None:
-        """State, gradients, parameters and slots, in units of a large subgroup's state."""
+        """Require that state, gradients, parameters and buffers fit into each memory.
+
+        Amounts are in units of the largest subgroup's state.
+        """
         m = self.model
         if m.machine.unified_memory:
             return
@@ -271,9 +301,10 @@ class Window:
             )
 
     def _under_way(self) -> int:
-        """Add the device memory of gradients in flight: all of them, or the maximum.
+        """Return a variable for the device memory of gradients that are being copied to the host.
 
-        So many of them are together at least as large as the smallest ones.
+        It is all of them, or the maximum. A number of gradients is at least as large as that many of the
+        smallest.
         """
         m, pieces, kept = self.model, self.model.pieces, self.rows.one()
         most = GRADIENTS_UNDER_WAY_BYTES / m.workload.grad_bytes_per_param
@@ -292,8 +323,10 @@ class Window:
     # -- resources ---------------------------------------------------------------------------
 
     def _resources(self) -> None:
-        """Require that the window's work fits: on each lane before the forward that follows a piece, and on each
-        capacity as a whole.
+        """Require that the work after the gradient norm fits on each lane and each capacity.
+
+        On a lane it must end before the forward that follows a group of subgroups. On a capacity it counts as a
+        whole.
         """
         m, tails = self.model, self.model.pieces.tail_s
         last = len(tails) - 1
@@ -314,9 +347,9 @@ class Window:
             self.behind_the_norm(behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
 
     def _iteration(self) -> None:
-        """Require that an iteration's work fits into it.
+        """Require that all work of a training iteration fits into its time.
 
-        Nothing comes in for updates before the last layer has ended its last backward.
+        Nothing is copied in for updates before the last layer has ended its last backward.
         """
         m, tails = self.model, self.model.pieces.tail_s
         everything = [*m.parts, *m.gradients]
@@ -338,12 +371,12 @@ class Window:
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
 
     def _coming(self) -> list[Part]:
-        """Return the steps that come in for an update, none before the end of the last backward begins."""
+        """Return the steps that copy state to the GPU for an update after the last layer's last backward."""
         takers = [p for p in self.model.parts if p.inside == Inside.TAKERS and not p.ahead]
         return [*(p for p in self.model.parts if p.inside == Inside.ALL), *takers]
 
     def _fetched(self, capacity: str) -> Iterator[Term]:
-        """Parameters that live in host memory come in for each forward and each backward."""
+        """Yield the terms for parameters in host memory, which are copied to the GPU for each forward and backward."""
         m = self.model
         sizes = m.pieces.size * m.workload.wire_bytes
         for way, each_way in enumerate(m.ways):

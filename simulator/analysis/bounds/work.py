@@ -1,4 +1,4 @@
-"""The least work of a recipe's steps: seconds of their lanes, and of capacities."""
+"""The least work of an update's ops: seconds on their lanes, and seconds of each capacity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Least:
     """The least work of one op.
 
     Attributes:
-        seconds: on its lane, whatever runs at the same time.
-        alone_s: seconds if nothing is shared, not even with other ranks.
-        taken_s: seconds of each capacity, if the op were alone on it.
+        seconds: Seconds on its lane, whatever runs at the same time.
+        alone_s: Seconds if nothing is shared, not even with other ranks.
+        taken_s: Seconds of each capacity, if the op were alone on it.
     """
 
     seconds: float
@@ -28,7 +28,7 @@ class Least:
 
 
 class Work:
-    """The ops of steps on a machine that the ranks of a node share."""
+    """The least work of an update's ops on a machine that the ranks of a node share."""
 
     def __init__(self, w: Workload, machine: Machine) -> None:
         self.bytes, self.machine = Bytes.of(w), machine
@@ -40,7 +40,7 @@ class Work:
         self._known: dict[tuple[Step, int], Least] = {}
 
     def ops(self, step: Step, size: int) -> list[Op]:
-        """Return the ops of a subgroup's step, one for each number of threads that matters."""
+        """Return the ops for one step of a subgroup's update, one for each number of threads that matters."""
         return [
             Op(
                 0,
@@ -56,7 +56,7 @@ class Work:
         ]
 
     def least(self, step: Step, size: int) -> Least:
-        """Return the least work of a subgroup's step, with the best number of threads for each figure."""
+        """Return the least work of one step of a subgroup's update, with the best number of threads."""
         known = self._known.get((step, size))
         if known is None:
             some = [self._of(op) for op in self.ops(step, size)]
@@ -67,7 +67,10 @@ class Work:
         return known
 
     def fetched(self, size_bytes: float) -> Least:
-        """Parameters that come in for a pass, in copies of any size."""
+        """Return the least work of copying parameters from host memory to the GPU for a pass.
+
+        The copies may have any size.
+        """
         op = Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s", dram_bytes=size_bytes)
         return self._of(op, size_bytes / self.machine.rate("h2d_bytes_per_s"))
 

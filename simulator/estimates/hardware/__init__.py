@@ -1,1 +1,1 @@
-"""Published facts of machines, by preset."""
+"""Published figures of the machines that are available as presets."""

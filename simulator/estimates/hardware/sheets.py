@@ -1,4 +1,4 @@
-"""Machines by their data sheets and publications: the facts that `ebbtide.simulator.estimates.presets` works with."""
+"""Figures of machines from data sheets and publications, used by `ebbtide.simulator.estimates.presets`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ _SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 
 @dataclass(frozen=True)
 class Compute:
-    """Shares of a data sheet's dense bf16 rate that training sustains, both found on published runs.
+    """The fractions of a GPU's rated dense bf16 speed that training sustains, found on published runs.
 
     Attributes:
-        products: share of large matrix products.
-        attention: share of flash attention, forward and backward, over causal sequences.
-        runs: names of those runs, or of the device whose shares are taken.
+        products: Fraction that large matrix products sustain.
+        attention: Fraction that flash attention sustains, forward and backward, over causal sequences.
+        runs: Names of the runs, or of the device whose fractions are used.
     """
 
     products: float
@@ -51,17 +51,19 @@ COMPUTE: Mapping[str, Compute] = {
 
 @dataclass(frozen=True)
 class Sheet:
-    """The figures of data sheets and publications for one machine. Everything else follows from them.
+    """The figures of one machine from data sheets and publications. A preset is computed from them.
 
     Attributes:
-        dram_bytes_per_s: of the sockets that a run uses, by the number of channels.
-        link_raw_bytes_per_s: one direction, before protocol; ``link``: the rate of pinned copies.
-        core: bytes/s of DRAM that a single core draws, and the core's name.
-        ranks_per_uplink: GPUs that share one PCIe path to the host, the neighbors of a rank first.
-        stock_update: parameters/s of a rank's update as published, with the new parameters' copy
-            to the device, by number of concurrent ranks: lowest and highest figure, and their
-            source. Empty: as DRAM allows.
-        stock_source: ``assumed`` if those figures are of another node with such a host.
+        dram_bytes_per_s: Memory bandwidth of the sockets that a run uses, from the number of channels.
+        link_raw_bytes_per_s: Rate of the host link in one direction, before protocol overhead.
+        link: Rate of pinned copies.
+        core: Bytes/s of DRAM that a single core reaches, and the core's name.
+        ranks_per_uplink: Number of GPUs that share one PCIe path to the host. They belong to neighboring
+            ranks.
+        stock_update: Published parameters/s of a rank's update, including the copy of new parameters to the
+            device, by number of concurrent ranks: lowest and highest figure, and their source. Empty: limited
+            by DRAM.
+        stock_source: ``assumed`` if these figures come from another node with such a host.
     """
 
     device_name: str
@@ -88,13 +90,16 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the shares of the device with the longest name that begins this one's."""
+        """Return the fractions of its rated speed that a machine's GPU sustains.
+
+        They are those of the known device with the longest name that is a prefix of the GPU's name.
+        """
         named = [name for name in COMPUTE if self.device_name.startswith(name)]
         return COMPUTE[max(named, key=len)]
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return what a triad loop reaches of the data sheet's bandwidth."""
+        """Return the memory bandwidth that a triad loop reaches on this machine, below the data sheet's value."""
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
@@ -197,7 +202,7 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Build the sheets of two cards in a desktop, and of four and eight in a server."""
+    """Build the sheets of two cards in a desktop, and of four and eight cards in a server."""
     two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
     more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
     return {f"{name}-x2": two, **{f"{name}-x{gpus}": sheet for gpus, sheet in more.items()}}

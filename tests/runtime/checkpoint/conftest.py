@@ -23,7 +23,7 @@ BLOCK = 16384
 
 
 class FaultyFiles(Files):
-    """Makes the n-th system call fail, or all calls from then on; counts what it saw."""
+    """File operations that fail at the n-th system call, or from then on, and count the calls."""
 
     def __init__(self, at=None, error=errno.EIO, *, short=False, lasting=False):
         self.at, self.error, self.short, self.lasting = at, error, short, lasting
@@ -48,7 +48,7 @@ class FaultyFiles(Files):
 
 
 class Gate(Files):
-    """Stops at a point until it is opened; then goes on, fails, or ends the process."""
+    """File operations that stop at a named point until opened. Then they continue, fail, or end the process."""
 
     def __init__(self, at, then=lambda: None):
         self.at, self.then = at, then
@@ -62,7 +62,7 @@ class Gate(Files):
 
 
 class Bench:
-    """Saves state dicts through the real writer, commit and retention; one rank by default."""
+    """A saver of state dicts with the real writer, commit and retention, on one rank by default."""
 
     def __init__(self, folder, *, budget_blocks=64, writers=2, deadline_s=20.0):
         self.folder = Path(folder)
@@ -87,7 +87,11 @@ class Bench:
         durably=None,
         stored=None,
     ):
-        """``stored``: gives an announced step and what the checkpoint says of it."""
+        """Return a prepared save of a state dict.
+
+        Args:
+            stored: Function that returns an announced step and the checkpoint's entry for this step.
+        """
         files = files or Files()
         self.saved += 1
         step = self.saved if step is None else step
@@ -123,7 +127,7 @@ class Bench:
         return Job(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
 
     def save(self, state, tag=None, **options):
-        """Saves and waits; raises what went wrong."""
+        """Save a state dict and wait for the commit. Raise the error of a failed save."""
         job = self.begin(state, tag, **options)
         job.start()
         assert job.wait(60)

@@ -1,4 +1,4 @@
-"""Trains under a plan on two ranks (`forked_ranks`) and saves; each rank tells what it holds."""
+"""Training under a plan on two ranks (`forked_ranks`) with checkpoints. Each rank writes its results."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def draws():
 
 
 def saved_apart(engine, folder):
-    """Each rank under a tag of its own: what there is then, with the tensors of each file."""
+    """Save each rank's checkpoint under a separate tag. Return all files and the tensors of this rank's files."""
     tag = f"rank{torch.distributed.get_rank()}"
     engine.save_checkpoint(str(folder), tag=tag)
     mine = {path.name: dict(tensors_of(torch.load(path, weights_only=False))) for path in (folder / tag).glob("*.pt")}
@@ -43,7 +43,10 @@ def saved_apart(engine, folder):
 
 
 def same(one, other):
-    """Also in the bytes that the file holds for it: a view must not bring all of its buffer."""
+    """Return whether two tensors are equal, also in the bytes that the file stores for them.
+
+    A view must not bring its whole buffer into the file.
+    """
     sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
     return torch.equal(one, other) and sizes[0] == sizes[1]
 

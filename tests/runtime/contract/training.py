@@ -1,4 +1,4 @@
-"""Stock and ebbtide over the same steps, for the contract suite."""
+"""Training with stock DeepSpeed and with ebbtide over the same steps, for the contract tests."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ def device_of(name: str) -> Device:
 
 
 def slowed(*rates: float) -> Device:
-    """The emulated device at these rates; where there is a GPU, that one, at its own."""
+    """Return an emulated device with the given rates. On a machine with a GPU return the GPU."""
     return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any) -> Plan:
-    """The pattern repeated over the engine's subgroups, or over pieces of them; below ZeRO-3 the
-    plan cuts them.
+    """Return a plan that repeats a pattern of placements over the engine's subgroups, or over parts of
+    them.
 
-    Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``locations`` is a
-    pattern of parameter homes; left out, parameters live where the config has them.
+    Below ZeRO-3 the plan cuts the subgroups, and none is stored. With ``order_seed`` updates have a
+    random order. ``locations`` is a pattern of parameter locations. Without it, parameters stay where
+    the config puts them.
     """
     own = subgroup if pieces else getattr(engine.optimizer, "sub_group_size", subgroup)
     count = len(subgroups_of(engine.optimizer, own))
@@ -74,7 +75,7 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
 
 
 def start(model: torch.nn.Module | None = None, parameters: Any = None, **config: Any) -> Any:
-    """A DeepSpeed engine on a tiny byte GPT, always from the same weights."""
+    """Return a DeepSpeed engine on a tiny byte GPT, always with the same initial weights."""
     import deepspeed
     from packaging.version import Version
 
@@ -90,7 +91,7 @@ def start(model: torch.nn.Module | None = None, parameters: Any = None, **config
 
 
 def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
-    """A random pause before every op: what may overlap does, in ever other orders."""
+    """Return a function that pauses for a random time before every op, so that overlapping ops vary in order."""
     rng = random.Random(seed)
     return lambda op: time.sleep(rng.random() * longest_s)
 
@@ -98,7 +99,7 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
 def train(
     engine: Any, steps: int = 6, first: int = 0, each: Callable[[Any, int], None] | None = None, batches: Any = None
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Losses and gradient norms of some micro-steps."""
+    """Train some micro-batches, and return the losses and gradient norms."""
     batches = batches or Batches(2, SIZES["tiny"].sequence)
     losses, norms = [], []
     for number in range(first, first + steps):
@@ -110,9 +111,11 @@ def train(
 
 
 def all_state(engine: Any) -> dict[str, torch.Tensor]:
-    """`state_of`, complete: below ZeRO-3 stock links moments to parameters once, after the first
-    group's first step; those of the other groups, and those of an engine that has just loaded,
-    are not to be had otherwise.
+    """Return the complete training state of an engine.
+
+    Below ZeRO-3, stock DeepSpeed links moments to parameters only once, after the first group's first
+    step. Moments of other groups, and those of an engine that has just loaded, have to be linked
+    explicitly.
     """
     optimizer = engine.optimizer
     if type(optimizer).__name__ == "DeepSpeedZeroOptimizer":
@@ -122,7 +125,7 @@ def all_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def outcome(engine: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """State, losses and norms at the end; the engine is gone after that."""
+    """Train, destroy the engine, and return its state, losses and gradient norms."""
     losses, norms = train(engine, *args, **kwargs)
     state = all_state(engine)
     engine.destroy()
@@ -140,7 +143,7 @@ def same(ours: Any, stock: Any) -> bool:
 
 
 def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1, **fields: Any) -> Any:
-    """The engine under a plan, with delays."""
+    """Attach a plan to an engine, with random delays before its ops, and return the engine."""
     ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
     if seed is not None:
         engine.optimizer._ebbtide.executor.before_op = delays(seed)

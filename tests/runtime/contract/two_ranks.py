@@ -1,4 +1,4 @@
-"""Run by torchrun: stock and ebbtide on two ranks, each rank with placements of its own."""
+"""Training with stock DeepSpeed and ebbtide on two ranks, with different placements per rank, run by torchrun."""
 
 import json
 import os
@@ -31,9 +31,7 @@ AWAY = {"offload_param": {"device": "cpu"}}
 
 
 class Reordered(ByteGPT):
-    """Its second forward goes through the blocks backwards, so that DeepSpeed records the order of
-    modules twice.
-    """
+    """A byte GPT with reversed blocks in its second forward, so that DeepSpeed records the module order twice."""
 
     def __init__(self):
         super().__init__(SIZES["tiny"])
@@ -49,8 +47,12 @@ class Reordered(ByteGPT):
 
 
 def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT, **config):
-    """``away``: the micro-steps behind which states go away and come back, in mid-window too;
-    ``overlaps``: which ranks' plans overlap forward.
+    """Train on this rank and return the state, losses and norms.
+
+    Args:
+        away: Micro-batches after which the optimizer states are offloaded and reloaded, also within a
+            step.
+        overlaps: Ranks with a plan that overlaps forward.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None
@@ -108,9 +110,12 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
 
 
 def a_gather_ahead_holds_nobody_up():
-    """On each rank the updates that the first module does not need end after its forward, where
-    the parameters of modules to come have been asked for: who waits for them there waits for ever.
-    The second rank's end later still: what the first one gathers when may not depend on its own.
+    """Return whether a gather ahead of a layer blocks no rank.
+
+    On each rank, updates that the first module does not need end after its forward, when parameters
+    of later modules have already been requested. A wait for them at this point would never end. The
+    second rank's updates end even later: the time of the first rank's gathers must not depend on its
+    own updates.
     """
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}

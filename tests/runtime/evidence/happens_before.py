@@ -1,8 +1,9 @@
-"""Happens-before by vector clocks over the stand-in for CUDA: its order, whatever the time is.
+"""A happens-before check by vector clocks on the fake CUDA, which does not depend on timing.
 
-Actors are the streams, the default one too, which is as asynchronous here as on CUDA, and the
-host's threads. Two accesses to the same memory, one of them a write, that no event, wait or
-synchronisation orders are a race, even where the stand-in happened to run them one after the other.
+Actors are the streams, including the default stream, which is as asynchronous here as on CUDA,
+and the host's threads. Two accesses to the same memory, at least one of them a write, are a race
+if no event, wait or synchronization orders them. They are a race even if the fake happened to run
+them one after the other.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def _host():
 
 
 class Order:
-    """The clocks, and what has been accessed when. Any thread.
+    """The vector clocks of all actors, and the recorded memory accesses. Methods may be called from any
+    thread.
 
     Attributes:
-        races: "what by whom; unordered with what by whom" -> how often.
-        accesses: that were looked at.
+        races: Number of occurrences of each race, by its two accesses and actors.
+        accesses: Number of checked accesses.
     """
 
     def __init__(self, fake):
@@ -51,14 +53,14 @@ class Order:
             return dict(self._clocks[actor])
 
     def after(self, actor, clock):
-        """What ``actor`` does from here on comes after that."""
+        """Order all further work of ``actor`` after the given clock."""
         with self._lock:
             mine = self._clocks[actor]
             for other, tick in clock.items():
                 mine[other] = max(mine[other], tick)
 
     def issued(self, stream):
-        """Work for a stream starts after what the issuing thread knows."""
+        """Order further work on a stream after everything that the issuing thread has seen."""
         self.after(stream, self.snapshot(_host()))
 
     # -- memory ------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class Order:
             self._seen[key] = kept[-KEPT:]
 
     def _storage(self, tensor):
-        """The number of a storage, anew when another has taken its place."""
+        """Return the number of a tensor's storage. Forget old accesses if a new storage has the number."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._alive.get(key)
@@ -97,7 +99,7 @@ class Order:
     # -- who waits for whom ------------------------------------------------------------------
 
     def install(self, patch):
-        """Follows events, streams, copies, kernels and lanes from here on."""
+        """Start to follow events, streams, copies, kernels and lanes."""
         self._follow_events(patch)
         self._follow_streams(patch)
         self._follow_work(patch)
@@ -237,7 +239,7 @@ class Order:
 
     @contextmanager
     def watching(self):
-        """Torch's own ops count, on the stream that is current."""
+        """Check torch's own ops too, as work of the current stream, inside the block."""
         self.on = True
         try:
             with _Ops(self, self._fake):
@@ -247,7 +249,7 @@ class Order:
 
 
 class _Ops(TorchDispatchMode):
-    """Ops that torch runs at once: on the current stream, or on the host if all memory is its."""
+    """A dispatch mode that records torch's ops on the current stream, or on the host for host memory."""
 
     def __init__(self, order, fake):
         super().__init__()
@@ -285,7 +287,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _where():
-    """The innermost lines that are ours or DeepSpeed's."""
+    """Return the innermost lines of the call stack that are in ebbtide or DeepSpeed."""
     frame, lines = sys._getframe(2), []
     while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename

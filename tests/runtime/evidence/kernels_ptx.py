@@ -1,4 +1,4 @@
-"""Triton's kernels compiled offline for GPUs that are not here, and run as C++ instead."""
+"""Triton's kernels, compiled offline for GPUs that are not present, and run as C++ instead."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ WIRES = [
 
 @dataclass(frozen=True)
 class Form:
-    """One of the kernels that a step may run.
+    """One of the kernels that an optimizer step may run.
 
-    ``aligned``: pointers and lengths are multiples of 16, so that Triton loads four words at once.
+    Attributes:
+        aligned: Pointers and lengths are multiples of 16, so that Triton loads four words at a time.
     """
 
     kernel: str
@@ -58,10 +59,10 @@ class Form:
 
 
 def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
-    """Triton's own compilation, without a GPU: ``ptx`` and, if ``assembled``, ``cubin``.
+    """Compile a kernel with Triton without a GPU. Return ``ptx`` and, if ``assembled``, ``cubin``.
 
-    Kept by Triton, whose key has its version, the kernel's source and what it calls, but not
-    whether it was assembled.
+    Triton caches the result. The cache's key has Triton's version, the kernel's source and the
+    functions it calls, but not ``assembled``.
     """
     import triton
     from ebbtide.runtime.kernels.device import KERNELS
@@ -92,7 +93,7 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]) -> Any:
-    """``sixteens``: places of the arguments that are multiples of 16."""
+    """Return Triton's source object of a kernel. ``sixteens`` are positions of arguments divisible by 16."""
     from triton.compiler import ASTSource
 
     if "constexprs" in inspect.signature(ASTSource).parameters:
@@ -107,7 +108,7 @@ def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], s
 
 
 def library(functions: list[str]) -> Any:
-    """The functions, as `ptx_to_cpp.translate` writes them, compiled, kept and loaded."""
+    """Compile C++ functions written by `ptx_to_cpp.translate`, cache the library, and load it."""
     source = ptx_to_cpp.HEAD + "\n".join(functions)
     flags = ["-O0", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w"]
 
@@ -120,7 +121,7 @@ def library(functions: list[str]) -> Any:
 
 
 def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
-    """The file that ``make`` writes, made once for each key."""
+    """Return the path of the file that ``make`` writes, made once per key."""
     path = cache_dir() / "tests" / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
 def run(
     function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, scalars: list[float], tail: int
 ) -> None:
-    """One update, as `ebbtide.runtime.kernels.device.device_update` launches it."""
+    """Run one update with a translated kernel, as `ebbtide.runtime.kernels.device.device_update` launches it."""
     n = grad.numel()
     arguments: list[Any] = [ctypes.c_uint64(t.data_ptr()) for t in (*state, grad, out)]
     arguments += [ctypes.c_int32(n), ctypes.c_int32(n - tail)]
@@ -144,12 +145,12 @@ def run(
 
 
 def counted(text: str, *patterns: str) -> list[int]:
-    """How often each instruction stands in a listing."""
+    """Return the number of matches of each instruction pattern in a listing."""
     return [len(re.findall(pattern, text)) for pattern in patterns]
 
 
 def sass(cubin: bytes) -> str:
-    """The machine code, listed by the disassembler that Triton brings; kept."""
+    """Return the listing of machine code by the disassembler that Triton ships. The result is cached."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

@@ -1,7 +1,7 @@
-"""The device kernels' PTX as C++ that runs on a CPU, each instruction as the PTX ISA describes it.
+"""Translation of the device kernels' PTX to C++ that runs on a CPU, by the PTX ISA.
 
-Triton's element-wise kernels are straight lines: no branches, some predicated loads and stores, and
-barriers around shared memory. An instruction that is not known here is an error, never a guess.
+Triton's element-wise kernels are straight lines: no branches, some predicated loads and stores,
+and barriers around shared memory. An unknown instruction raises an error.
 """
 
 from __future__ import annotations
@@ -96,26 +96,27 @@ _LINE = re.compile(r"(?:@(!?)%p(\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 
 
 class UnknownInstructionError(ValueError):
-    """Nobody has said here what it does."""
+    """An error for a PTX instruction that the translation does not know."""
 
 
 def body_of(ptx: str) -> list[str]:
-    """The instructions, without comments, declarations and labels."""
+    """Return the instructions of a PTX kernel, without comments, declarations and labels."""
     body = ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :]
     lines = (line.split("//")[0].strip() for line in body[: body.index("\n}")].splitlines())
     return [line for line in lines if line and not line.startswith((".", "$", "ret"))]
 
 
 def opcodes(ptx: str) -> list[str]:
-    """Of each instruction."""
+    """Return the opcodes of all instructions of a PTX kernel."""
     return [_parse(line)[2] for line in body_of(ptx)]
 
 
 def translate(ptx: str, name: str, mutants: Container[int] = ()) -> str:
-    """C++ of a function ``name(void** parameters, blocks)`` that runs the kernel block by block.
+    """Return a C++ function ``name(void** parameters, blocks)`` that runs a PTX kernel block by block.
 
-    ``mutants``: places of instructions of `MUTATED`; the one that the library's ``mutant`` names
-    does the other thing instead.
+    Args:
+        mutants: Positions of instructions listed in `MUTATED`. The instruction that the library's
+            variable ``mutant`` selects is replaced by its wrong version.
     """
     counts = dict(re.findall(r"\.reg \.\w+\s+%(rs|rd|r|p|f)<(\d+)>", ptx))
     kinds = {"rs": "u16", "r": "u32", "rd": "u64", "p": "bool", "f": "u32"}
@@ -156,7 +157,7 @@ def _parse(line: str) -> tuple[str, str | None, str, list[str]]:
 
 
 def _operands(text: str) -> list[str]:
-    """Split at the commas that are in no braces."""
+    """Split operands at commas outside of braces."""
     return [part.strip() for part in re.split(r",(?![^{]*\})", text)]
 
 
@@ -190,7 +191,7 @@ def _instruction(op: str, operands: list[str]) -> str:
 
 
 def _move(operands: list[str], bits: int) -> str:
-    """Between registers, and between one and its two halves."""
+    """Return the code of a move between registers, or between a register and its two halves."""
     to, source = operands
     half = bits // 2
     if to.startswith("{"):
@@ -204,7 +205,7 @@ def _move(operands: list[str], bits: int) -> str:
 
 
 def _access(kind: str, words: list[str], operands: list[str]) -> str:
-    """Loads and stores of one or several words, in global and in shared memory."""
+    """Return the code of a load or store of one or several words, in global or shared memory."""
     registers, address = operands if kind == "ld" else reversed(operands)
     found = re.fullmatch(r"\[\s*(%\w+|global_smem)\s*(?:\+\s*(\d+))?\s*\]", address)
     if found is None or words[0] not in ("global", "shared"):

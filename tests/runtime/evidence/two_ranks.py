@@ -1,4 +1,4 @@
-"""The happens-before checker on two ranks (`forked_ranks`), and waits that are taken away there."""
+"""The happens-before check on two ranks (`forked_ranks`), also with waits removed on purpose."""
 
 import json
 import os
@@ -52,7 +52,7 @@ MUTANTS = {
 
 
 def races(case, mutant=None):
-    """On this rank, whose placements are its own; and how many accesses were looked at."""
+    """Return the number of checked accesses and the races on this rank, which has its own placements."""
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         fake = fake_cuda.install(patch)

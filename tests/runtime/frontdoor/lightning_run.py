@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy where there is no GPU, for stock and ours alike."""
+"""Lightning's DeepSpeedStrategy on a machine without a GPU, for stock DeepSpeed and ebbtide alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 
 class OnTheCpu(DeepSpeedStrategy):
-    """Lightning asks for CUDA, by an accelerator and by device numbers; DeepSpeed does not."""
+    """A DeepSpeedStrategy that does not require CUDA devices, because only Lightning requires them."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -27,7 +27,7 @@ class OnTheCpu(DeepSpeedStrategy):
 
 
 class Module(pl.LightningModule):
-    """A causal language model and what it learned."""
+    """A causal language model that records its losses."""
 
     def __init__(self, net: torch.nn.Module, steps: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Module(pl.LightningModule):
 
 
 def fit(config: dict[str, Any], net: torch.nn.Module, samples: list[Any], steps: int) -> tuple[Any, list[float]]:
-    """The engine at the end, and the losses."""
+    """Train with Lightning, and return the final engine and the losses."""
     module = Module(net, steps)
     trainer = pl.Trainer(
         max_steps=steps,

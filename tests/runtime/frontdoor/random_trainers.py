@@ -1,4 +1,5 @@
-"""Trainer runs with random saving and placements: each ends, and each checkpoint listed as whole loads.
+"""Trainer runs with random saving and placements. Each must end, and each complete checkpoint must
+load.
 
 python -m tests.runtime.frontdoor.random_trainers 40 [SEED]
 """
@@ -21,7 +22,7 @@ STEPS = 10
 
 
 def drawn(rng, folder):
-    """Return the options of a Trainer and the value of the key, by chance."""
+    """Return random options of a Trainer and a random value of the ``ebbtide`` key."""
     every = rng.randint(1, 4)
     options = {"save_strategy": "steps", "save_steps": every, "save_total_limit": rng.choice([None, 1, 2, 3])}
     if rng.random() < 0.5:
@@ -40,10 +41,10 @@ def drawn(rng, folder):
 
 
 def run(rng, folder):
-    """Train, then load each checkpoint that is listed as whole; return what was done.
+    """Train, load each checkpoint that is listed as complete, and return a summary.
 
     Raises:
-        AssertionError: nothing is whole, or a whole checkpoint does not load.
+        AssertionError: If no checkpoint is complete, or a complete one does not load.
     """
     options, key = drawn(rng, folder)
     out = folder / "out"

@@ -1,7 +1,8 @@
-"""The same training through Trainer, Accelerate and Lightning, stock and with the key.
+"""The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with ebbtide's
+key.
 
-Under a launcher it runs all three on every rank and says at the end what differed; a test in one
-process calls its functions.
+Under a launcher the module runs all three on every rank and reports the differences. A test in
+one process calls its functions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Outcome = tuple[dict[str, torch.Tensor], list[Any]]
 
 
 def model(**fields: Any) -> Any:
-    """A tiny Llama with random weights, always the same; partitioned as it is made under ZeRO-3."""
+    """Return a tiny Llama with the same random weights each time. ZeRO-3 partitions it while it is made."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -51,14 +52,14 @@ def model(**fields: Any) -> Any:
 
 
 def samples(count: int = 2 * STEPS * BATCH) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, as a dataset of any of the three."""
+    """Return samples of random tokens, as a dataset for any of the trainers."""
     rng = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, (count, SEQUENCE), generator=rng)
     return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens]
 
 
 def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
-    """A config that leaves to the trainer what it fills in."""
+    """Return a DeepSpeed config with "auto" for the values that the trainer fills in."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -77,7 +78,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 
 def key_for(engine: Any) -> dict[str, Any]:
-    """A plan with every placement for this engine's subgroups."""
+    """Return the ``ebbtide`` key with a plan that has every placement for this engine's subgroups."""
     from ebbtide.runtime.zero.cuts import subgroups_of
     from ebbtide.simulator.plan import Plan
 
@@ -90,7 +91,7 @@ def key_for(engine: Any) -> dict[str, Any]:
 
 
 def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """The engine at the end, and what the Trainer logged."""
+    """Train with Hugging Face's Trainer, and return the final engine and the log."""
     import transformers
 
     arguments: dict[str, Any] = {
@@ -118,7 +119,7 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
 
 
 def saved_models(folder: Path) -> list[Any]:
-    """The 16-bit models below the folder, by what their bytes are."""
+    """Return the names and hashes of the 16-bit models that were saved in a folder."""
     return [
         (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
         for path in sorted(folder.rglob("*.safetensors"))
@@ -126,7 +127,7 @@ def saved_models(folder: Path) -> list[Any]:
 
 
 def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """TRL's SFTTrainer on samples that are tokenized already."""
+    """Train with TRL's SFTTrainer on samples that are already tokenized."""
     import datasets
     import transformers
     import trl
@@ -158,12 +159,12 @@ def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]
 
 
 def logged(trainer: Any) -> list[Any]:
-    """What a transformers' Trainer logged, less its times."""
+    """Return the log of a transformers Trainer without its times."""
     return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in trainer.state.log_history]
 
 
 def with_lora(net: Any) -> Any:
-    """Few trainable parameters in a frozen model."""
+    """Return a frozen model with few trainable LoRA parameters."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -172,7 +173,7 @@ def with_lora(net: Any) -> Any:
 
 
 class Words(torch.nn.Module):
-    """A model that is no library's, and quickly compiled."""
+    """A small model from no library, which compiles quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ def of_words(_: Any) -> Words:
 
 
 def generating() -> list[Any]:
-    """A callback that generates after each step, and puts what it got among the logs."""
+    """Return a callback that generates text after each step, and adds it to the log."""
     from transformers import TrainerCallback
 
     class Generate(TrainerCallback):
@@ -210,7 +211,7 @@ def generating() -> list[Any]:
 
 
 def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """The engine at the end, and the losses."""
+    """Train with Accelerate, and return the final engine and the losses."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
     from transformers import get_linear_schedule_with_warmup
@@ -237,7 +238,7 @@ def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, li
 
 
 def with_lightning(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """The engine at the end, and the losses."""
+    """Train with Lightning, and return the final engine and the losses."""
     from tests.runtime.frontdoor.lightning_run import fit
 
     config = ds_config(key, train_micro_batch_size_per_gpu=BATCH, **options.pop("config", {}))
@@ -258,7 +259,7 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """State and losses at the end, and a key that would fit this engine; the engine is gone."""
+    """Train, destroy the engine, and return its state, its losses and a plan key for this engine."""
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
     state = state_of(engine) if engine.zero_optimization_stage() == 3 else saved_state(engine)
@@ -269,9 +270,9 @@ def outcome(
 
 
 def saved_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Parameters, and what a checkpoint would save of the optimizer.
+    """Return the parameters, and the optimizer state that a checkpoint would save.
 
-    Below ZeRO-3 stock links the moments of the first parameter group only to its public calls.
+    Below ZeRO-3 stock DeepSpeed's public calls give only the moments of the first parameter group.
     """
     state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
@@ -289,7 +290,7 @@ def saved_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def forget_accelerate() -> None:
-    """Accelerate keeps one state per process; the next trainer starts with a new one."""
+    """Reset Accelerate's state, which is kept per process, so that the next trainer starts with a new one."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -297,7 +298,7 @@ def forget_accelerate() -> None:
 
 
 def compare(name: str, **options: Any) -> list[str]:
-    """What differs between stock and ours; nothing if all is well."""
+    """Return the differences between training with stock DeepSpeed and with ebbtide. Empty if there are none."""
     stock, key = outcome((TRAINERS | OTHERS)[name], None, **options)
     ours, _ = outcome((TRAINERS | OTHERS)[name], key, **options)
     different = list(differences(ours[0], stock[0]))
@@ -310,7 +311,7 @@ def compare(name: str, **options: Any) -> list[str]:
 
 
 def settle_imports() -> None:
-    """What every engine of every trainer would pay for again."""
+    """Import modules and cache results once that every engine of every trainer needs."""
     remember_processor()
     import_module("transformers.trainer")
     freeze_heap()

@@ -1,4 +1,4 @@
-"""Small stores of three subgroups of uneven sizes."""
+"""Small stores with three subgroups of uneven sizes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 def state(subgroup, version):
-    """A subgroup's tensors; other ones for each version."""
+    """Return a subgroup's state tensors, which differ for each version."""
     generator = torch.Generator().manual_seed(1_000 * version + subgroup)
     return tuple(torch.randn(ELEMENTS[subgroup], generator=generator) for _ in range(3))
 
@@ -36,20 +36,20 @@ def equal(one, other):
 
 
 def write_all(store, version, number=None):
-    """State number ``number``, that of the version if nobody says, under a version."""
+    """Write the state of every subgroup under a version. By default it is the state of the same number."""
     for subgroup in ELEMENTS:
         store.write(subgroup, state(subgroup, version if number is None else number), version)
 
 
 def step(store, number):
-    """One update of everything, committed under the same number."""
+    """Update all subgroups once, and commit them under the given number."""
     store.announce(number)
     write_all(store, number)
     store.commit(number, number, f"data of {number}")
 
 
 class Stores:
-    """Opens stores in one place, and closes them."""
+    """An opener of stores in one folder, which also closes them."""
 
     def __init__(self, place):
         self.place, self.opened = place, []

@@ -1,5 +1,7 @@
-"""Run by `test_training_faults.py`: trains on stored state in processes of their own on a drive
-with a fault, goes on from what is there on a well one, and writes what became of each.
+"""Training on stored state on a drive with a fault, and resumed training on a drive without.
+
+`test_training_faults.py` runs this module. Each run is a separate process, and its result is
+written.
 
     python -m tests.runtime.storage.faulty_training FOLDER
 """
@@ -31,8 +33,9 @@ DEADLINE_S, STALL_S = 2.0, 0.8  # a drive's; told after a quarter of the latter
 
 
 class Drive(Files):
-    """Well until it is armed; from then on the ``nth`` of the calls has the fault, and each
-    ``every``-th behind it.
+    """File operations of a drive that has faults after it is armed.
+
+    From then on the ``nth`` of the chosen calls has the fault, and after it each ``every``-th.
     """
 
     def __init__(self, names=(), act=None, nth=0, *, every=10**9):
@@ -50,7 +53,7 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """No page of some hundred bytes."""
+    """Return False for a read or write below 4096 bytes, such as that of a page file. Return True otherwise."""
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
 
@@ -78,7 +81,7 @@ def cut_short(function, descriptor, data, offset):
 
 
 def torn(function, descriptor, data, offset):
-    """Half of the block arrives, and the drive says all of it has."""
+    """Write half of a block, and report that all of it was written."""
     function(descriptor, data[: len(data) // 2], offset)
     return len(data)
 
@@ -91,11 +94,11 @@ def flipped(function, descriptor, data, offset):
 
 @dataclass
 class Case:
-    """A run with a fault from a step on, then runs without.
+    """A run with a fault from some step on, followed by runs without faults.
 
     Attributes:
-        at: the step before which the fault is armed; -1: before there is an engine; of a run that
-            resumes, in which the fault then is, None.
+        at: Step before which the fault is armed. -1: before the engine is made. None: in the run that
+            resumes.
     """
 
     drive: Drive = field(default_factory=Drive)
@@ -125,7 +128,7 @@ def cases():
 
 
 def engine_on(place, drive, case):
-    """Under a plan that stores all, on a drive."""
+    """Return an engine under a plan that stores all state on a drive."""
     import ebbtide.runtime.storage.reader
     import ebbtide.runtime.storage.store
     import ebbtide.runtime.storage.workers
@@ -171,7 +174,7 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
 
 
 def stock(path):
-    """Losses by step, and the state after those at which a run may end."""
+    """Train with stock DeepSpeed. Write the losses by step, and the state after each possible last step."""
     from tests.runtime.contract.training import start
 
     engine, told, states = start(), {"losses": {}}, {}
@@ -182,7 +185,7 @@ def stock(path):
 
 
 def run(place, case, path, *, resume, tag=None, faulty=True):
-    """One life; every way in which it may end is written to ``path``."""
+    """Train once on a drive, and write the result to ``path``, however the run ends."""
     drive = case.drive if faulty else Drive()
     told = {"losses": {}, "error": "", "from": 0, "committed": 0}
     engine = None
@@ -209,7 +212,7 @@ def _newest(place):
 
 
 def flip(place, case):
-    """A bit of the newest step's state."""
+    """Flip a bit in the newest step's stored state."""
     folder, newest = place / "state", _newest(place)
     store = read_page(file_of(folder, 0, STORE), StorePage, Files())
     layout = Layout(dict(store.sizes), store.weights, store.block_bytes, store.extents)
@@ -222,7 +225,11 @@ def flip(place, case):
 
 
 def lives(name, case, place):
-    """The faulty run, then those that resume: by the newest checkpoint, else by the one before."""
+    """Run the faulty training, then resume from the newest checkpoint, or else from the one before.
+
+    Returns:
+        The results of all runs.
+    """
     place.mkdir()
     found = []
 

@@ -1,6 +1,7 @@
-"""State of two ranks (`forked_ranks`) on one drive, a checkpoint after every step, a resume; what
-stock has saved, and what stock reads; other plans, an unchanged config, a drive of one rank's that
-fails.
+"""Training of two ranks (`forked_ranks`) with state on one drive.
+
+It covers a checkpoint after every step, a resume, exchange of checkpoints with stock DeepSpeed,
+changed plans, an unchanged DeepSpeed config, and a failing drive on one rank.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ def engine_on(folder=None):
 
 
 def steps(engine, first, count, folder=None):
-    """Losses, norms, state after so many steps."""
+    """Train some steps, and return the losses, norms and final state."""
 
     def save(engine, number):
         if folder is not None and (number + 1) % ACCUMULATION == 0:
@@ -66,7 +67,7 @@ def trained_and_resumed(folder, expected, later):
 
 
 def exchanged_with_stock(stock, folder, later):
-    """A checkpoint of stock's, taken into storage; one of ours, taken out of it."""
+    """Load a checkpoint of stock DeepSpeed into storage, and export one of ebbtide for stock DeepSpeed."""
     ours = engine_on(folder)
     ours.load_checkpoint(str(stock))
     found = {"imported": alike(steps(ours, STEPS, RESUMED, folder), later)}
@@ -84,7 +85,7 @@ def exchanged_with_stock(stock, folder, later):
 
 
 def replanned(folder, expected):
-    """Off storage for a step, and there again."""
+    """Move the state off storage for one step and back again."""
     ours, pattern = engine_on(folder), PATTERNS[torch.distributed.get_rank()]
     parts = []
     for number, placements in enumerate((pattern, ["host", "device"], pattern)):
@@ -98,7 +99,10 @@ def replanned(folder, expected):
 
 
 def stored_on_one(folder, expected):
-    """A save by ranks of which one stores nothing: it waited for the other in a gather."""
+    """Save a checkpoint although one of the ranks stores nothing.
+
+    This once blocked: the rank waited for the other in a gather.
+    """
     ours = start(accumulation=ACCUMULATION, clipping=0.01, stage3_param_persistence_threshold=1000)
     pattern = ["host"] if torch.distributed.get_rank() else ["stored"]
     attached(ours, pattern, list(DEVICES)[-1], storage_dir=str(folder / "state"))
@@ -108,7 +112,7 @@ def stored_on_one(folder, expected):
 
 
 def on_a_drive(folder, plan, expected):
-    """A config that was written for DeepSpeed's swapper."""
+    """Train with a DeepSpeed config that was written for NVMe offload."""
     config = ds_config(2, SUBGROUP, accumulation=ACCUMULATION, clipping=0.01, learning_rate=1e-3)
     config["zero_optimization"]["offload_optimizer"] = {
         "device": "nvme",
@@ -135,7 +139,9 @@ def on_a_drive(folder, plan, expected):
 
 
 def failing_commit(folder, later):
-    """Of the second step, on rank 1's drive: both ranks hear of it, and go on from the first."""
+    """Let the commit of the second step fail on rank 1's drive. Both ranks must report it and resume
+    from the first.
+    """
     drive, rank = Drive(("fdatasync",), fails(errno.EIO)), torch.distributed.get_rank()
     if rank:
         vars(ebbtide.runtime.storage.store)["Files"] = lambda: drive
@@ -167,7 +173,7 @@ def plan_of(pattern):
 
 
 def refused(folder):
-    """State of one rank's run."""
+    """Return whether a plan refuses stored state of a run with another number of ranks."""
     engine = start()
     try:
         plan = plan_for(engine, ["stored"], storage_dir=str(folder))

@@ -1,7 +1,8 @@
-"""Trains every published configuration as stock and under a plan: ``python -m tests.runtime.zoo``.
+"""Training of every published DeepSpeed config, with stock and under a plan: ``python -m
+tests.runtime.zoo``.
 
-Takes minutes. Prints what differs, what one side only refuses, where `tune doctor` had said
-otherwise, and the counts.
+It takes minutes. It prints differences, configs that only one side refuses, wrong predictions of
+`tune doctor`, and the counts.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _on_ranks(ranks: int) -> int:
-    """The same command in so many processes."""
+    """Run the same command on several ranks, and return its exit code."""
     port = free_port()
     command = [
         sys.executable,
@@ -94,8 +95,10 @@ def _on_ranks(ranks: int) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """On several ranks, or on streams, those that offload: what is left to stock is so there too,
-    and cut into several subgroups.
+    """Yield the configs to try.
+
+    On several ranks, or on streams, only configs with offload are tried, cut into several subgroups.
+    All others are left to stock DeepSpeed anyway.
     """
     number, parts = map(int, asked.part.split("/"))
     closer = asked.streams or asked.ranks > 1

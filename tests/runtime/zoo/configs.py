@@ -1,6 +1,6 @@
-"""DeepSpeed configurations that people have published, made ready for a tiny model.
+"""Published DeepSpeed configs, prepared for a tiny model.
 
-`tests/data/deepspeed_configs.json` holds keys and values as facts, each with where it was found.
+`tests/data/deepspeed_configs.json` has the keys and values as facts, each with its source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILLED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Published:
-    """One file of a repository, as a table's row has it."""
+    """One published config file of a repository, as in a row of the table."""
 
     repository: str
     path: str
@@ -58,10 +58,10 @@ def published(table: Path = TABLE) -> tuple[Published, ...]:
 
 
 def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[str, Any]:
-    """The config as the Trainer hands it to DeepSpeed, for batches of two and few steps.
+    """Return the config as the Trainer passes it to DeepSpeed, for batches of two and few steps.
 
     Args:
-        subgroup: elements of one, in the place of the config's own.
+        subgroup: Elements of a subgroup, instead of the config's own value.
     """
     made: dict[str, Any] = copy.deepcopy({k: v for k, v in config.items() if k not in _LEFT_OUT})
     made["train_micro_batch_size_per_gpu"] = 2
@@ -84,7 +84,7 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
 
 
 def _precision(config: dict[str, Any]) -> None:
-    """``--bf16``, or ``--fp16`` where the config has no place for the other."""
+    """Enable bf16 in the config, or fp16 if the config has no entry for bf16."""
     names = [name for name in ("bf16", "bfloat16", "fp16") if isinstance(config.get(name), dict)]
     automatic = [name for name in names if config[name].get("enabled") == "auto"]
     on = any(config[name].get("enabled") in (True, "true") for name in names)
@@ -106,14 +106,14 @@ def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """The optimizer's state is in host memory or on NVMe."""
+    """Return whether the config offloads the optimizer's state to host memory or NVMe."""
     zero = zero_of(config)
     device = (zero.get("offload_optimizer") or {}).get("device", "none")
     return bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
 
 
 def client_optimizer(config: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """What Accelerate hands to DeepSpeed where the config has no optimizer."""
+    """Return a maker of the optimizer that Accelerate passes to DeepSpeed. None if the config has one."""
     if config.get("optimizer"):
         return None
     if offloads(config) and config.get("zero_force_ds_cpu_optimizer", True):

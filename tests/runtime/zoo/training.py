@@ -1,4 +1,4 @@
-"""A tiny model under a published config: as stock trains it, and as ebbtide does."""
+"""Training of a tiny model under a published config, with stock DeepSpeed and with ebbtide."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STEPS = WATCHED_STEPS + 3  # "auto" switches after those that it watches
 
 @dataclass
 class Outcome:
-    """What a training left, or why there was none.
+    """The result of a training run, or its error.
 
     Attributes:
-        planned: by a plan of ebbtide's, not by DeepSpeed's own step.
-        error: the exception's type and text.
+        planned: True if a plan of ebbtide ran the updates, not DeepSpeed's own step.
+        error: Type and text of the exception.
     """
 
     tensors: list[torch.Tensor]
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def plannable(config: Mapping[str, Any]) -> bool:
-    """Whether the installed DeepSpeed is one that plans of this stage work with."""
+    """Return whether the installed DeepSpeed version supports plans for the config's ZeRO stage."""
     import deepspeed
     from packaging.version import Version
 
@@ -52,12 +52,14 @@ def plannable(config: Mapping[str, Any]) -> bool:
 def trained(
     config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False, model: ByteGPTConfig = MODEL
 ) -> Outcome:
-    """Losses, norms, parameters, masters and moments after some steps.
+    """Train some steps, and return the losses, norms, parameters, masters and moments.
 
     Args:
-        config: `as_trained`.
-        key: the value of "ebbtide"; None: stock. `ebbtide.enable` must have been called.
-        mixed: one step after the watched ones, subgroups go on in other placements and homes.
+        config: Result of `as_trained`.
+        key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have
+            been called.
+        mixed: After the watched steps and one more, switch to other placements and parameter
+            locations.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -85,7 +87,7 @@ def trained(
 
 @cache
 def stock(config: str) -> Outcome:
-    """By the config's JSON: many files have the same."""
+    """Return the result of stock DeepSpeed for a config as JSON. It is cached, because many files are equal."""
     return trained(json.loads(config))
 
 
@@ -101,8 +103,9 @@ def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def _mix(engine: Any) -> None:
-    """Every placement in turn, from another one on each rank; of the parameters that may live on
-    the host every second does.
+    """Switch to all placements in turn, starting differently on each rank.
+
+    If parameters may be on the host, every second subgroup has them there.
     """
     session = getattr(engine.optimizer, "_ebbtide", None)
     if session is None or session.engine.update_rule().own_step:
@@ -116,7 +119,7 @@ def _mix(engine: Any) -> None:
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Parameters, and whatever the optimizer keeps of each master, in DeepSpeed's order."""
+    """Return the parameters, and the optimizer's state for each master, in DeepSpeed's order."""
     from deepspeed.runtime.zero import GatheredParameters
 
     if hasattr(engine.optimizer, "wait"):

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, as `tune serve` starts it."""
+"""A real server in a separate process, started like `tune serve`."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Server:
-    """`tune serve` on a free port; can be killed and started again on the same database."""
+    """`tune serve` on a free port. It can be killed and started again on the same database."""
 
     def __init__(self, database, *arguments, token=None):
         self.database, self.arguments = database, arguments
@@ -61,7 +61,7 @@ class Server:
         return self.client.post(path, json=body, **options)
 
     def events(self, path):
-        """(kind, data) of each server-sent event."""
+        """Yield the kind and data of each server-sent event."""
         import json
 
         with self.client.stream("GET", path) as response:
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """Opened with the example that comes with the package."""
+    """Yield a server that shows the example shipped with the package."""
     from ebbtide.tuner.service.server import shipped_example
 
     database = tmp_path_factory.mktemp("service") / "service.db"
