@@ -82,16 +82,24 @@ class Demo:
             self.console.print(demo_tables.workload(self.workload))
             self._plan()
             self._headline(4, "stock DeepSpeed and the plan: same steps, same seeds, in turn")
-            with self._started("plan", train.planned, model=model) as planned:
-                self._watch(planned, "starting the plan's run")
+            with (
+                self._started("plan", train.planned, model=model) as planned,
+                self._started("toggled", train.planned, model=model, name="toggled") as toggled,
+            ):
+                sides = {"stock": stock, "plan": planned, "toggled": toggled}
+                for side in ("plan", "toggled"):
+                    self._watch(sides[side], f"starting the run of {side}.json")
                 for turn in range(model.turns):
-                    for side, child in (("stock", stock), ("plan", planned)):
+                    for side, child in sides.items():
                         child.go_on()
                         self._watch(child, f"turn {turn + 1} of {model.turns}: {side}")
-                for side, child in (("stock", stock), ("plan", planned)):
+                for side, child in sides.items():
                     child.go_on()
                     self._watch(child, f"{side}'s results")
-        return self._same()
+        same = self._compare("toggled", "plan")
+        same &= self._same()
+        self.console.print(demo_tables.early_updates(*self._early_and_not()))
+        return same
 
     def _plan(self) -> None:
         self._headline(3, "the plan")
@@ -210,6 +218,25 @@ class Demo:
         times["plan"] = Run.load(self.folder, "plan").medians()
         return times | predicted_phases(plan, "plan")
 
+    def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
+        """Return the plan with early updates, the iterations with and without them, and the run with them.
+
+        Iterations are in seconds, by ``measured`` and ``predicted``.
+        """
+        rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
+        for name in ("plan", "toggled"):
+            plan, run = Plan.load(self.folder / f"{name}.json"), Run.load(self.folder, name)
+            assert plan.prediction is not None
+            times = {"measured": run.medians()["iteration"], "predicted": plan.prediction.iteration_s}
+            rows[any(plan.updated_early)] = plan, times, run
+        plan, times, run = rows.get(True, rows[False])
+        return plan, times, rows[False][1], run
+
+    def _early_updates(self) -> dict[str, Any]:
+        plan, times, without, run = self._early_and_not()
+        counts = {"early_subgroups": sum(plan.updated_early), "steps": self.model.steps, "clipped_steps": run.clipped}
+        return counts | {"iteration_s": times, "iteration_without_s": without}
+
     def _quiet(self, line: str) -> None:
         if line:
             self.console.print(f"[dim]{line}[/dim]")
@@ -246,6 +273,7 @@ class Demo:
             "times_s": times,
             "predicted_before_s": self.first_prediction,
             "speedup": times["stock"]["iteration"] / times["plan"]["iteration"],
+            "early_updates": self._early_updates(),
             "bit_identical": same,
             "wall_s": time.perf_counter() - self.started,
         }

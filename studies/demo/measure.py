@@ -34,15 +34,25 @@ def make_plan(folder: Path) -> None:
     from ebbtide.tuner import plan
 
     report(0, 1, "searching")
-    plan(*_profile(folder)).save(folder / "plan.json")
+    chosen = plan(*_profile(folder))
+    chosen.save(folder / "plan.json")
+    toggled(chosen).save(folder / "toggled.json")
+
+
+def toggled(plan: Plan) -> Plan:
+    """Return the plan to compare with: without its early updates, or, if it has none, with all that are possible."""
+    early = not any(plan.updated_early)
+    ways = tuple(way._replace(early=early).fitted() for way in plan.ways)
+    return plan.model_copy(update={"ways": ways, "prediction": None, "alternatives": (), "reasons": ()})
 
 
 def predict_anew(folder: Path) -> None:
-    """Simulate the existing plan with the current profile, and write the new prediction to ``plan.json``."""
+    """Simulate both plans with the current profile, and write the new predictions to their files."""
     from ebbtide.tuner.placements.planning import predicted_anew
 
-    path = folder / "plan.json"
-    predicted_anew(Plan.load(path), *_profile(folder)).save(path)
+    for name in ("plan.json", "toggled.json"):
+        path = folder / name
+        predicted_anew(Plan.load(path), *_profile(folder)).save(path)
 
 
 def _profile(folder: Path) -> tuple[Workload, Machine]:

@@ -23,6 +23,7 @@ class Run:
         losses: Losses from step ``first_step`` on. They are exact, because JSON keeps every bit of a
             float.
         phases: Seconds of each phase, for each timed step.
+        clipped: Number of steps that clipped or overflowed, if a plan was in force.
     """
 
     name: str
@@ -30,11 +31,13 @@ class Run:
     losses: tuple[float, ...]
     phases: tuple[dict[str, float], ...]
     tensors: int
+    clipped: int = 0
 
     @classmethod
     def load(cls, folder: Path, name: str) -> "Run":
         facts = json.loads((folder / "runs" / f"{name}.json").read_text())
-        return cls(name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]), facts["tensors"])
+        lists = tuple(facts["losses"]), tuple(facts["phases"])
+        return cls(name, facts["first_step"], *lists, facts["tensors"], facts.get("clipped", 0))
 
     def medians(self) -> dict[str, float]:
         """Return the median seconds of each training phase over the run's timed steps."""

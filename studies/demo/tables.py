@@ -8,12 +8,13 @@ from rich.table import Table
 
 from studies.bench.phase_clock import PHASES
 from studies.demo.crash import Crash
-from studies.demo.results import STOCK_NAMES
+from studies.demo.results import STOCK_NAMES, Run
 
 _FILES = {
     "machine.json": "what this machine can do, every rate with its spread",
     "workload.json": "the profiled iteration: layers, subgroups, memory",
     "plan.json": "the plan, its prediction, and every alternative that it beat",
+    "toggled.json": "the same plan with early updates where it has none, or without them",
     "trace.json": "predicted and measured timeline, for ui.perfetto.dev; timeline.png: a picture",
     "stock_vs_plan.png": "measured and predicted phase times; memory.png: over one iteration",
     "summary.json": "the table of step 4 as JSON, with versions",
@@ -97,6 +98,18 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     table.caption = label
     table.caption_justify = "left"
     return table
+
+
+def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, float], run: Run) -> str:
+    """Return a line about the effect of early updates on the iteration, measured and predicted."""
+    if not any(plan.updated_early):
+        return "early updates: none are possible under this plan"
+    shown = [f"{times[k] * 1e3:.0f} ms {k} with them, {without[k] * 1e3:.0f} ms without" for k in times]
+    total = run.first_step + len(run.losses)
+    return (
+        f"early updates (before the gradient norm is known): {sum(plan.updated_early)} of {len(plan.ways)} subgroups. "
+        f"Iteration: {'; '.join(shown)}. {run.clipped} of {total} steps clipped, whose early updates were redone."
+    )
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:

@@ -108,8 +108,14 @@ class Training:
             "losses": [loss.item() for loss in self._losses],
             "phases": self.clock.iterations(),
             "tensors": len(state),
+            "clipped": self.clipped(),
         }
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    def clipped(self) -> int:
+        """Return the number of steps under a plan that clipped or overflowed. 0 in stock DeepSpeed."""
+        session = getattr(self.engine.optimizer, "_ebbtide", None)
+        return session.pausing.clipped if session is not None else 0
 
     def end(self) -> None:
         self.engine.destroy()
@@ -138,9 +144,9 @@ def stock(folder: Path, model: DemoModel) -> None:
     run.end()
 
 
-def planned(folder: Path, model: DemoModel) -> None:
-    """Train under the plan, with pauses around each turn. Every step of a turn except the first is timed."""
-    plan = folder / "plan.json"
+def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
+    """Train under the plan of a name, with pauses around each turn. Time every step of a turn except the first."""
+    plan = folder / f"{name}.json"
     run = Training(model, plan)
     optimizer = run.engine.optimizer
     run.train(FIRST_STEPS)
@@ -152,9 +158,10 @@ def planned(folder: Path, model: DemoModel) -> None:
         optimizer.wait()
         turns.append(last_iterations(optimizer.timeline(), TURN_STEPS - 1))
     pause()
-    run.save(folder, "plan")
-    report(model.steps, model.steps, "drawing the timelines")
-    _write_timelines(typical(turns), folder, plan)
+    run.save(folder, name)
+    if name == "plan":
+        report(model.steps, model.steps, "drawing the timelines")
+        _write_timelines(typical(turns), folder, plan)
     run.end()
 
 

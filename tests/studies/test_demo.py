@@ -13,6 +13,7 @@ from rich.console import Console
 from studies.demo import command as demo
 from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
+from studies.demo.measure import toggled
 from studies.demo.pictures import draw_comparison, draw_memory, draw_timelines, last_iterations, machine_label, typical
 from studies.demo.results import Run, predicted_phases, same_bits, same_losses
 from studies.trials.phase_process import PhaseProcess
@@ -273,6 +274,29 @@ def test_the_whole_demo_on_a_small_model(quick_demo):
     assert "of the next checkpoint on disk" in printed
     summary = json.loads((quick_demo / "runs" / "demo" / "summary.json").read_text())
     assert summary["bit_identical"] is True
+    early = summary["early_updates"]
+    assert 0 < early["early_subgroups"]
+    assert 0 <= early["clipped_steps"] <= early["steps"]
+    assert "early updates (before the gradient norm is known)" in printed
     trace = json.loads((quick_demo / "runs" / "demo" / "trace.json").read_text())
     processes = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert [name.split(":")[0] for name in processes] == ["predicted", "measured"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_plan_to_compare_with_has_early_updates_where_the_plan_has_none(early):
+    plan = _plan()
+    ways = tuple(way._replace(early=early).fitted() for way in plan.ways)
+    other = toggled(plan.model_copy(update={"ways": ways}))
+    assert other.updated_early == (not early,) * 3
+    assert [way.placement for way in other.ways] == [way.placement for way in plan.ways]
+    assert other.prediction is None
+
+
+def test_the_line_on_early_updates_names_both_iterations_and_the_clipped_steps():
+    run = Run("plan", 0, (1.0,) * 30, (), 3, clipped=4)
+    line = demo_tables.early_updates(toggled(_plan()), {"measured": 0.42}, {"measured": 0.5}, run)
+    assert "3 of 3 subgroups" in line
+    assert "420 ms measured with them, 500 ms without" in line
+    assert "4 of 30 steps clipped" in line
+    assert "none" in demo_tables.early_updates(_plan(), {}, {}, run)
