@@ -21,7 +21,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, Way
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.timeline import Span, Timeline
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
 
@@ -92,7 +92,9 @@ class _Automatic:
         device_bytes, host_bytes = map(
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
-        result = attempted(lambda: by_the_first(lambda: _better(workload, machine, current, device_bytes, host_bytes)))
+        result = attempted(
+            lambda: by_the_first(lambda: better_plan(workload, machine, current, device_bytes, host_bytes))
+        )
         if result is not None and result.iteration_s < result.current_s:
             logger.info(
                 "plan='auto' chose a plan: %.3f s per iteration expected instead of %.3f s",
@@ -104,7 +106,7 @@ class _Automatic:
         watch(own, machine, workload, replan=False, show=self.show)
 
 
-def _better(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":
+def better_plan(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":
     from ebbtide.tuner.placements.quick import quick_plan
 
     held = footprint(workload, current)
@@ -153,8 +155,7 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
     Forward and backward times are medians over the training thread's spans, on the device's clock.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
-    forward_s = _median_s(timeline, OpKind.FORWARD)
-    backward_s = _median_s(timeline, OpKind.BACKWARD)
+    forward_s, backward_s = pass_s(timeline, OpKind.FORWARD), pass_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)
     gathers = engine.gathers()
     kept = [{}] * len(sizes) if gathers is None else _kept(engine, gathers)
@@ -186,11 +187,18 @@ def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
     return [gathers.of_layer(held) for held in pieces]
 
 
-def _median_s(timeline: Timeline, kind: OpKind) -> float:
-    spans = [s for s in timeline.spans if s.kind == kind]
-    first = min((s.iteration for s in spans), default=0)
-    durations = [s.end_s - s.start_s for s in spans if s.iteration > first]
-    return statistics.median(durations) if durations else 0.0
+def pass_s(timeline: Timeline, kind: OpKind) -> float:
+    """Return the seconds of the first micro-batch's forward or backward: the median over steps after the first one.
+
+    Under the plan of the watched steps, later micro-batches also move the sums of gradients to the GPU and back.
+    If the link is slower than the GPU, their backward passes wait for it, and do not show the GPU's own time.
+    """
+    begun: dict[int, Span] = {}
+    for span in timeline.spans:
+        if span.kind == kind and (span.iteration not in begun or span.start_s < begun[span.iteration].start_s):
+            begun[span.iteration] = span
+    begun.pop(min(begun, default=0), None)
+    return statistics.median([s.end_s - s.start_s for s in begun.values()]) if begun else 0.0
 
 
 def _free_device_bytes(device: Device) -> int:

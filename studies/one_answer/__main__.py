@@ -28,6 +28,7 @@ from ebbtide.tuner.service.scenario import MODELS
 
 import ebbtide
 from studies.bench.console import publish, study_parser
+from studies.one_answer.automatic import automatic
 
 # Name of the model, machine, and what differs from one GPU, micro-batch 1 and 2048 tokens.
 JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
@@ -61,6 +62,8 @@ class Asked:
         full_spread_pct, quick_spread_pct: Spread of full answers, and of quick answers over the best
             full answer.
         cpu_s: Processor seconds of ``tuner.plan``.
+        auto_expected_s, auto_truth_s: Seconds that ``"plan": "auto"`` expects of its plan, and those that a
+            simulation with full knowledge predicts for it.
     """
 
     job: str
@@ -70,6 +73,13 @@ class Asked:
     quick_spread_pct: float
     default_over_possible_pct: float
     cpu_s: float
+    auto_expected_s: float
+    auto_truth_s: float
+
+    @property
+    def auto_expected_over_truth_pct(self) -> float:
+        """Return by how many percent ``"plan": "auto"`` expects more than full knowledge predicts for its plan."""
+        return 100 * (self.auto_expected_s / self.auto_truth_s - 1)
 
 
 def main() -> None:
@@ -85,12 +95,14 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
         "full_spread_pct": max(row.full_spread_pct for row in rows),
         "quick_spread_pct": max(row.quick_spread_pct for row in rows),
         "default_over_possible_pct": max(row.default_over_possible_pct for row in rows),
+        "auto_expected_over_truth_pct": max((row.auto_expected_over_truth_pct for row in rows), key=abs),
         "longest_cpu_s": max(row.cpu_s for row in rows),
         "cannot_be_influenced": [
             "A what-if stores no state, so that it is not asked of jobs that need storage.",
             "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's.",
+            "auto keeps DeepSpeed's sub_group_size and plans pieces of its subgroups, from four watched steps.",
         ],
-        "jobs": [asdict(row) for row in rows],
+        "jobs": [asdict(row) | {"auto_expected_over_truth_pct": row.auto_expected_over_truth_pct} for row in rows],
         "device_kind": "simulated",
     }
 
@@ -134,6 +146,7 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         100 * (max(quick) / min(full) - 1),
         100 * (python_s / least_s - 1),
         cpu_s,
+        *automatic(work, have),
     )
 
 
