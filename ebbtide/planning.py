@@ -72,8 +72,11 @@ def what_if(
     8
 
     Args:
-        workload, machine, strategies, gpu_memory_bytes, options: those of `ebbtide.simulator.what_if`, which
-            tells the columns too.
+        workload: Training run to simulate.
+        machine: Machine to simulate it on.
+        strategies: Names of the strategies to compare.
+        gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own.
+        options: Lists of values to try, as for `ebbtide.simulator.what_if`, which also describes the columns.
 
     Raises:
         ValueError: an unknown strategy, option or field, or nothing to simulate.

@@ -80,7 +80,10 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
         occurrence = rng.randint(1, saves) if where == "on_save" else rng.randint(1, 12)
         # A loop of one's own is told to return when the files are in place, as trainers are.
         mode = "in_place" if name == "loop" else "auto"
-        script = Script(name, 1 + count % 2, {"mode": mode, "copy_budget_bytes": 2**20})
+        checkpoint: dict[str, Any] = {"mode": mode, "copy_budget_bytes": 2**20}
+        if name == "loop":  # the model has dropout, and only trainers restore the random states themselves
+            checkpoint["restore_random"] = True
+        script = Script(name, 1 + count % 2, checkpoint)
         made.append(Trial(script, Kill(where, occurrence, rng.random())))
     return made
 

@@ -76,7 +76,16 @@ def test_every_private_member_in_use_is_in_the_table():
 def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
     """Not by import, and not by a rule that is only DeepSpeed's: those are in ``runtime/zero``."""
     told = {
-        path.name: [line for line in path.read_text().splitlines() if "deepspeed" in line.lower()]
+        path.name: [line for line in _code(path).splitlines() if "deepspeed" in line.lower()]
         for path in (RUNTIME / "execution").glob("*.py")
     }
     assert {name: lines for name, lines in told.items() if lines} == {}
+
+
+def _code(path):
+    """A module without its comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

@@ -1,4 +1,4 @@
-"""A Trainer killed while it saves and rotates, then started again: nothing is lost."""
+"""A Trainer and a loop killed while they save and rotate, then started again: nothing is lost."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
     record = tmp_path / "front_door.json"
     command = [sys.executable, "-m", "studies.front_door_kills", "--kills", "4"]
     done = subprocess.run(
-        [*command, "--scripts", "trainer", "--json", str(record)],
+        [*command, "--scripts", "trainer", "loop", "--json", str(record)],
         capture_output=True,
         text=True,
         check=False,

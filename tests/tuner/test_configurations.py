@@ -1,6 +1,7 @@
 """`tune search`: which configuration is fastest, what does not fit and why, and real runs."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -114,15 +115,14 @@ def test_a_knobs_cost_is_the_best_that_its_value_allows():
 
 def test_a_tie_is_called_one():
     told = answer(outcome(100.0), outcome(99.6, offload="none")).remarks()
-    assert any("makes no difference: not offloading reaches 99.6%" in t for t in told)
+    assert any("makes no difference" in t and "not offloading reaches 99.6%" in t for t in told)
 
 
 def test_what_lies_within_the_interval_is_no_difference():
     near = answer(outcome(100.0), outcome(95.0, offload="none"))
     assert any("offloading is best: 1.05x" in told for told in near.remarks())
     (told,) = [t for t in replace(near, spread=0.13).remarks() if "offloading" in t]
-    assert "makes no difference: not offloading reaches 95.0%" in told
-    assert "within 13%" in told
+    assert "makes no difference within the error of predictions (13%): not offloading reaches 95.0%" in told
 
 
 def test_the_least_that_is_missing_is_told():
@@ -154,7 +154,12 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
             and o.device_peak_bytes <= 1.031 * other.device_peak_bytes
             for o in found.front
         ), other
-    assert [r.split(":")[0] for r in found.remarks()] == [r.split(":")[0] for r in reference.remarks()]
+    assert _kinds(found.remarks()) == _kinds(reference.remarks())
+
+
+def _kinds(remarks):
+    """What each remark is about, without the error of predictions, which only a search knows."""
+    return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 
 
 def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
@@ -360,7 +365,7 @@ def searched(tmp_path, config, *words):
         ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu must be"),
         ({"train_batch_size": "32"}, "train_batch_size must be"),
         ({"train_batch_size": 32.0}, "train_batch_size must be"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.*simulated"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
     ],
 )
 def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):

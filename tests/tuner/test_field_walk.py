@@ -365,7 +365,7 @@ def test_every_field_of_a_workload(name, plain):
         assert how_it_is_cut(changed) != how_it_is_cut(base_workload())
         return
     if name == "deepspeed_subgroup_size":  # what a plan says of the training that it is for
-        made = [Candidate(MIX).plan(work) for work in (changed, base_workload())]
+        made = [Candidate.of(MIX).plan(work) for work in (changed, base_workload())]
         assert [plan.config_subgroup_size for plan in made] == [9_000_000, 4_000_000]
         return
     assert outcomes(changed, base_machine()) != before
