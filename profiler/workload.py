@@ -65,8 +65,11 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     for phase in ("forward", "backward"):
-        if not all(trace.phases[phase] > 0 for trace in traces):
-            raise ValueError(f"every step must run the model {phase}, but one did not")
+        without = [number for number, trace in enumerate(traces, 1) if not trace.phases[phase] > 0]
+        if without:
+            raise ValueError(
+                f"every profiled step must run the model's {phase}, but step {without[0]} did not. Check the step function"
+            )
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)
     micro = int(engine.gradient_accumulation_steps())

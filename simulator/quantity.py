@@ -41,8 +41,8 @@ class Quantity(BaseModel):
         values = (self.median, self.q1, self.q3)
         if not all(math.isfinite(v) and v > 0 for v in values):
             raise RuleError(
-                f"a quantity must be finite and greater than 0, but got median={self.median}, "
-                f"q1={self.q1}, q3={self.q3}",
+                "the median and the quartiles q1 and q3 of a measured value must be finite and greater than 0, but got "
+                f"median={self.median}, q1={self.q1}, q3={self.q3}",
                 key="median",
             )
         if not self.q1 <= self.median <= self.q3:

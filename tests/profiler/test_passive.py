@@ -149,7 +149,7 @@ def test_what_activations_do_not_explain_of_the_peak_is_always_there():
 
 
 def test_a_step_without_backward_is_no_workload():
-    with pytest.raises(ValueError, match="every step must run the model backward"):
+    with pytest.raises(ValueError, match="every profiled step must run the model's backward, but step"):
         workload_of(None, [Trace(phases=defaultdict(float, forward=1.0))], "none")
 
 

@@ -86,6 +86,8 @@ def _code(path):
     """A module without its comments and docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)

@@ -95,7 +95,7 @@ def test_the_comparison_says_what_one_thread_costs():
     (told,) = [reason for reason in found.reasons if "OMP_NUM_THREADS" in reason]
     usual = plan(job.changed(launcher="deepspeed").workload(on), on)
     assert f"it takes {told_seconds(usual.alternatives[0].iteration_s)}" in told
-    assert f"of {told_seconds(found.alternatives[0].iteration_s)};" in told
+    assert f"of its {told_seconds(found.alternatives[0].iteration_s)}." in told
     assert "OMP_NUM_THREADS=24" in told
     assert found.alternatives[0].iteration_s > 1.5 * usual.alternatives[0].iteration_s
     assert found.prediction.iteration_s == usual.prediction.iteration_s

@@ -14,8 +14,14 @@ from ebbtide.tuner.answer.rows import stock_beside
 from ebbtide.tuner.quantities import told_seconds
 
 
-def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> list[str]:
-    """Return sentences with figures on the reasons for a plan, the most important one first."""
+def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
+    """Return sentences with figures on the reasons for a plan, the most important one first.
+
+    Args:
+        workload: The training run with the plan's subgroups.
+        floor: The lower bound of the iteration time.
+        stock: The training run with the subgroups that DeepSpeed alone has.
+    """
     assert plan.prediction is not None
     chosen_s = plan.prediction.iteration_s
     lines = [_limited_by(floor, chosen_s)]
@@ -24,7 +30,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
             lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")
-    lines += _what_threads_cost(workload, machine, plan)
+    lines += _what_threads_cost(stock, machine, plan)
     if machine.unified_memory:
         lines.append("GPU and host share one memory, so moving state saves nothing")
     return lines

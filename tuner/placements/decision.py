@@ -97,7 +97,8 @@ class Question:
         pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
         if pieces and storage:
             raise ValueError(
-                "pieces of DeepSpeed's subgroups cannot be stored, but storage is given. Leave out one of the two"
+                "parts of DeepSpeed's subgroups (--subgroup-size pieces) cannot be stored on a drive (--storage). "
+                "Leave out one of the two options"
             )
         return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort, pieces)
 

@@ -193,8 +193,9 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
     from ebbtide.tuner.answer.reasons import reasons
     from ebbtide.tuner.answer.rows import alternatives, compare
 
-    rows = compare(stock or search.workload, search.machine, search.limits, made)
-    why = reasons(search.workload, search.machine, made, search.bound)
+    stock = stock or search.workload
+    rows = compare(stock, search.machine, search.limits, made)
+    why = reasons(search.workload, search.machine, made, search.bound, stock)
     why += [*brought(search, made), *search.limits.explained[:2], *more]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
 

@@ -365,8 +365,8 @@ class SearchJob(Scenario):
     def _a_model(self) -> Self:
         if self.model is None:
             raise RuleError(
-                "model must be given, because a profiled workload holds for one micro-batch size only, "
-                "but got a workload",
+                "model must be given instead of workload: this search tries several micro-batch sizes, and a profiled "
+                "workload is valid for one only",
                 key="model",
             )
         return self

@@ -73,6 +73,6 @@ class Peers:
         except RuntimeError as error:
             raise CheckpointError(
                 f"every rank must reach the checkpoint within {self._deadline_s:g} s "
-                f"(checkpoint.deadline_s), but one did not: {error}"
+                f"(checkpoint.deadline_s), but a rank did not: {error}"
             ) from error
         return every
