@@ -68,7 +68,8 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         without = [number for number, trace in enumerate(traces, 1) if not trace.phases[phase] > 0]
         if without:
             raise ValueError(
-                f"every profiled step must run the model's {phase}, but step {without[0]} did not. Check the step function"
+                f"every profiled step must run the model's {phase}, but step {without[0]} did not. "
+                "Check the step function"
             )
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)

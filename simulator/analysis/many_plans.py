@@ -134,8 +134,8 @@ class PlanSweep:
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
-                f"overlap_forward must be false for ZeRO-{self.workload.zero_stage}, whose steps wait for their updates, "
-                "but got true"
+                f"overlap_forward must be false for ZeRO-{self.workload.zero_stage}, whose steps wait for their "
+                "updates, but got true"
             )
         both = amounts, updated_early = self.amounts(placement)
         slots = self.slots(both, staging_slots, host_slots)

@@ -206,8 +206,8 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         name = machine.name
         if name in (*preset_names(), service.shown_machine) or not MACHINE_NAME.fullmatch(name) or not name.strip():
             raise RuleError(
-                "name must have 1 to 80 characters (letters, digits, spaces and . , : ( ) + -) and must not be the name of "
-                f"a preset, but got {shortened(name)}",
+                "name must have 1 to 80 characters (letters, digits, spaces and . , : ( ) + -) and must not be "
+                f"the name of a preset, but got {shortened(name)}",
                 key="name",
             )
         text = machine.model_dump_json()
