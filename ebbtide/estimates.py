@@ -155,7 +155,6 @@ def _fits(strategy: str, work: "Workload", machine: "Machine", limits: "Limits")
 
 
 def _planned(job: "Job", machine: "Machine") -> "Plan | None":
-    """Return the plan that ebbtide decides on with little effort. None: no plan fits."""
     from ebbtide.tuner.answer.even import best_of
     from ebbtide.tuner.placements.decision import QUICK, Question, decide
     from ebbtide.tuner.placements.memory import ImpossibleError
@@ -168,7 +167,6 @@ def _planned(job: "Job", machine: "Machine") -> "Plan | None":
 
 
 def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
-    """Return the plan that lacks the least memory, where none fits."""
     from ebbtide.tuner.placements.locations import begun
 
     search = begun(work, machine, limits)
@@ -176,7 +174,10 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", planned: "Plan | None", strategy: str) -> Iterator[str]:
-    """Yield a plan for the same training if one fits, otherwise changes of the training with which a plan fits."""
+    """Yield changes with which training that does not fit into memory would fit, as sentences for the user.
+
+    If a plan fits and plain DeepSpeed does not, the only change is to train under a plan.
+    """
     if planned is not None and planned.prediction is not None and strategy != "ebbtide":
         told = planned.prediction
         yield (
@@ -225,7 +226,7 @@ def _rule(optimizer: Any) -> str:
 
 
 def _strategy(ds_config: Any) -> str:
-    """Return the strategy that a DeepSpeed config asks for: "ebbtide", "stock" or "no_offload"."""
+    """Return the strategy that a DeepSpeed config asks for: "ebbtide" (a plan), "stock" (offload) or "no_offload"."""
     config = _read(ds_config)
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if "ebbtide" in config:
@@ -246,7 +247,7 @@ def _read(ds_config: Any) -> Mapping[str, Any]:
 
 
 def _recomputed(model: Any) -> bool:
-    """Return whether a live model recomputes activations in backward. For a config, return True."""
+    """Return True if a model recomputes activations in backward. Assumed for a config, which does not tell."""
     if not hasattr(model, "modules"):
         return True
     switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]

@@ -1,4 +1,4 @@
-"""The Python functions that search and load plans."""
+"""The Python functions that search for plans, simulate what-if questions and read plan files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
-    """Search the best plan for a workload on a machine.
+    """Search for the fastest plan that fits into memory, for a workload on a machine.
 
     The result is deterministic. The search takes a few seconds to a minute.
 
@@ -30,8 +30,8 @@ def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
             ``memory_margin``, ``mtbf_s``, ``storage``, ``subgroup_sizes``, ``robust``, ``progress`` ...
 
     Raises:
-        ImpossibleError: No plan fits. The message names changes with which a plan fits. If the workload was
-            made from a model, ``error.ways`` holds these changes with their plans.
+        ImpossibleError: No plan fits into memory. The message names changes of the training with which a plan
+            fits. If the workload was made from a model, ``error.ways`` holds these changes with their plans.
     """
     from ebbtide import tuner
 
@@ -93,6 +93,6 @@ def load_plan(path: str | Path) -> Plan:
     >>> load_plan("plan.json").prediction.iteration_s
 
     Raises:
-        PlanError: the file is not a plan that this version of ebbtide can use. The message names the field.
+        PlanError: The file is not a plan that this version of ebbtide can use. The message names the field.
     """
     return Plan.load(path)

@@ -1,4 +1,4 @@
-"""Helpers of the examples: a small Llama with random weights, and random tokens to train it on."""
+"""Helpers of the example scripts: a small Llama with random weights, and random tokens to train it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ VOCABULARY, SEQUENCE = 256, 64
 
 
 def tiny_llama() -> torch.nn.Module:
-    """Build the small Llama. If the trainer has set up ZeRO-3, parameters are partitioned as they are made."""
+    """Build the small Llama that the examples train.
+
+    If the trainer has set up ZeRO-3, the parameters are partitioned while the model is built.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -1,6 +1,6 @@
-"""Measurement of a machine and of a training workload.
+"""Measurement of a machine's speed and of a training script's workload, as input of the planner.
 
-Names are imported on first use, since starting a script to profile needs no torch.
+Submodules are imported on first use, so that starting a script to profile does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any

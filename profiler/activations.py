@@ -8,11 +8,13 @@ import torch
 
 
 class Activations(Protocol):
-    """A counter of activation memory, called by hooks during a forward pass on the training thread.
+    """A counter of activation memory: the bytes that a forward pass keeps for its backward pass.
+
+    Hooks call it during a forward pass, on the training thread.
 
     Attributes:
         bytes_by_unit: Activation bytes by part of the model.
-        costly: True if counting slows down the forward pass that is timed at the same time.
+        costly: True if counting slows down the forward pass, which is timed at the same time.
     """
 
     bytes_by_unit: dict[str, int]
@@ -25,10 +27,11 @@ class Activations(Protocol):
 
 
 class SavedTensors:
-    """A counter of the tensors that autograd saves, each storage once. It is exact without allocator statistics.
+    """A counter of activation memory that adds up the tensors that autograd saves for backward.
 
-    Parameters are not counted, since ZeRO-3 releases them. Tensors saved between two parts of the model (such
-    as added embeddings, or the loss) count for the earlier part.
+    Each storage counts once. Statistics of a GPU allocator are not needed. Parameters do not count, since ZeRO-3
+    releases them. Tensors saved between two parts of the model (such as added embeddings, or the loss) count for
+    the earlier part.
     """
 
     costly = True
@@ -66,20 +69,22 @@ class SavedTensors:
         return saved
 
     def _holds_parameter(self, start: int, end: int) -> bool:
-        """Return whether a model parameter starts in an address range.
+        """Return True if the storage of a model parameter starts in a range of memory addresses.
 
-        A parameter is asked only for its own address. Asking for its storage's took a third of a small model's
-        forward, since this runs for each saved tensor of a pass that is being timed.
+        Only each parameter's own address is compared. Asking also for the address of its storage took a third of a
+        small model's forward time, since this runs for each saved tensor of a pass that is being timed.
         """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
 class AllocatorDeltas:
-    """A counter of the GPU allocator's growth over each part of a model, without gathered parameters.
+    """A counter of activation memory that measures how much allocated GPU memory grows in each part of a model.
+
+    Parameters that ZeRO-3 has gathered in the meantime do not count.
 
     Args:
-        in_use: Function that returns the allocated bytes.
-        gathered: Function that returns the bytes of parameters that are gathered now.
+        in_use: Function that returns the allocated GPU memory in bytes.
+        gathered: Function that returns the bytes of the parameters that are gathered now.
     """
 
     costly = False
@@ -111,7 +116,7 @@ class AllocatorDeltas:
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's ZeRO-3 parameters that are gathered now, without their partitions."""
+    """Return the bytes that gathered parameters of a ZeRO-3 model take now, without the rank's own partitions."""
     total = 0
     for p in model.parameters():
         shard = getattr(p, "ds_tensor", None)
@@ -121,7 +126,10 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
 
 def activations_of(model: torch.nn.Module) -> Activations:
-    """Return a counter of a model's activation memory: by the allocator on CUDA, by saved tensors elsewhere."""
+    """Return a counter of a model's activation memory (kept from forward for backward).
+
+    On CUDA it reads the GPU allocator. Elsewhere it adds up the tensors that autograd saves.
+    """
     if torch.cuda.is_available():
         return AllocatorDeltas(torch.cuda.memory_allocated, lambda: gathered_bytes(model))
     return SavedTensors(model)

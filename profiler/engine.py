@@ -1,4 +1,4 @@
-"""Profilers of a live DeepSpeed engine, driven by ebbtide or by the user's own training loop."""
+"""Profilers of a DeepSpeed engine during training, which ebbtide runs or the user's own loop runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,22 @@ from ebbtide.simulator.workload import Workload
 def profile_engine(
     engine: Any, train_step: Callable[[Any], object], iterations: int = 3, name: str | None = None
 ) -> Workload:
-    """Run ``train_step(engine)`` a few times, and return the measured workload.
+    """Run ``train_step(engine)`` a few times, and return the measured workload for the planner.
 
-    Forward times of layers come from module hooks. Backward time is split over the layers in the same
-    proportions. The time of stock DeepSpeed's gradient path in backward is measured separately
-    (``stock_backward_extra_s``), so that ``backward_s`` is the time that remains under a plan. On CUDA every
-    hook synchronizes, so the sum of the phases is slightly longer than an undisturbed step.
+    Forward times of layers come from module hooks. Backward time is divided among the layers in proportion to
+    their forward times. The time that DeepSpeed without ebbtide spends in backward on moving gradients is
+    measured separately (``stock_backward_extra_s``), so ``backward_s`` is the time that remains under a plan. On
+    CUDA every hook synchronizes, so the sum of the phases is slightly longer than an undisturbed step.
 
     Args:
         engine: DeepSpeed engine.
-        train_step: Function that runs forward, backward and step of one whole optimizer step.
-        iterations: Number of measured steps, after `WARMUP_STEPS` of warm-up.
-        name: Name of the workload. If None, the model's class name.
+        train_step: Function that runs the forward, backward and step calls of one optimizer step.
+        iterations: Number of measured steps, after `WARMUP_STEPS` steps of warm-up.
+        name: Name of the workload. If None, the name of the model's class.
 
     Raises:
-        ValueError: iterations < 1, the configuration cannot be profiled, or ``train_step`` takes no optimizer
-            step.
+        ValueError: iterations < 1, the engine's configuration cannot be profiled, or ``train_step`` takes no
+            optimizer step.
     """
     profile = PassiveProfile(engine, iterations)
     try:
@@ -48,10 +48,10 @@ def profile_engine(
 
 
 class SampledProfile:
-    """A profile from single steps of a live DeepSpeed engine. The steps between them run unobserved.
+    """A profile of a live DeepSpeed engine from chosen steps. The other steps run without measurement.
 
-    It is for comparing a prediction with measurements on a machine with drifting speed: profiled steps and
-    timed steps alternate.
+    It is for comparing a prediction with measurements on a machine that becomes faster or slower over time.
+    Profiled steps and undisturbed timed steps then alternate.
 
     Raises:
         ValueError: The engine's configuration cannot be profiled.
@@ -63,7 +63,10 @@ class SampledProfile:
         self._traces: list[Trace] = []
 
     def step(self, *batch: Any) -> Any:
-        """Run one profiled training step of a model that returns its loss, and return the loss."""
+        """Run one training step of a DeepSpeed engine while it is profiled, and return the model's loss.
+
+        The model itself must return its loss.
+        """
         watcher = Watcher(self._engine, first=not self._traces)
         try:
             watcher.begin()
@@ -76,7 +79,7 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload from all profiled steps. The first few steps of an engine should not be profiled.
+        """Return the workload that all profiled steps together show. Do not profile an engine's first few steps.
 
         Raises:
             ValueError: No step was profiled.
@@ -86,22 +89,23 @@ class SampledProfile:
 
 
 class PassiveProfile:
-    """A profile of a DeepSpeed engine that the user trains. ``engine.step`` is wrapped until `stop`.
+    """A profile of a DeepSpeed engine in the user's own training loop. It wraps ``engine.step`` until `stop`.
 
-    The first `WARMUP_STEPS` optimizer steps are only counted. Micro-steps of gradient accumulation belong to
-    the step that they end in. Steps that fp16's loss scaler skipped are left out, because they update nothing.
+    The first `WARMUP_STEPS` optimizer steps are counted but not measured. With gradient accumulation, all
+    micro-batches of an optimizer step are measured together. Steps that fp16's loss scaler skips are left out,
+    because they update nothing.
 
     Attributes:
         steps: Number of optimizer steps so far.
-        needed: Number of optimizer steps required.
-        workload: Result, available after enough steps.
-        problem: Reason that there will be no result. The engine is then unwrapped again.
+        needed: Number of optimizer steps until the profile is complete.
+        workload: Measured workload, available after ``needed`` steps.
+        problem: Reason that no workload can be measured. The engine is then unwrapped.
 
     Args:
         engine: DeepSpeed engine.
         iterations: Number of measured steps.
-        after_step: Called after each optimizer step, outside the timed part. Its exceptions reach the training
-            loop.
+        after_step: Function called after each optimizer step, outside the timed part. Its exceptions reach the
+            training loop.
 
     Raises:
         ValueError: iterations < 1, or the engine's configuration cannot be profiled.
@@ -126,7 +130,7 @@ class PassiveProfile:
         engine.step = self._stepped
 
     def stop(self) -> None:
-        """Remove all wrappers from the profiled engine."""
+        """Remove all wrappers that the profile has put around the DeepSpeed engine's functions."""
         if self._stopped:
             return
         self._stopped = True

@@ -12,7 +12,7 @@ from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware facts that need no timing, with ``warnings`` about likely problems."""
+    """Facts about this machine's hardware that need no timing. ``warnings`` are about likely problems."""
 
     cpu_name: str
     cores: int
@@ -26,7 +26,7 @@ class Hardware:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a `Machine` that its fingerprint is computed from."""
+        """Return the hardware facts that identify a machine, as fields of a `Machine`."""
         return {
             "device_kind": "cuda" if self.gpu_name else "emulated",
             "device_name": self.gpu_name or self.cpu_name,
@@ -70,7 +70,10 @@ def _memlock() -> str:
 
 
 def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
-    """Return the cores of each NUMA node and the GPU's node, and warn if this process may run on another."""
+    """Return the cores of each NUMA node and the GPU's node, and warnings.
+
+    A warning says that this process may run on another NUMA node than the GPU's.
+    """
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}
     near = _line(root / "sys/bus/pci/devices" / gpu_bus_id / "numa_node") if gpu_bus_id else ""

@@ -1,4 +1,4 @@
-"""The profiling of a training script under its launcher, in separate processes."""
+"""Profiling of a training script: its launcher starts it in separate processes, which measure its workload."""
 
 import signal
 import subprocess
@@ -22,7 +22,7 @@ END_S = 10.0  # for an interrupted launcher to end its ranks
 
 
 class LaunchError(RuntimeError):
-    """An error for a profiled script that returned no workload.
+    """An error: a training script that was profiled returned no workload.
 
     Attributes:
         output: Last output of the launcher and the script.
@@ -40,10 +40,10 @@ class ScriptRun:
     Attributes:
         script: Path of the script.
         arguments: Arguments of the script.
-        launcher: Launcher of the ranks. ``none`` runs ``python script``.
+        launcher: Program that starts the ranks. ``none`` runs ``python script``.
         ranks: Number of processes on this node.
         iterations: Number of optimizer steps to measure.
-        go_on: True if the script runs to its end afterwards.
+        go_on: True if the script runs to its end after the profile is complete. Otherwise it is stopped.
         shown: True if the script's output is shown. Otherwise it is shown only after a failure.
     """
 
@@ -71,7 +71,7 @@ class ScriptRun:
             raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
 
     def command(self, out: Path, report: Path, port: int) -> list[str]:
-        """Return the launcher's command line around ``python -m ebbtide.profiler.script``."""
+        """Return the launcher's command line that runs a training script under the profiler."""
         python = [sys.executable, "-m"]
         ours = [
             "ebbtide.profiler.script",
@@ -94,10 +94,12 @@ class ScriptRun:
 
 
 def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
-    """Run a training script unchanged until its workload is measured, and write the workload to ``out``.
+    """Run an unchanged training script until its workload is measured, and write the workload to a file.
 
     Args:
-        progress: Called with the optimizer steps taken by the slowest rank, and the steps needed.
+        run: Training script, and how to run it.
+        out: Path of the written file.
+        progress: Called with the number of optimizer steps that the slowest rank has taken, and the number needed.
 
     Raises:
         LaunchError: The script ended too early, crashed, or cannot be profiled.

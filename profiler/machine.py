@@ -1,4 +1,4 @@
-"""The measurement of this machine in at most a minute, with a cache of the result."""
+"""The measurement of this machine's speed (copies, updates, disk) in at most a minute, with a cached result."""
 
 import platform
 import shlex
@@ -59,19 +59,18 @@ def measure_machine(
     """Measure the rates of this machine that the simulator needs.
 
     Args:
-        storage_dir: Folder for checkpoints. Its disk is measured.
-        seconds: Time to spend, split over the measurements. Each measurement has at least 5 repeats. The first
-            run also compiles kernels.
-        device: ``auto`` uses CUDA if available. Without CUDA the device is emulated: its quantities say so and
-            describe no GPU.
-        elements: Number of elements of the measured subgroup.
+        storage_dir: Folder for checkpoints. The disk that holds it is measured.
+        seconds: Total time to spend. Each rate is measured at least 5 times. The first run also compiles kernels.
+        device: ``auto`` uses CUDA if available. Without CUDA, a GPU is emulated on the CPU. The emulated rates
+            are marked, and describe no real GPU.
+        elements: Number of elements in the subgroup of optimizer state that is measured.
         progress: Called with the number of finished stages, the number of stages, and the next stage's name.
         name: Name of the machine. If None, the host's name.
         fresh: Measure even if the cache has this machine. Only runs without ``storage_dir`` and ``drives`` are
-            cached, since the disk belongs to the folder.
-        ranks: Number of processes that also measure concurrently (`ebbtide.profiler.rates.ranks`). They are
-            spawned, so a calling script must guard its own start with ``__name__``.
-        drives: Folders for stored state. Each is measured (`Machine.drives`).
+            cached, since disks belong to folders.
+        ranks: Number of processes that also measure at the same time (`ebbtide.profiler.rates.ranks`). They are
+            spawned, so a calling script must guard its own start with ``if __name__ == "__main__"``.
+        drives: Folders for optimizer state on drives. Each is measured (`Machine.drives`).
 
     Raises:
         ValueError: ``cuda`` is requested without a GPU, seconds is not in (0, 60], or there are more ranks than

@@ -9,7 +9,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes() -> int:
-    """Return the bytes of tensors in GPU memory. Without CUDA, return this process's resident memory."""
+    """Return the bytes of tensors in GPU memory. Without CUDA, return this process's resident host memory."""
     if torch.cuda.is_available():
         return int(torch.cuda.memory_allocated())
     return host_bytes()
@@ -21,18 +21,18 @@ def host_bytes() -> int:
 
 
 def reset_host_peak() -> None:
-    """Reset the peak that `host_peak_bytes` returns."""
+    """Reset the peak of this process's host memory that `host_peak_bytes` returns."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def host_peak_bytes() -> int:
-    """Return the peak of this process's resident memory in bytes."""
+    """Return the peak of this process's resident host memory in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 def reset_peak() -> None:
-    """Reset the peak that `peak_device_bytes` returns."""
+    """Reset the peak of GPU memory that `peak_device_bytes` returns."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

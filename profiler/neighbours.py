@@ -1,4 +1,4 @@
-"""A check for other users of the host during a measurement, and for limits on its cores."""
+"""A check for other programs that use this computer during a measurement, and for limits on its cores."""
 
 import os
 import time
@@ -23,11 +23,13 @@ class _Counters:
 
 @dataclass
 class HostWatch:
-    """A comparison of the operating system's counters before and after a measurement, as a context manager.
+    """A watch over this computer during a measurement. It reports other programs and limits that disturb it.
+
+    It is a context manager that compares the operating system's counters before and after.
 
     Args:
-        root: Folder that contains ``proc`` and ``sys``. Tests use another one than ``/``.
-        warnings: Sentences about disturbances, filled at the exit.
+        root: Folder that contains ``proc`` and ``sys``. Tests use another folder than ``/``.
+        warnings: Sentences about disturbances, filled at the exit of the context.
     """
 
     root: Path = Path("/")

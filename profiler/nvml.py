@@ -1,4 +1,4 @@
-"""NVML's view of a GPU: its link, its clocks and its other users."""
+"""Facts about a GPU from NVIDIA's management library (NVML): its link, its clocks and its other users."""
 
 import threading
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ _SLOW = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSl
 class GpuWatch:
     """A watch over one GPU during a measurement, as a context manager.
 
-    The link is read under load, since an idle link falls back to a low generation. A separate thread takes
-    samples. ``facts`` and ``warnings`` are complete after the exit. If NVML refuses information, that becomes a
-    warning and never an error.
+    A separate thread samples the GPU's state. The PCIe link is read under load, since an idle link falls back
+    to a low generation. ``facts`` and ``warnings`` are complete after the exit. If NVML (NVIDIA's management
+    library) refuses information, that becomes a warning and never an error.
 
     Args:
-        index: torch's number of the device, which may differ from NVML's.
+        index: torch's number of the GPU, which may differ from NVML's.
     """
 
     index: int
@@ -114,9 +114,9 @@ class GpuWatch:
 
 
 def handle_of(nvml: Any, index: int) -> Any:
-    """Return the NVML handle of a torch device, found by UUID.
+    """Return NVML's handle of a torch GPU, found by UUID.
 
-    CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's.
+    Numbers cannot be used, because CUDA_VISIBLE_DEVICES renumbers torch's GPUs but not NVML's.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Progress of the ranks of a profiled script, exchanged through files in a shared folder."""
+"""Progress of the ranks of a training script that is profiled. They write it to files in a shared folder."""
 
 import json
 import time
@@ -12,12 +12,12 @@ FAILED = "ebbtide.profiler.script: error:"  # begins the line that a failing ran
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The progress of one rank of a profiled script.
+    """The progress of one rank of a training script that is profiled.
 
     Attributes:
-        steps: Optimizer steps so far.
-        needed: Optimizer steps required.
-        error: Error message. Empty if there was no error.
+        steps: Number of optimizer steps so far.
+        needed: Number of optimizer steps until the profile is complete.
+        error: Error message, or empty.
         at_s: Time at which the progress was written.
     """
 
@@ -28,7 +28,10 @@ class RankProgress:
 
 
 class ProgressFile:
-    """A rank's progress file in a shared folder, always replaced as a whole. Without a folder, nothing is written."""
+    """A file in a shared folder with the progress of one rank of a training script that is profiled.
+
+    A write replaces the whole file at once. Without a folder, nothing is written.
+    """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._path = folder / f"rank-{rank}.json" if folder is not None else None
@@ -41,14 +44,14 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """Return the latest progress of every rank of a profiled script."""
+    """Return the latest progress of every rank of a training script that is profiled."""
     return [RankProgress(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def first_error(ranks: list[RankProgress]) -> str:
-    """Return the earliest error of a profiled script's ranks, or an empty string.
+    """Return the earliest error of the ranks of a training script that is profiled, or an empty string.
 
-    Later errors mostly follow from the first one.
+    Later errors are mostly consequences of the first one.
     """
     failed = [rank for rank in ranks if rank.error]
     return min(failed, key=lambda rank: rank.at_s).error if failed else ""

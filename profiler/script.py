@@ -2,11 +2,11 @@
 
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
-It also runs under the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script ...`` or
-``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
+It can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script
+...`` or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
 
-``deepspeed.initialize`` is wrapped, so that the first steps of its engine are profiled. Then rank 0 writes
-the workload and the script is stopped.
+It wraps ``deepspeed.initialize`` in order to profile the first steps of the script's engine. Then rank 0
+writes the workload, and the script is stopped.
 """
 
 import argparse
@@ -23,18 +23,21 @@ from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
-    """An error for a training script that gave no workload, or failed afterwards. The message says why."""
+    """An error of a training script that was profiled: it gave no workload, or failed afterwards."""
 
 
 class _StopError(BaseException):
-    """An exception that ends a profiled script from inside its own loop.
+    """An exception that stops a training script in the middle of its own loop, once its profile is complete.
 
-    It is a BaseException, so that handlers for Exception do not catch it.
+    It is a BaseException, so that the script's handlers for Exception do not catch it.
     """
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run ``python -m ebbtide.profiler.script``. On failure, print the reason to stderr and exit with code 2."""
+    """Run a training script and measure its workload, as ``python -m ebbtide.profiler.script`` does.
+
+    On failure, print the reason to stderr and exit with code 2.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class ProfiledScript:
-    """A training script that runs while its first DeepSpeed engine is profiled."""
+    """A run of a training script, during which the script's first DeepSpeed engine is profiled."""
 
     def __init__(self, out: Path, iterations: int, rank: int, progress: ProgressFile, *, go_on: bool) -> None:
         self._out, self._iterations, self._rank = out, iterations, rank
@@ -89,7 +92,9 @@ class ProfiledScript:
         self._written = False
 
     def run(self, script: Path, arguments: list[str]) -> None:
-        """Run the script until its workload is written, or with ``go_on`` until the script has ended.
+        """Run a training script until its workload is written.
+
+        If the profiler was told to go on, run the script to its end.
 
         Raises:
             ScriptError: The script ended too early, failed, or cannot be profiled.
@@ -113,7 +118,7 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Report a profiled script's progress to the process that started the ranks."""
+        """Report this rank's number of profiled steps, and an error if any, to the process that started the ranks."""
         steps = max((profile.steps for profile in self._profiles), default=0)
         self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
 
@@ -189,7 +194,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """Destroy the process group, since a rank that exits within one may fail after all work is done."""
+    """Destroy torch's process group. A rank that exits with an open group may fail after all work is done."""
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

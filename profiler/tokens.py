@@ -1,4 +1,4 @@
-"""The number of tokens in a forward pass, found from the shapes of the model's inputs."""
+"""The number of tokens in a forward pass, derived from the shapes of the model's inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ _IDS = (torch.int64, torch.int32)
 
 
 def tokens_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of token ids in a model's inputs, or None if it is unknown.
+    """Return the number of tokens in a model's inputs, or None if it cannot be derived from their shapes.
 
-    The token ids are ``input_ids`` by name, or else the first tensor. That tensor must be an integer matrix
-    (batch, sequence), the model must have an embedding, and all integer matrices (such as targets and masks)
-    must have the same shape.
+    The tokens are in the argument ``input_ids``, or else in the first tensor. That tensor must be an integer
+    matrix (batch, sequence), the model must have an embedding, and all integer matrices (such as targets and
+    masks) must have the same shape.
     """
     if not any(isinstance(module, torch.nn.Embedding) for module in model.modules()):
         return None

@@ -19,14 +19,14 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """The record of one profiled training step. Times are in seconds, synchronized on CUDA.
+    """The record of one profiled training step. Times are in seconds. On CUDA they are measured synchronized.
 
     Attributes:
         units: Forward seconds by part of the model, summed over all micro-batches.
-        issued_s: CPU seconds to issue the parts' forward, without waiting for the GPU.
+        issued_s: CPU seconds to issue the forward passes to the GPU, without waiting for it.
         modules: Number of forward calls of modules with parameters during ``issued_s``.
         activations: Activation bytes by part of the model, in the micro-batch with the most.
-        tokens: Tokens of this rank in all micro-batches. None if the number is unknown for one of them.
+        tokens: Tokens of this rank in all micro-batches. None if the number is unknown in any of them.
     """
 
     began_s: float = 0.0
@@ -48,18 +48,16 @@ class Trace:
 
 
 class Watcher:
-    """Hooks on a DeepSpeed engine's modules and wrappers around its phases, removed by `remove`.
+    """A recorder of times and memory in the steps of a DeepSpeed engine.
 
-    A thread samples memory between the hooks. It only reads counters and appends to the current record.
-    Everything else runs on the training thread. The engine's ``step`` is not wrapped: callers run it through
-    `timed`.
+    It puts hooks on the model's modules and wraps the engine's functions, until `remove`. A thread samples
+    memory between the hooks. It only reads counters and appends to the current record. Everything else runs on
+    the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
 
     Args:
         engine: DeepSpeed engine.
-        first: True for the engine's first watcher. If counting activations and sampling memory slow down the
-            training, both are done only in the first record. The count took an eighth of a small model's
-            forward, and a thread that wakes up competes with the training thread for a core and for Python's
-            lock.
+        first: True for the engine's first recorder. Counting activations and sampling memory may slow down
+            training. In that case only the first recorder's first record has them.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:
@@ -90,12 +88,12 @@ class Watcher:
             self._sampler.start()
 
     def begin(self) -> None:
-        """Start the record of a new training step."""
+        """Start the record of a new training step's times and memory."""
         self.trace = Trace(began_s=_now_s())
         self.note_memory()
 
     def end(self) -> Trace:
-        """End the record of the current training step, and return it."""
+        """End the record of the current training step's times and memory, and return it."""
         self.note_memory()
         self.trace.ended_s = _now_s()
         if self._activations.costly:
@@ -104,7 +102,7 @@ class Watcher:
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record its time and its memory peak under a phase of the step."""
+        """Call a function, and record its time and memory peak for a phase of the training step, such as forward."""
         self.trace.phase = phase
         self.note_memory()
         reset_peak()
@@ -115,7 +113,7 @@ class Watcher:
         return result
 
     def remove(self) -> None:
-        """Remove all hooks and wrappers from the engine, and end the sampling thread."""
+        """Remove all hooks and wrappers from the profiled DeepSpeed engine, and end the thread that samples memory."""
         self._done.set()
         if self._sampler.ident is not None:  # it was started
             self._sampler.join()
@@ -223,7 +221,7 @@ class Watcher:
             self.note_memory()
 
     def note_memory(self, *, peak: bool = False) -> None:
-        """Record the memory in use now, or with ``peak`` the highest GPU memory since the phase began."""
+        """Record the memory in use now. With ``peak``, record the highest GPU memory since the phase began."""
         trace = self.trace
         if not trace.began_s:
             return
@@ -244,9 +242,10 @@ def _now_s() -> float:
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the modules of a model with separately timed forward: members of lists of blocks, and other modules.
+    """Return the parts of a model with separately timed forward, as path and module.
 
-    Names are paths. A parameter belongs to the module with a path that begins the parameter's name.
+    The parts are the members of lists of blocks, and the other modules. A parameter belongs to the part with a
+    path that begins the parameter's name.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():

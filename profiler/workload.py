@@ -1,4 +1,4 @@
-"""The conversion of recorded steps of a DeepSpeed ZeRO-3 engine into a workload."""
+"""The conversion of recorded training steps of a DeepSpeed ZeRO-3 engine into a workload for the planner."""
 
 import statistics
 import time
@@ -26,13 +26,13 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 def check_iterations(iterations: int) -> None:
-    """Raise ValueError unless at least one step is to be profiled."""
+    """Raise ValueError unless the number of steps to profile is at least 1."""
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, but got {iterations}")
 
 
 def check_engine(engine: Any) -> None:
-    """Raise ValueError if a DeepSpeed engine's configuration cannot be profiled. The message names the key."""
+    """Raise ValueError if a DeepSpeed engine's configuration cannot be profiled. The message names the config key."""
     kind = type(engine.optimizer).__name__
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
@@ -56,10 +56,10 @@ def check_engine(engine: Any) -> None:
 
 
 def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
-    """Build the workload of a DeepSpeed engine from the records of some steps.
+    """Build a workload (the planner's description of a training job) from recorded steps of a DeepSpeed engine.
 
     Raises:
-        ValueError: A step had no forward or no backward.
+        ValueError: A recorded step had no forward or no backward.
     """
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.other_steps import recomputes
@@ -114,7 +114,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
 
 
 def module_issue_s(traces: Iterable[Trace]) -> float:
-    """Return the CPU seconds to issue the forward of one module with parameters to a GPU."""
+    """Return the CPU seconds that one module with parameters takes to issue its forward to the GPU."""
     return _median(trace.issued_s / max(1, trace.modules) for trace in traces)
 
 
@@ -176,10 +176,10 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
 
 def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
-    """Measure the CPU seconds to copy all gradients, and the CPU seconds for their norm.
+    """Measure how many CPU seconds it takes to copy all gradients, and to compute their norm.
 
-    About 0.5 GiB of gradients is measured, which with the copies exceeds most caches. Times are scaled to the
-    rest.
+    Only about 0.5 GiB of gradients is measured, and the times are scaled to all gradients. With their copies,
+    0.5 GiB exceeds most caches.
     """
     sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype

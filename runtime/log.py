@@ -1,4 +1,4 @@
-"""The log output of ebbtide, shown on rank 0 unless the script has configured logging itself."""
+"""The log messages of ebbtide, printed on rank 0 unless the script has configured logging itself."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line
 
 
 class _Named(logging.Formatter):
-    """A log formatter that begins each message with the name of ebbtide, as most begin already."""
+    """A log formatter that begins each message with ebbtide's name if the message does not."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         if not record.message.startswith(("ebbtide", "plan=")):

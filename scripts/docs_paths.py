@@ -1,4 +1,4 @@
-"""A hook of mkdocs that shows the packages of a checkout to mkdocstrings as one package ``ebbtide``."""
+"""A hook of mkdocs, so that mkdocstrings finds the project's folders as one package ``ebbtide``."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
 @event_priority(100)  # before mkdocstrings looks which packages there are
 def on_config(config: Any) -> Any:
-    """Link a checkout's folders below ``build/docs/ebbtide``, as in a wheel. Return ``config`` unchanged."""
+    """Link the project's folders below ``build/docs/ebbtide``, as in an installed package.
+
+    Return mkdocs' ``config`` unchanged.
+    """
     package = ROOT / "build" / "docs" / "ebbtide"
     package.mkdir(parents=True, exist_ok=True)
     for path in [*(ROOT / "ebbtide").iterdir(), *(ROOT / name for name in FOLDERS)]:

@@ -1,9 +1,9 @@
-"""A script that draws docs/iteration.png: an iteration of stock DeepSpeed above, and under a plan below.
+"""A script that draws docs/iteration.png: a training iteration of DeepSpeed alone, and one under a plan.
 
     python scripts/draw_iteration.py [OUT]
 
-The iteration is simulated on a made-up machine with round numbers, so that every bar can be read. No figure
-in it is a measurement.
+The iterations are simulated on a made-up machine with round numbers, so that every bar can be read. No time
+in the drawing was measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 
 
 def machine() -> Machine:
-    """Return a made-up machine on which CPU and GPU can each do about half of an update during the next forward."""
+    """Return a made-up machine for the drawing.
+
+    Its CPU and its GPU can each do about half of the optimizer update during the next forward.
+    """
     rates = {
         "h2d_bytes_per_s": 20e9,
         "d2h_bytes_per_s": 20e9,
@@ -72,7 +75,10 @@ def plan() -> Plan:
 
 
 def one_iteration(timeline: Timeline) -> Timeline:
-    """Return the second of three simulated iterations, from its first backward to the end of the next forward."""
+    """Return the second of three simulated training iterations as a timeline.
+
+    It reaches from the start of the first backward to the end of the next forward.
+    """
     kept = [s for s in timeline.spans if s.iteration in (1, 2)]
     begin = min(s.start_s for s in kept if s.iteration == 1 and s.kind.value == "backward")
     end = max(s.end_s for s in kept if s.iteration == 2 and s.kind.value == "forward")

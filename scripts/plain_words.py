@@ -1,10 +1,10 @@
-"""A check of how plainly the docstrings are written, and of the newest commit's subject.
+"""A check that the docstrings and the newest commit's subject are written plainly.
 
     python scripts/plain_words.py            # part of make lint; exit code 1 with what to change
     python scripts/plain_words.py --list     # every docstring that counts against the limits
 
-A docstring of a function begins with an imperative verb, and one of a class or module with a noun phrase.
-The limits only ever fall.
+A docstring of a function should begin with an imperative verb, and one of a class or module with a noun.
+The limits on the number of exceptions may only become stricter.
 """
 
 import argparse
@@ -45,23 +45,31 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def begins_oddly(text: str) -> bool:
-    """Return whether a docstring begins with a relative, a question word, a preposition or a pronoun."""
+    """Return True if a docstring begins with a relative, a question word, a preposition or a pronoun."""
     return bool(ODD.match(text.lstrip("`'\"(")))
 
 
 def is_knotted(text: str) -> bool:
-    """Return whether a docstring's first paragraph has a relative clause or a private word that hides its subject."""
+    """Return True if a docstring's first paragraph is hard to read.
+
+    It is if it has a relative clause such as "of which", or a word that hides its subject such as "whoever".
+    """
     return bool(KNOTS.search(text.split("\n\n")[0]))
 
 
 def newest_subject() -> str:
-    """Return the subject of the newest commit that is no merge, or an empty string outside a checkout."""
+    """Return the subject of the newest commit that is not a merge, or an empty string outside a checkout."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--no-merges", "--format=%s"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
-    """Return a sentence for each limit on docstrings or on the commit's subject that is exceeded."""
+    """Return a sentence for each limit that the docstrings or the newest commit's subject exceed.
+
+    Args:
+        found: Place and text of every docstring.
+        subject: Subject of the newest commit.
+    """
     shares = {
         "begin with a relative, a preposition or a pronoun": (begins_oddly, MOST_ODD_PCT),
         "have a knot in their first paragraph": (is_knotted, MOST_KNOTTED_PCT),
@@ -80,7 +88,7 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the violated limits on docstrings, and exit with 1 if there are any."""
+    """Print which limits on docstrings and on the commit's subject are exceeded. Exit with 1 if any is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print every docstring that counts")
     found = list(docstrings())

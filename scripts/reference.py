@@ -1,4 +1,7 @@
-"""A script that writes docs/cli.md and docs/plan-file.md from the code: python scripts/reference.py."""
+"""A script that writes the reference pages docs/cli.md and docs/plan-file.md from the code.
+
+Run it as ``python scripts/reference.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, p
 
 
 def pages() -> dict[str, str]:
-    """Return the generated pages: text by file name under docs/."""
+    """Return the text of each generated page, by file name under docs/."""
     return {"cli.md": cli_page(), "plan-file.md": plan_page()}
 
 

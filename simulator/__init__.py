@@ -1,6 +1,7 @@
 """The public names of ebbtide's simulator, which predicts the timeline of a training iteration.
 
-Loads numpy, pydantic, scipy and numba. Only what-ifs load pandas and joblib, when they use them.
+Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib are loaded only by
+`what_if`, when it is called.
 """
 
 from ebbtide.simulator.analysis.what_if import what_if

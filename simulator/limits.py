@@ -1,4 +1,4 @@
-"""The memory limits of one rank, and the check that memory peaks fit into them."""
+"""The limits of one rank's memory, and the check whether memory peaks stay within them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ def size(size_bytes: float) -> str:
 
 
 class Peaks(Protocol):
-    """The interface of a simulation result or a search score that reports its memory peaks."""
+    """The interface of results that report memory peaks, such as a simulation or a scored plan of the search."""
 
     @property
     def device_peak_bytes(self) -> int: ...
@@ -44,14 +44,14 @@ class Peaks(Protocol):
 
 
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-    """Return the bytes that memory peaks need beyond each limit. Only this function decides what fits.
+    """Return the bytes that given memory peaks need beyond each limit. Only this function decides what fits.
 
     Args:
-        limits: Limits by memory, as in `Limits.by_memory`. Without "device", host memory must hold both
-            peaks.
+        limits: Limits by memory, as `Limits.by_memory` returns them. If "device" is absent, GPU memory is host
+            memory, which must hold both peaks.
 
     Returns:
-        Missing bytes by the memory's name for people. Empty if the peaks fit.
+        Missing bytes by the name of the memory. Empty if the peaks fit.
     """
     if not limits:
         return {}
@@ -62,13 +62,13 @@ def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, st
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory limits of one rank in bytes, after subtraction of the safety margin.
+    """The memory limits of one rank in bytes. The safety margin is already subtracted.
 
     Attributes:
-        explained: Sentences about the sizes of the margins and their reasons.
-        unified: True if device memory is host memory, so that both peaks together must fit into the host's.
-        storage_bytes: Limit for optimizer state on drives. None if nothing was given: no plan with stored
-            state is searched, and DeepSpeed's use of storage is not limited.
+        explained: Sentences about the size of each margin and its reason.
+        unified: True if GPU memory is host memory, so that both peaks together must fit into the host's limit.
+        storage_bytes: Limit for optimizer state on drives. None if the user gave none: plans with state on
+            drives are then not searched, and what DeepSpeed stores on drives is not limited.
     """
 
     device_bytes: int
@@ -87,15 +87,15 @@ class Limits:
         margin: float | None = None,
         storage_bytes: int | None = None,
     ) -> "Limits":
-        """Return the memory limits of one rank: the given sizes, otherwise the machine's memory, without margins.
+        """Return the memory limits of one rank: the given sizes, or the machine's memory, minus a safety margin.
 
         Args:
-            margin: Fraction of each memory that stays free. None: derived from the spread of the profiled steps'
-                peaks (`Workload.memory_peaks`).
+            margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the
+                profiled steps vary (`Workload.memory_peaks`).
             storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:
-            ValueError: a limit is not positive, or the margin is not in [0, 1).
+            ValueError: A limit is not positive, or the margin is not in [0, 1).
         """
         if storage_bytes is not None and storage_bytes <= 0:
             raise RuleError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}", key="storage_bytes")
@@ -128,23 +128,23 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of a rank's limits for device memory, host memory and storage.
+        """Return the sum of a rank's limits for GPU memory, host memory and storage.
 
-        If device and host memory are the same memory, it counts once.
+        If GPU memory is host memory, it counts once.
         """
         memory = self.host_bytes + (0 if self.unified else self.device_bytes)
         return memory + (self.storage_bytes or 0)
 
     @property
     def in_memory(self) -> "Limits":
-        """Return the memory limits without storage, for plans that keep no state on drives."""
+        """Return the memory limits without storage, for plans that keep no optimizer state on drives."""
         return replace(self, storage_bytes=None)
 
     @property
     def by_memory(self) -> dict[Memory, int]:
-        """Return the limits of device memory, host memory and storage. A memory without a limit is absent.
+        """Return a rank's limits by memory: device, host and storage. A memory without a limit is left out.
 
-        If device and host memory are the same memory, the limit is the host's.
+        If GPU memory is host memory, only the host has a limit.
         """
         asked: dict[Memory, int | None] = {
             "device": None if self.unified else self.device_bytes,
@@ -154,41 +154,41 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Return the bytes that memory peaks need beyond each memory's limit. Empty if the peaks fit."""
+        """Return the bytes that given memory peaks need beyond the limit of each memory. Empty if they fit."""
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
-        """Return whether memory peaks stay within the limits of every memory."""
+        """Return True if given memory peaks stay within the limit of every memory."""
         return not self.missing(device_bytes, host_bytes, storage_bytes)
 
     def missing_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes that memory peaks need beyond the limits, summed over all memories."""
+        """Return the bytes that given memory peaks need beyond the limits, summed over all memories."""
         return sum(self._lacking(peaks).values())
 
     def _lacking(self, peaks: Peaks) -> dict[str, int]:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the host memory left over at the peak. Checkpoints may use it for copies of subgroups."""
+        """Return the bytes of host memory that are free at the peak, which checkpoints may use for copies of state."""
         beside = peaks.device_peak_bytes if self.unified else 0
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """Return the lack of memory as text for people, or an empty string if the peaks fit."""
+        """Return a text such as "needs 2.0 GiB more host memory", or an empty one if the memory peaks fit."""
         return lacks(self._lacking(peaks))
 
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
-    """Return missing bytes as text, such as "needs 2.0 GiB more host memory". Empty if none is missing."""
+    """Return missing bytes as text, such as "needs 2.0 GiB more host memory". Empty if no memory is missing."""
     needs = " and ".join(f"{size(n)} more {name}" for name, n in missing_bytes.items())
     return f"needs {needs}" if needs else ""
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
-    """Return the requested memory limits. None means all memory of the machine.
+    """Return the memory limits that the user asked for. None stands for all memory of the machine.
 
     Raises:
-        ValueError: a limit is not positive, or more than the machine has.
+        ValueError: A limit is not positive, or is more than the machine has.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():

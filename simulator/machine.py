@@ -1,4 +1,4 @@
-"""The machine: rates and capacities of one node, and how its ranks share them."""
+"""The machine: rates and capacities of one node of a cluster, and how the node's ranks share them."""
 
 import hashlib
 import json
@@ -54,14 +54,14 @@ DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The properties of a rate field of `Machine`, whatever its value.
+    """The properties of a field of `Machine` that holds a rate, whatever the rate's value is.
 
     Attributes:
-        most: Limit far above anything built so far. A higher value means a mistaken unit.
-        instead: Another field, and a factor, from which the rate is derived if it was not measured.
-        changeable: True if `Machine.with_rates` may change the field.
-        label: Name of the rate in tables of a machine. Empty: not shown.
-        scatters: True if a robust plan allows for the spread of this rate.
+        most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
+        instead: Name of another rate, and the factor by which to multiply it if this rate was not measured.
+        changeable: True if `Machine.with_rates` may change the rate.
+        label: Name of the rate in tables for people. Empty: it is not shown.
+        scatters: True if a robust plan allows for the spread of this rate's measurements.
     """
 
     most: float
@@ -75,52 +75,54 @@ BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide
 
 
 class Machine(Shown, Page):
-    """A node of a cluster as the simulator knows it. Rates are those of one rank that runs alone on the node.
+    """A machine (one node of a cluster) as the simulator knows it. Rates are those of one rank alone on the node.
 
-    Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the whole node.
-    With N ranks per node each rank gets an N-th of them, or the part given by ``rank_shares``.
+    Some capacities belong to the whole node: `dram_bytes_per_s`, `cpu_cores` and `storage_write_bytes_per_s`. If
+    the node has N ranks, each gets 1/N of them, or the fraction in ``rank_shares``.
 
     Attributes:
-        device_kind: ``cuda``, or ``emulated`` if there was no GPU. In that case every rate of the device and
-            of the copies describes the emulation, not a GPU.
-        unified_memory: True if device memory is host memory (a machine without a GPU that does not emulate
-            one). Gradients and parameters then need no copy.
-        duplex_factor: (bytes/s of both directions together) / (h2d + d2h alone). 1 is full duplex.
-        storage_duplex_factor: (bytes/s read and written together) / (read + write alone) of storage. None if
-            not measured. 1 is assumed then.
-        drives: Rates measured for stored state, by directory. The storage rates above are for the directory
-            of checkpoints.
-        device_shares_host_cores: True if forward and backward run on the host's cores (no GPU).
-        dram_bytes_per_s: Host memory traffic of a triad loop on the node, reads plus writes.
+        device_kind: ``cuda``, or ``emulated`` if the machine has no GPU. All rates of the device and of copies
+            then describe the emulation.
+        unified_memory: True if device memory is host memory, on a machine without a GPU that does not emulate
+            one. Gradients and parameters are then not copied.
+        duplex_factor: Rate of copies in both directions at once, divided by the sum of the rates of copies in
+            one direction. 1 means full duplex.
+        storage_duplex_factor: Rate of reads and writes at once, divided by the sum of the rates of reads alone
+            and writes alone, on storage. None if not measured. 1 is assumed then.
+        drives: Rates of folders that were measured for stored optimizer state, by folder. The storage rates
+            above are those of the folder of checkpoints.
+        device_shares_host_cores: True if forward and backward run on the CPU, because there is no GPU.
+        dram_bytes_per_s: Host memory traffic of a triad loop on the whole node, reads plus writes.
         rank_shares: By number of concurrent ranks and by capacity, the fraction of the rate alone that each
-            rank had. If the ranks' copies do not slow each other down, their ``h2d`` share is 1. `rank_share`
-            gives other numbers of ranks.
-        other_rates: Rates that no schedule uses but people ask for, with the unit in the name.
-        facts: Texts for people: the link's generation and width, NUMA nodes, limits.
-        copy_latency_s, launch_latency_s: Fixed time of one copy, and of one device kernel.
-        host_adam_params_per_s: Adam updates per second of ebbtide's fused host kernel on all cores. No update
-            rate includes a copy. All update rates are Adam's. Another optimizer's updates take time in
-            proportion to the bytes that they move (`OptimizerState.adams`).
-        stock_host_adam_params_per_s: Adam updates per second of DeepSpeed's three host passes together
-            (unscale, DeepSpeedCPUAdam, downcast), on all cores.
-        host_adam_out_of_place: Speed of the fused kernel if it writes its results to other buffers, over its
+            rank reached. The share ``h2d`` is 1 if the ranks' copies do not slow each other down. `rank_share`
+            estimates the fraction for other numbers of ranks.
+        other_rates: Rates that the simulator does not use but people ask for. Their names end with the unit.
+        facts: Texts for people: generation and width of the link, NUMA nodes, limits.
+        copy_latency_s, launch_latency_s: Time of a copy for any number of bytes, and of launching a kernel on
+            the device.
+        host_adam_params_per_s: Parameters per second of ebbtide's fused Adam kernel on all CPU cores. Like all
+            update rates, it includes no copy. The rates of other optimizers follow from the bytes that they move
+            (`OptimizerState.adams`).
+        stock_host_adam_params_per_s: Parameters per second of DeepSpeed's three passes on all CPU cores:
+            unscale, DeepSpeedCPUAdam, and conversion to 16 bits.
+        host_adam_out_of_place: Speed of the fused kernel if it writes results to other buffers, divided by its
             speed in place. None if not measured. 0.8 is assumed then.
-        stock_host_adam_thread_params_per_s: Rate of DeepSpeed's host passes on one thread.
+        stock_host_adam_thread_params_per_s: Parameters per second of DeepSpeed's passes on one thread.
         device_flops_per_s: Sustained rate of large matrix products. The rate of smaller ones follows from
             their shape (`ebbtide.simulator.estimates.compute`).
-        attention_flops_per_s: Sustained rate of flash attention, forward and backward, without the masked
-            half of a causal sequence. None: half of `device_flops_per_s`.
-        device_reserved_bytes: Device memory outside PyTorch's allocator: the CUDA context, NCCL's buffers,
-            cuBLAS' workspace.
-        layer_issue_s: Host time to issue one layer's forward under ZeRO-3, however little the device
-            computes. None: another machine's value is used.
-        writer_s_per_byte: Time of one core to hash a checkpoint's byte and hand it to the operating system.
-            None: `ebbtide.simulator.schedules.checkpointed` uses another machine's value.
-        save_s_per_tensor: Time per tensor before `save_checkpoint` returns, in addition to the wait for
-            updates.
-        loop_s: Time per iteration outside forward, backward and step (data, logging).
-        unexplained_spread: Standard deviation, in log units, of calibration runs' times that the rates do not
-            explain, beyond the runs' own noise. None if the machine was not calibrated.
+        attention_flops_per_s: Sustained rate of flash attention, forward and backward, where the masked half of
+            a causal sequence does not count. None: half of `device_flops_per_s` is assumed.
+        device_reserved_bytes: Device memory that PyTorch's allocator does not manage: the CUDA context, NCCL's
+            buffers, cuBLAS' workspace.
+        layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured.
+            The value of another machine is used then.
+        writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating
+            system. None if not measured. The value of another machine is used then
+            (`ebbtide.simulator.schedules.checkpointed`).
+        save_s_per_tensor: Time per tensor until `save_checkpoint` returns, in addition to the wait for updates.
+        loop_s: Time per iteration outside forward, backward and step, such as for data and logging.
+        unexplained_spread: Deviation of calibration runs from their predictions that rates and measurement noise
+            do not explain, as a standard deviation of the logarithm of times. None without calibration.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -221,12 +223,12 @@ class Machine(Shown, Page):
         return self
 
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """Return the fraction of a machine's rate that each of several concurrent ranks gets.
+        """Return the fraction of a machine's rate that each of several concurrent ranks gets. A single rank gets 1.
 
-        A single rank gets 1. Between measured numbers of ranks the total rate is interpolated linearly. Beyond
-        the largest measured number, the total of DRAM and storage stays constant, and each further rank's link
-        adds as much as the last ones did. The fraction never grows with the number of ranks. If nothing was
-        measured, DRAM and storage are divided equally, and every rank has its own link.
+        Between measured numbers of ranks, the total of all ranks is interpolated linearly. Beyond the largest
+        measured number, the total of DRAM and storage stays constant, and the link of each further rank adds as much
+        as that of the last measured ones. The fraction never grows with the number of ranks. If nothing was measured,
+        DRAM and storage are divided equally, and every rank has a link of its own.
         """
         known = self._known_shares(capacity)
         if ranks <= 1 or ranks in known:
@@ -241,10 +243,10 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the measured fractions of a capacity per rank, by number of ranks.
+        """Return the measured fractions of a capacity that each rank gets, by number of concurrent ranks.
 
-        A fraction that grows with the number of ranks, or gives the ranks more than the node has, is measurement
-        noise. The lower value is used instead.
+        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together exceed the
+        node's capacity, the lower value is used.
         """
         known, least = {1: 1.0}, 1.0
         for ranks in sorted(self.rank_shares):
@@ -257,13 +259,13 @@ class Machine(Shown, Page):
 
     @staticmethod
     def preset(name: str) -> "Machine":
-        """Return a machine from data sheets and published figures, by name in any spelling ("RTX 4090").
+        """Return a preset: a machine from data sheets and published figures. Its name may have any spelling.
 
         >>> round(Machine.preset("H200").device_memory_bytes / 2**30, 1)
         139.8
 
         Raises:
-            ValueError: no preset has this name. The error suggests the nearest names.
+            ValueError: No preset has this name. The error suggests the nearest names.
         """
         return BUILDERS[spelled(name, BUILDERS, "machine preset", key="machine")]()
 
@@ -274,7 +276,7 @@ class Machine(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each main rate of a machine, in billions per second."""
+        """Return a table row for each main rate of a machine, in billions (of bytes, parameters ...) per second."""
         known = ((name, rate, getattr(self, name)) for name, rate in RATES.items() if rate.label)
         return [
             {
@@ -293,14 +295,14 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return a machine's full rate for an op, in the op's unit per second.
+        """Return a machine's rate for an op that runs alone, in the op's unit per second.
 
-        If the rate was not measured, it is derived from a related one. Pageable copies take a quarter of the
-        pinned rate, because the driver moves them through its own pinned buffer. Host copies take a third of the
-        triad rate (read + write + allocate).
+        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a quarter
+        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies inside
+        host memory take a third of the triad loop's rate: they read, write and allocate.
 
         Raises:
-            ValueError: the machine has neither this rate nor one from which it can be derived.
+            ValueError: The machine has neither this rate nor one from which it can be derived.
         """
         if name == "wall_s":
             return 1.0
@@ -320,17 +322,17 @@ class Machine(Shown, Page):
         )
 
     def has(self, name: RateName) -> bool:
-        """Return whether a machine has the named rate, or can derive it from another rate."""
+        """Return True if a machine has a rate of the given name, or can derive it from another rate."""
         known = RATES.get(name)
         if known is None or getattr(self, name) is not None:
             return True
         return known.instead is not None and getattr(self, known.instead[0]) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
-        """Return a machine's rate for an op on a number of cores. Host updates depend on their threads.
+        """Return a machine's rate for an op on a number of CPU cores. Only CPU updates depend on that number.
 
         Raises:
-            ValueError: see `rate`.
+            ValueError: The machine has neither this rate nor one from which it can be derived.
         """
         if 0 < cores < self.cpu_cores and name in THREADED:
             if name == "stock_host_adam_params_per_s":
@@ -341,15 +343,15 @@ class Machine(Shown, Page):
 
     @property
     def out_of_place(self) -> float:
-        """Return the speed of the fused host update with separate output buffers, over its speed in place."""
+        """Return the speed of ebbtide's CPU update if it writes to other buffers, divided by its speed in place."""
         measured = self.host_adam_out_of_place
         return OUT_OF_PLACE if measured is None else measured.median
 
     def stock_host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that DeepSpeed's host update processes with a number of threads.
+        """Return the parameters per second that DeepSpeed's CPU update processes on a number of threads.
 
-        The rate grows linearly with the threads until it reaches the rate of all cores. If one thread's rate is
-        not known, fewer threads slow it down as much as they slow down the fused kernel.
+        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one thread is
+        unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused kernel.
         """
         full = self.stock_host_adam_params_per_s.median
         if (one := self.stock_host_adam_thread_params_per_s) is not None:
@@ -357,10 +359,10 @@ class Machine(Shown, Page):
         return full * self.host_adam_rate(threads) / self.host_adam_params_per_s.median
 
     def host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that the fused host update processes with a number of threads.
+        """Return the parameters per second that ebbtide's fused CPU update processes on a number of threads.
 
-        The rate is interpolated between measured thread counts. Without any, the full rate is assumed, because
-        DRAM limits the update from a few threads on.
+        The rate is interpolated between measured numbers of threads. Without such measurements the rate of all cores
+        is returned, because a few threads are enough to be limited by DRAM.
         """
         full = self.host_adam_params_per_s.median
         counts = sorted(self.host_adam_by_threads)
@@ -375,13 +377,14 @@ class Machine(Shown, Page):
         return known[-1][1]
 
     def with_rates(self, **rates: float) -> "Machine":
-        """Return a machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
+        """Return a copy of the machine with other rates, for what-if questions: ``with_rates(h2d_bytes_per_s=5e10)``.
 
-        Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and ``cpu_cores``.
+        Other fields that can be changed: ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and
+        ``cpu_cores``.
 
         Raises:
-            ValueError: a field does not exist, or a value is negative, zero, NaN or more than 10,000 times away
-                from the machine's own.
+            ValueError: A field does not exist, or a value is negative, zero, NaN, or more than 10,000 times larger or
+                smaller than the machine's own.
         """
         changes: dict[str, Any] = {}
         for name, value in rates.items():
@@ -389,7 +392,7 @@ class Machine(Shown, Page):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def storage_of(self, directory: str) -> StorageRates:
-        """Return the storage rates measured in a directory, or the machine's general storage rates."""
+        """Return the storage rates that were measured in a folder, otherwise the machine's general storage rates."""
         if directory in self.drives:
             return self.drives[directory]
         write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
@@ -400,7 +403,10 @@ class Machine(Shown, Page):
         )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
-        """Return a machine with the joint storage rates of several directories that share each subgroup's state."""
+        """Return a copy of the machine with the joint storage rates of several folders.
+
+        Each folder holds a part of every subgroup's optimizer state.
+        """
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(
             update={
@@ -437,7 +443,7 @@ class Machine(Shown, Page):
 
     @staticmethod
     def fingerprint_of(hardware: "Machine | Mapping[str, Any]") -> str:
-        """Return the hardware hash of a machine, or of a mapping with the hardware fields of a machine."""
+        """Return the hash of a machine's hardware, from a `Machine` or from a mapping with its hardware fields."""
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")
         values: Mapping[str, Any] = (

@@ -1,4 +1,4 @@
-"""The base of models that are stored as one JSON file."""
+"""The base class of the pydantic models that are stored as one JSON file, such as plans and profiles."""
 
 import os
 from pathlib import Path
@@ -8,29 +8,29 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Page(BaseModel):
-    """A frozen pydantic model that is stored as one JSON file. Unknown fields and infinities are refused."""
+    """A frozen pydantic model that is stored as one JSON file. It refuses unknown fields and infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a pydantic model to a JSON file, such that the file is never half-written."""
+        """Write a pydantic model to a JSON file. A reader never sees the file half-written."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a pydantic model from a JSON file that `save` wrote.
+        """Read a pydantic model from its JSON file.
 
         Raises:
-            pydantic.ValidationError: a field is missing, unknown or out of its range.
+            pydantic.ValidationError: A field is missing, unknown or out of its range.
         """
         return cls.model_validate_json(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file such that no reader ever sees it half-written: write another file, then rename it.
+    """Write a file such that no reader ever sees it half-written: a new file is written, then renamed.
 
-    A symbolic link stays a link. A target that is no regular file, such as a pipe or a terminal
-    (``/dev/stdout``), is written to directly.
+    If the path is a symbolic link, the link stays, and its target is replaced. A target that is not a regular
+    file, such as a pipe or a terminal (``/dev/stdout``), is written to directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():

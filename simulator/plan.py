@@ -1,4 +1,4 @@
-"""The plan file: where and when each subgroup's state is updated, and how often checkpoints are written."""
+"""The plan file: where and when the optimizer state of each subgroup is updated, and how checkpoints are written."""
 
 import hashlib
 import json
@@ -40,25 +40,29 @@ BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and writt
 
 
 class PlanError(RuleError):
-    """An error for a plan that cannot be read or does not fit. Its message says what to change."""
+    """An error for a plan that cannot be read or does not fit the training. Its message says what to change."""
 
 
 class WayRun(Page):
-    """A row of a plan file: a run of neighboring subgroups, in forward order, that are updated in the same way.
+    """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
+
+    The rows have the order of the model's layers.
 
     Attributes:
-        count: Number of subgroups in the run.
-        placement: Memory that holds the subgroups' optimizer state, and processor that updates it.
-        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters on the
-            host are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
+        count: Number of subgroups in this row.
+        placement: Memory that holds the subgroups' optimizer state, and processor that updates it. ``resident``:
+            GPU memory, GPU. ``device``: host memory, copied to the GPU for its update there. ``host``: host
+            memory, CPU. ``stored``: a drive, CPU.
+        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host
+            memory are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
             only).
-        early: True if the update starts before the gradient norm is known, assuming that the step neither
-            clips nor overflows. If the step does, the update is dropped and redone. An early update needs
-            extra host memory for new state and new parameters. Only for ``host`` and ``device`` with
-            parameters on the device, and only under ZeRO-3.
-        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on
-            the GPU until the last micro-batch is added. It takes GPU memory for one gradient. Only for
-            ``host`` and ``stored``.
+        early: True if the update starts before the gradient norm is known, assuming that the step neither clips
+            nor overflows. If the step does, the update is dropped and redone. An early update needs extra host
+            memory for new state and new parameters. Only for ``host`` and ``device`` with parameters on the
+            device, and only under ZeRO-3.
+        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on the
+            GPU until the last micro-batch is added. It takes GPU memory for one gradient. Only for ``host`` and
+            ``stored``.
     """
 
     count: int = Field(ge=1)
@@ -69,7 +73,7 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the `Way` (placement, parameter location and flags) of each subgroup in this row of a plan file."""
+        """Return the way of updating the subgroups of a plan file's row: placement, parameter location and flags."""
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -86,7 +90,10 @@ class WayRun(Page):
 
 
 class _Ways:
-    """A pydantic type for a plan's ways: one `Way` per subgroup in Python, run-length encoded rows in a file."""
+    """The pydantic type of a plan's field ``ways``: one `Way` for each subgroup in Python, fewer rows in the file.
+
+    A row of the file stands for several neighboring subgroups that are updated in the same way.
+    """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -106,7 +113,10 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the run-length encoded rows of a plan file for the ways of all subgroups, without default values."""
+    """Return the rows of a plan file for the ways of all subgroups. Fields with default values are left out.
+
+    Neighboring subgroups that are updated in the same way share a row.
+    """
     rows = []
     for way, group in groupby(ways):
         bits = {name: value for name, value in way._asdict().items() if value != Way._field_defaults.get(name)}
@@ -119,26 +129,26 @@ class CheckpointPlan(Page):
 
     Attributes:
         interval_steps: Optimizer steps between two checkpoints. 0: only when the user saves.
-        mode: When a save returns. ``lazy``: immediately. Files are written from the live buffers, and a
-            subgroup is copied if its update comes first. ``in_place``: when the files have their final names,
-            so that a killed process loses nothing. They become durable afterwards. ``sync``: when the files
-            are durable. ``auto``: ``in_place`` if a trainer saves that looks for the files itself (Trainer,
-            Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means ``in_place`` too,
-            unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
-        busy: What happens to a new checkpoint while another one is being written.
-        copy_budget_bytes: Host memory reserved for copies of subgroups that are updated before they are
-            written.
-        write_bytes_per_s: Limit for storage traffic. None: no limit.
-        keep: Number of committed checkpoints kept in ``dir``, newest first. 0: all. Also the number of
-            checkpoints with stored state on the drives. There 0 means the Trainer's ``save_total_limit``,
-            otherwise the newest checkpoint, or two for ``load_best_model_at_end``. The log says so at the
-            start, and older checkpoints cannot be loaded.
-        deadline_s: Time without progress of storage, or of waiting for other ranks, before a checkpoint is
-            given up with an error. At most 300 for drives with stored state.
+        mode: Moment at which a save returns. ``lazy``: immediately. Files are then written from the live state,
+            and a subgroup's state is copied before an update overwrites it. ``in_place``: when the files have
+            their final names, so that they survive a killed process. They survive a power failure only later.
+            ``sync``: when the files survive a power failure. ``auto``: ``in_place`` if the trainer looks for the
+            files itself (Trainer, Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means
+            ``in_place`` too, unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
+        busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip``
+            the save, or ``replace`` the unfinished checkpoint.
+        copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
+        write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
+        keep: Number of completed checkpoints that are kept in ``dir``: the newest ones. 0: all. It is also the
+            number of checkpoints whose stored state is kept on the drives. For drives, 0 means the Trainer's
+            ``save_total_limit``, otherwise one checkpoint, or two with ``load_best_model_at_end``. The log tells
+            the number at the start. Older checkpoints cannot be loaded then.
+        deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up
+            with an error. At most 300 for drives with stored state.
         restore_random: True if ``load_checkpoint`` also restores the random states that every checkpoint
             holds (of Python, numpy, torch and each CUDA device). DeepSpeed restores none.
-        verify_reads: True if every read of stored state is compared with the hash taken when it was written.
-            False: only the first read after a resume. For drives that are not trusted.
+        verify_reads: True if every read of stored state is compared with the hash taken when it was written,
+            for drives that are not trusted. False: only the first read after a resume is compared.
     """
 
     interval_steps: int = Field(0, ge=0)
@@ -155,7 +165,7 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Return the number of threads that prepare or write checkpoint blocks: ``writers``, and one that is ready."""
+        """Return the number of threads that prepare or write a checkpoint: ``writers``, and one that prepares."""
         return self.writers + READY_BLOCKS
 
     @model_validator(mode="before")
@@ -176,17 +186,19 @@ _PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
 
 
 class Prediction(Page):
-    """The simulator's prediction of one rank's training iteration under a plan, with times in seconds.
+    """The simulator's prediction of one rank's training iteration under a plan. Times are in seconds.
 
     Attributes:
-        memory: Bytes by memory and kind at that memory's peak. The kinds add up to the peak. Empty if
-            unknown, as for other systems.
-        limits: Bytes of each memory that may be used. A memory without a limit is absent. If device and host
-            memory are the same memory, the limit is the host's.
-        clip_rate: Fraction of steps that ``iteration_s`` assumes to clip or overflow. None if no update of
-            the plan is early.
-        unclipped_s, waiting_s, clipped_s: Times of an iteration with right early updates, of one without
-            early updates, and of one with redone early updates. 0 if ``clip_rate`` is None.
+        memory: Bytes in use at the peak of each memory, by kind (parameters, state ...). The kinds add up to the
+            peak. Empty if unknown, as for other systems.
+        limits: Bytes of each memory that may be used. A memory without a limit is left out. If device memory is
+            host memory, only the host has a limit.
+        clip_rate: Fraction of steps that are assumed to clip or overflow in ``iteration_s``. None if the plan has
+            no early updates.
+        unclipped_s: Time of an iteration that does not clip, so that no early update is redone. 0 if
+            ``clip_rate`` is None.
+        waiting_s: Time of an iteration whose updates all wait for the gradient norm. 0 if ``clip_rate`` is None.
+        clipped_s: Time of an iteration that clips, so that early updates are redone. 0 if ``clip_rate`` is None.
     """
 
     strategy: str = "ebbtide"
@@ -213,51 +225,55 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes missing in each memory according to a prediction. Empty if no limits are known."""
+        """Return the bytes that a predicted plan needs beyond the limit of each memory. Empty without known limits."""
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Return the predicted times of steps that clip and of steps that do not. None if no update is early."""
+        """Return a plan's predicted times of steps that clip and of steps that do not.
+
+        The result is None if no update of the plan starts before the gradient norm is known.
+        """
         if self.clip_rate is None or not self.waiting_s:
             return None
         return StepTimes(self.unclipped_s, self.waiting_s, self.clipped_s)
 
     @property
     def fits(self) -> bool:
-        """Return whether a plan's predicted memory peaks stay within the memory limits.
+        """Return True if a plan's predicted memory peaks stay within the memory limits.
 
-        Files of older versions have no limits. Their peaks fit if ``note`` is empty.
+        A plan file of an older version has no limits. Its peaks count as fitting if ``note`` is empty.
         """
         return not self.missing if self.limits else not self.note
 
 
 class Plan(Shown, Page):
-    """Everything the runtime needs, one human-readable JSON page.
+    """A plan for training with offloaded optimizer state, as one JSON file. It is all that the runtime needs.
 
     Attributes:
-        subgroup_size: elements of a subgroup: DeepSpeed's ``zero_optimization.sub_group_size``, unless
-            ``deepspeed_subgroup_size`` names that.
-        deepspeed_subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` if the plan's subgroups are
-            pieces of DeepSpeed's own (`tune plan --subgroup-size pieces`; ZeRO-3 only). Training needs this
-            size in its DeepSpeed config, and has the bits of stock with it. 0: the subgroups are
-            DeepSpeed's own.
-        ways: How each subgroup is updated, in forward order (`Way`); run-length encoded in the file.
-        order: in which the subgroups of each queue are updated; see `UpdateOrder`.
-        staging_slots: device buffers for visiting (``device``) subgroups.
-        prefetch: how many visiting subgroups may come in during backward, before the norm is
-            known: from the first gradient of the last micro-batch on, as far as slots are free. At
-            most as many as there are slots; 0 starts at the norm barrier.
-        host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
-            back; that many are read before the norm is known.
-        storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
-        storage_shares: several such folders in the place of ``storage_dir``, and how much of each
-            subgroup's state lies in each, in any unit: their bandwidths.
-        threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
-        overlap_forward: `step()` returns while updates still run.
-        trained_as: the settings of a step that the plan was made for. Training that differs is told in the
-            log before its first step.
-        about: the model and the machine that the plan was made for, in words for a report's reader.
+        subgroup_size: Number of elements of a subgroup. It is DeepSpeed's ``zero_optimization.sub_group_size``,
+            unless ``deepspeed_subgroup_size`` is set.
+        deepspeed_subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size``, if the plan's subgroups are
+            parts of DeepSpeed's subgroups (`tune plan --subgroup-size pieces`, ZeRO-3 only). The DeepSpeed config
+            must then have this size, and results are identical to those of DeepSpeed with it. 0: the plan's
+            subgroups are DeepSpeed's own.
+        ways: Way in which each subgroup is updated, in the order of the layers (`Way`). In the file, one row
+            stands for several equal ways (`WayRun`).
+        order: Order in which subgroups are updated, see `UpdateOrder`.
+        staging_slots: Number of staging buffers: GPU memory for one subgroup with placement ``device`` each.
+        prefetch: Number of subgroups with placement ``device`` whose state may be copied to the GPU before the
+            gradient norm is known: from the first gradient of the last micro-batch on, if staging buffers are
+            free. At most ``staging_slots``. 0: copies begin when the gradient norm is known.
+        host_slots: Number of buffers in host memory through which the state of ``stored`` subgroups is read and
+            written. It is also the number of subgroups that are read before the gradient norm is known.
+        storage_dir: Folder for the state of ``stored`` subgroups. Each rank has a file there.
+        storage_shares: Several folders instead of ``storage_dir``. Each holds a part of every subgroup's state,
+            in proportion to its number here, such as the drive's bandwidth.
+        threads: Number of CPU threads for updates. 0: the runtime chooses (all cores but one on CUDA).
+        overlap_forward: True if `step()` returns while updates are still running.
+        trained_as: Settings of a training step that the plan was made for. If the training differs from them, the
+            log tells it before the first step.
+        about: Model and machine that the plan was made for, as a sentence for readers of a report.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -330,7 +346,7 @@ class Plan(Shown, Page):
         """Return a copy of the plan with other values for some fields.
 
         Raises:
-            PlanError: the new prediction exceeds its limits, or a field does not exist.
+            PlanError: The memory of a new prediction exceeds its limits, or a field does not exist.
         """
         if unknown := set(update or ()) - set(type(self).model_fields):
             raise PlanError(f"plan must only get fields that plans have, but got {', '.join(sorted(unknown))}")
@@ -379,7 +395,7 @@ class Plan(Shown, Page):
         return f"{self.subgroup_count} subgroups ({placed}){seconds}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for a plan's prediction and for each alternative: times in seconds, memory in GiB."""
+        """Return table rows: one for a plan's prediction, one for each alternative. Times in seconds, memory in GiB."""
         rows = [] if self.prediction is None else [self.prediction, *self.alternatives]
         return [
             {
@@ -399,17 +415,17 @@ class Plan(Shown, Page):
 
     @property
     def config_subgroup_size(self) -> int:
-        """Return the ``zero_optimization.sub_group_size`` that training under the plan needs."""
+        """Return the value of DeepSpeed's ``zero_optimization.sub_group_size`` that training under a plan needs."""
         return self.deepspeed_subgroup_size or self.subgroup_size
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return the placement of each subgroup of a plan, in forward order."""
+        """Return the placement (``host``, ``device`` ...) of each subgroup of a plan, in the order of the layers."""
         return tuple(way.placement for way in self.ways)
 
     @property
     def parameter_locations(self) -> tuple[ParameterLocation, ...]:
-        """Return the memory that holds each subgroup's parameters between their uses, in forward order."""
+        """Return the memory that holds each subgroup's parameters between their uses, in the order of the layers."""
         return tuple(way.parameters for way in self.ways)
 
     @property
@@ -424,16 +440,20 @@ class Plan(Shown, Page):
 
     @property
     def issue_order(self) -> tuple[int, ...]:
-        """Return a plan's subgroups in the order of their updates. The order of each queue is a part of it."""
+        """Return all subgroups of a plan in the order of their updates.
+
+        Subgroups that the CPU updates and subgroups that the GPU updates are two queues, which are merged here.
+        """
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
-        """Return the plan with other placements for its subgroups.
+        """Return a copy of the plan with other placements for its subgroups.
 
-        The order of the updates and the parameter locations stay. So do the flags that the new placements allow.
+        The order of the updates and the parameter locations do not change. Flags, such as early updates, stay on if
+        the new placement allows them.
 
         Raises:
-            ValidationError: a change breaks a rule of the plan.
+            ValidationError: The plan would break a rule.
         """
         if len(placements) != self.subgroup_count:
             return self.with_ways([Way(placement) for placement in placements], **changes)
@@ -441,21 +461,21 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return the plan with other ways of updating its subgroups. The order of the updates stays.
+        """Return a copy of the plan with other ways of updating its subgroups. The order of the updates stays.
 
         Raises:
-            ValidationError: a change breaks a rule of the plan.
+            ValidationError: The plan would break a rule.
         """
         same, placements = len(ways) == self.subgroup_count, [way.placement for way in ways]
         order = order_of(self.issue_order, placements) if same else UpdateOrder()
         return Plan.model_validate({**self.model_dump(), "ways": tuple(ways), "order": order, **changes})
 
     def with_bits(self, *, early: bool | None = None, sum_on_device: bool | None = None) -> "Plan":
-        """Return the plan with changed flags of `Way` for every subgroup with a placement that allows them.
+        """Return a copy of the plan with flags changed for all subgroups with a placement that allows the flag.
 
         Args:
-            early: Whether to update early, before the gradient norm is known. None: unchanged.
-            sum_on_device: Whether to accumulate gradients on the GPU. None: unchanged.
+            early: True to start updates before the gradient norm is known. None: unchanged.
+            sum_on_device: True to accumulate gradients on the GPU. None: unchanged.
         """
         ways = (
             way._replace(
@@ -473,7 +493,7 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return a plan's folders for stored state, with each folder's part of the state. Empty if it names none."""
+        """Return a plan's folders for stored optimizer state, each with its part of the state. Empty if none."""
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
@@ -486,17 +506,17 @@ class Plan(Shown, Page):
 
     @staticmethod
     def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
-        """Return placements of subgroups run-length encoded, as plan files of schema 2 contain them."""
+        """Return placements of subgroups in the form of plan files of schema 2: placement, and number of neighbors."""
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return parameter locations of subgroups run-length encoded, as plan files of schema 2 contain them."""
+        """Return parameter locations in the form of plan files of schema 2: location, and number of neighbors."""
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property
     def digest(self) -> str:
-        """Return a hash of a plan's settings, without its prediction. Checkpoints record it."""
+        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence."""
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -505,7 +525,8 @@ class Plan(Shown, Page):
         """Read a plan from a JSON file.
 
         Raises:
-            PlanError: not a file, not JSON, an unknown field, a newer schema, or a broken rule.
+            PlanError: The file cannot be read, is not JSON, has an unknown field, was written by a newer version, or
+                breaks a rule of plans.
         """
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
@@ -521,7 +542,7 @@ class Plan(Shown, Page):
         """Return a plan from the fields of its JSON file.
 
         Raises:
-            PlanError: an unknown field, a newer schema, or a broken rule.
+            PlanError: A field is unknown, the fields come from a newer version, or a rule of plans is broken.
         """
         try:
             return cls.model_validate(fields)

@@ -1,8 +1,8 @@
-"""Conversion of plan files that older versions of ebbtide wrote.
+"""The conversion of plan files that older versions of ebbtide wrote.
 
-Schemas 1 and 2 list placements and parameter locations by run lengths, and give only the numbers of
-subgroups that are updated early or accumulate gradients on the device. Schema 3 has one entry per run of
-subgroups for all of these.
+Files of schema 1 and 2 list placements and parameter locations with a number of neighboring subgroups. For
+early updates and gradient accumulation on the GPU they give only numbers of subgroups. In schema 3 a row has
+all of these settings for some neighboring subgroups.
 """
 
 import warnings
@@ -31,15 +31,15 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The fields of a schema 2 plan file that schema 3 replaces by ways.
+    """The numbers of subgroups in a plan file of schema 2. Schema 3 has a setting for each subgroup instead.
 
     Attributes:
-        speculate: Number of early updates on the host. They are the last host subgroups. If
-            ``speculate_among`` is larger, they are evenly spread among that number of last subgroups that can
-            be early.
-        speculate_visits: Number of early staged updates. They are the last subgroups with placement
-            ``device``.
-        device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones that can.
+        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are the last
+            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among that
+            number of last subgroups for which an early update is possible.
+        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient
+            norm is known. They are the last ones.
+        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that can.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)
@@ -67,13 +67,13 @@ class _Counts(Page):
 
 
 def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a plan file converted to the newest schema.
+    """Return the fields of a plan file, converted to the newest schema.
 
-    If the file has no schema version, the names of its fields tell its schema.
+    If the file has no schema version, it follows from the names of the fields.
 
     Raises:
-        RuleError: The plan was written by a newer ebbtide, uses a feature that never existed, or breaks a
-            rule of its schema.
+        RuleError: The plan was written by a newer ebbtide, has a setting that no version knows, or breaks a rule
+            of its schema.
     """
     version = fields.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -106,7 +106,6 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
-    """Return ``count`` items spread evenly among the last ``among`` of ``able``, including the very last item."""
     count = min(len(able), count)
     among = min(len(able), max(count, among))
     return {able[len(able) - 1 - i * among // count] for i in range(count)}

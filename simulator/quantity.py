@@ -1,4 +1,4 @@
-"""A measured or assumed number with its spread and its source."""
+"""A measured or assumed number, with the spread of its measurements and its source."""
 
 import math
 import statistics
@@ -17,13 +17,13 @@ Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "f
 
 
 class Quantity(BaseModel):
-    """A positive number as a median with its interquartile range and its source.
+    """A positive number given by its median and its quartiles, with the source of the value.
 
     Attributes:
-        median: Value to compute with, in the unit that the field's name tells.
-        q1, q3: Quartiles of the repeated measurements. Equal to ``median`` if there was only one.
+        median: Value to compute with. Its unit is in the name of the field that holds the quantity.
+        q1, q3: Quartiles of repeated measurements. Equal to ``median`` after a single measurement.
         n: Number of measurements.
-        source: How the value was obtained. An ``emulated`` value is never shown as a GPU's.
+        source: How the value was obtained. An ``emulated`` value is never shown as that of a GPU.
         detail: Command, data sheet or paper from which the value comes.
     """
 
@@ -55,7 +55,7 @@ class Quantity(BaseModel):
 
     @classmethod
     def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> "Quantity":
-        """Return a quantity with a single value and no spread."""
+        """Return a quantity with a single, exact value and no spread."""
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
@@ -73,26 +73,26 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """Return a quantity with median and quartiles multiplied by ``factor``."""
+        """Return a measured or assumed quantity with its median and its quartiles multiplied by ``factor``."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation of the normal distribution that has a quantity's quartiles."""
+        """Return the standard deviation of the normal distribution with the same quartiles as a measured quantity."""
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of a quantity's logarithm, computed from its quartiles."""
+        """Return the standard deviation of the logarithm of a measured quantity, computed from its quartiles."""
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
     def relative_iqr(self) -> float:
-        """Return a quantity's interquartile range divided by its median. 0 means perfectly stable."""
+        """Return the interquartile range of a measured quantity divided by its median. 0 means perfectly stable."""
         return (self.q3 - self.q1) / self.median
 
     @property
     def stable(self) -> bool:
-        """Return whether the repeated measurements of a quantity agreed. A single measurement is never stable."""
+        """Return True if the repeated measurements of a quantity agreed. A single measurement is never stable."""
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

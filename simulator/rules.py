@@ -1,4 +1,4 @@
-"""Errors for values that break a rule. They name the field as the caller does, and say what must hold."""
+"""Errors for values that break a rule. A message names the field as the user gave it, and what must hold."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,10 +11,10 @@ SHOWN = 120  # characters of a value
 
 
 class RuleError(ValueError):
-    """An error for a value that breaks a rule.
+    """An error for a value, such as a field of a plan file or an option, that breaks a rule.
 
     Attributes:
-        key: Name of the wrong field, with dots for nested fields. Empty if it is no single field.
+        key: Name of the wrong field, with dots for nested fields. Empty if no single field is wrong.
     """
 
     def __init__(self, rule: str, key: str = "") -> None:
@@ -23,13 +23,16 @@ class RuleError(ValueError):
 
 
 class Failed(Protocol):
-    """The interface of a validation error, such as `pydantic.ValidationError`, that lists its single errors."""
+    """The interface of a validation error that lists its single errors, such as `pydantic.ValidationError`."""
 
     def errors(self) -> Any: ...
 
 
 class Broken(NamedTuple):
-    """A broken rule: the field's name, the rule, and the wrong value as text (None if too large to show)."""
+    """A rule that a value breaks: the name of the field, the rule in words, and the value as text.
+
+    The text is None if the value is too large to show.
+    """
 
     key: str
     rule: str
@@ -37,7 +40,7 @@ class Broken(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Return a broken rule as a sentence that names the field and its value."""
+        """Return a sentence that names a field, the rule that it breaks, and its value."""
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
@@ -45,7 +48,7 @@ class Broken(NamedTuple):
 
 @contextmanager
 def under(name: str) -> Iterator[None]:
-    """Put a prefix in front of the field names of all `RuleError` raised within the context."""
+    """Add a prefix to the field name in each `RuleError` that is raised within this context manager."""
     try:
         yield
     except RuleError as error:
@@ -54,18 +57,18 @@ def under(name: str) -> Iterator[None]:
 
 
 def cut(text: str, most: int = 1000) -> str:
-    """Return an error message, shortened in its middle if it is too long to read."""
+    """Return an error message, with its middle left out if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
 def shortened(value: object) -> str:
-    """Return a value as short ASCII text that is safe to show in a terminal or on a page."""
+    """Return a value as short ASCII text that is safe to show in a terminal or on a web page."""
     text = ascii(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the known names nearest to a name. Empty if none is near.
+    """Return a phrase for an error message that suggests the known name nearest to a name. Empty if none is near.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"
@@ -76,14 +79,14 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
-    """Return every broken rule of a validation error, in this project's words.
+    """Return the broken rules in a validation error of pydantic, with messages in this project's words.
 
-    If a field allows several types, the rule of the type nearest to the given value is returned.
+    If a field allows several types, only the rule of the type nearest to the given value is returned.
 
     Args:
-        error: Error of pydantic, or of a web framework that holds pydantic's errors.
-        given: Checked value. If given, the names of alternative types are left out of the fields' names.
-        model: Model that checked the value. If given, unknown fields get a suggestion.
+        error: Error of pydantic, or of a web framework that wraps pydantic's errors.
+        given: Value that was checked. If given, field names do not contain the names of alternative types.
+        model: Pydantic model that checked the value. If given, names similar to an unknown field are suggested.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
@@ -114,7 +117,7 @@ def _models_in(kind: Any) -> list[Any]:
 
 
 def explain(error: Failed, given: Any = None, model: Any = None) -> str:
-    """Return all broken rules of a validation error in one line: the field, what must hold, and the value."""
+    """Return the broken rules in a validation error as one line: for each the field, what must hold, and the value."""
     rows = broken(error, given, model)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS

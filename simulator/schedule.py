@@ -1,4 +1,7 @@
-"""The schedule: a graph of ops on lanes that the simulator replays and the runtime executes."""
+"""The schedule: a graph of ops (copies, updates, passes) that the simulator replays and the runtime executes.
+
+Each op runs on a lane, which is a queue of ops that run one after the other.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +12,9 @@ from ebbtide.simulator.machine import RateName
 
 
 class OpKind(StrEnum):
-    """The kind of an op in a schedule.
+    """The kind of an op in a schedule, such as a forward, a copy or an update.
 
-    ``BACKWARD`` produces gradients. ``NORM`` is the gradient-norm synchronization before the updates.
+    ``BACKWARD`` produces gradients. ``NORM`` is the moment when the gradient norm is known, before the updates.
     """
 
     FORWARD = "forward"
@@ -46,18 +49,17 @@ class OpKind(StrEnum):
 
 
 class Lane(StrEnum):
-    """A lane: a stream or a worker thread that runs its ops one after the other.
+    """A lane: a stream or a worker thread that runs its ops one after the other, such as a copy direction.
 
-    Lanes of the same copy direction share its link. They are separate so that an op never waits in line for
-    an unrelated one:
+    Several lanes may share one link. They are separate so that an op never waits in line for an unrelated one:
 
-    - New parameters are copied to the device on their own lane. A staged subgroup's state then does not wait
-      for a parameter whose host update is still running.
-    - Parameters in host memory are fetched for a pass on another lane. The first layer's then do not wait for
-      the last layer's update.
-    - Gradients have one lane in each direction. Backward then does not wait for an update or a checkpoint.
+    - New parameters are copied to the device on a lane of their own. State that is copied for a staged update
+      therefore does not wait for parameters whose update on the CPU is still running.
+    - Parameters in host memory are copied for a forward or backward on another lane. The first layer's parameters
+      therefore do not wait for the last layer's update.
+    - Gradients have a lane in each direction. Backward therefore does not wait for an update or a checkpoint.
 
-    The training thread, which launches the device's kernels, is a lane if it waited for what a pass needs.
+    The training thread is a lane too, because it launches the GPU's kernels and may wait for parameters.
     """
 
     COMPUTE = "device compute"
@@ -89,34 +91,37 @@ Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, byte
 
 
 def taken_for(kind: OpKind) -> Kind:
-    """Return the kind of memory (gradients or activations) that a kind of op allocates at its start."""
+    """Return the kind of memory (gradients or activations) that an op allocates at its start, by the op's kind."""
     return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
 
 
 def freed_of(kind: OpKind) -> Kind:
-    """Return the kind of memory (gradients or activations) that a kind of op frees at its end."""
+    """Return the kind of memory (gradients or activations) that an op frees at its end, by the op's kind."""
     return "gradients" if kind == OpKind.UPDATE_DEVICE else "activations"
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
-    """Return an op's label for timelines, such as ``update host s3``. -1 means no subgroup or no layer."""
+    """Return the label of an op in timelines, such as ``update host s3``.
+
+    A subgroup or layer of -1 means that the op belongs to none.
+    """
     part = f" s{subgroup}" if subgroup >= 0 else ""
     part += f" l{layer}" if layer >= 0 else ""
     return f"{kind.value}{part}"
 
 
 class Op(NamedTuple):
-    """An op of a schedule: one piece of work on a lane. A tuple, because a what-if creates thousands of them.
+    """An op of a schedule: one piece of work on a lane, such as a copy. It is a tuple because there are thousands.
 
     Attributes:
-        id: Position in the schedule. ``after`` names only smaller ids, so that the graph has no cycle.
+        id: Position in the schedule. ``after`` contains only smaller ids, so that the graph has no cycle.
         work: Amount of work in the unit of ``rate`` (bytes, params, flops, or seconds for ``wall_s``).
         after: Ids of the ops that must end before this op starts, in addition to the previous op of its lane.
-        dram_bytes: Host memory traffic over the whole op (reads plus writes).
-        cores: Number of host cores that the op keeps busy at full speed.
-        device_share: Fraction of the device's compute (or HBM) that the op takes at full speed, 0 to 1.
-        device_alloc_bytes, host_alloc_bytes: Memory allocated at the op's start.
-        device_free_bytes, host_free_bytes: Memory freed at the op's end.
+        dram_bytes: Host memory traffic of the whole op, reads plus writes.
+        cores: Number of CPU cores that the op keeps busy at full speed.
+        device_share: Fraction of the GPU's compute (or memory bandwidth) that the op takes at full speed, 0 to 1.
+        device_alloc_bytes, host_alloc_bytes: Memory that is allocated when the op starts.
+        device_free_bytes, host_free_bytes: Memory that is freed when the op ends.
         subgroup, layer: Subgroup and layer that the op belongs to. -1 if none.
     """
 
@@ -145,15 +150,13 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops of one or more training iterations, in order of issue.
-
-    Each lane runs its ops in this order.
+    """A schedule: the ops of one or more training iterations. Each lane (queue of ops) runs its ops in this order.
 
     Attributes:
-        held: Bytes in use throughout an iteration, by memory and kind.
+        held: Bytes that are in use throughout an iteration, by memory and kind (parameters, state ...).
 
     Raises:
-        ValueError: an op's id is not its position, or an op waits for a later op.
+        ValueError: The id of an op is not its position, or an op waits for a later op.
     """
 
     ops: tuple[Op, ...]
@@ -183,13 +186,13 @@ class Schedule:
         return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
-        """Return the ops of one kind in a schedule, in order. If an iteration is given, return only the ops in it."""
+        """Return the ops of one kind in a schedule, in order. If an iteration is given, only its ops are returned."""
         return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 
 
 @dataclass(slots=True)
 class ScheduleBuilder:
-    """A builder of schedules. It collects ops, and `add` returns the id of each new op."""
+    """A builder of schedules, to which ops are added one by one. `add` returns the id of the new op."""
 
     ops: list[Op] = field(default_factory=list)
     iteration: int = 0
@@ -203,7 +206,7 @@ class ScheduleBuilder:
         after: Sequence[int] = (),
         **fields: float,
     ) -> int:
-        """Append an op that waits for the ops ``after`` to a schedule. See `Op` for the other fields."""
+        """Append an op to a schedule. It waits for the ops ``after``. See `Op` for the other fields."""
         position = len(self.ops)
         waits = tuple(after) if len(after) < 2 else tuple(sorted(set(after)))
         self.ops.append(

@@ -1,4 +1,4 @@
-"""Display of plans, machines, workloads and timelines as a line, a table or a chart."""
+"""The display of plans, machines, workloads and timelines: as a line of text, a table or a chart."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Shown:
-    """A base class for objects with a short ``repr``, a table in notebooks, ``to_frame()`` and ``plot()``."""
+    """A base class of objects that are shown in notebooks, with a short ``repr``, a table and a chart."""
 
     def in_short(self) -> str:
-        """Return a one-line summary of an object for its ``repr``."""
+        """Return a one-line summary of an object, such as a plan or a machine, for its ``repr``."""
         raise NotImplementedError
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of the table that notebooks show for an object. The first column names the row."""
+        """Return the rows of the table that notebooks show for an object. The first column contains the rows' names."""
         raise NotImplementedError
 
     def drawn(self) -> tuple[str, ...]:
-        """Return the columns of an object's table that `plot` stacks into one bar per row. All have the same unit."""
+        """Return the names of the table columns from which a chart is drawn. All have the same unit.
+
+        `plot` draws one bar for each row, in which the columns' values are stacked.
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -39,7 +42,7 @@ class Shown:
         return f"<p><b>{type(self).__name__}</b>: {escape(self.in_short())}</p>{table(self.records())}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return an object's table as a pandas DataFrame (``pip install './ebbtide[tune]'``)."""
+        """Return an object's table as a pandas DataFrame. pandas is installed by ``pip install './ebbtide[tune]'``."""
         import pandas as pd
 
         return pd.DataFrame(self.records())
@@ -50,7 +53,7 @@ class Shown:
 
 
 def table(records: Records) -> str:
-    """Return the first `MOST_ROWS` rows of a table as HTML."""
+    """Return a table as HTML. It has at most `MOST_ROWS` rows, and a note about the number of the others."""
     if not records:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in records[0])
@@ -64,7 +67,7 @@ def table(records: Records) -> str:
 
 
 def bars(records: Records, columns: Sequence[str], title: str, ax: Axes | None = None) -> Axes:
-    """Draw one stacked bar for each row of a table, the first row on top, and return the axes."""
+    """Draw a bar for each row of a table, with the columns' values stacked, and return the matplotlib axes."""
     import matplotlib.pyplot as plt
 
     if ax is None:

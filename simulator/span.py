@@ -1,4 +1,7 @@
-"""The span: the start and the end of one op on its lane. A timeline consists of spans."""
+"""The span of an op: its start and its end on its lane. A timeline consists of spans.
+
+A lane is a queue of ops that run one after the other, such as a copy direction.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +11,7 @@ from ebbtide.simulator.schedule import Lane, OpKind, op_label
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The start and the end of one op on its lane, in seconds from the timeline's origin."""
+    """The start and the end of one op on its lane (such as a copy direction), in seconds from the timeline's origin."""
 
     kind: OpKind
     lane: Lane

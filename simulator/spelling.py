@@ -1,4 +1,4 @@
-"""Lookup of names of models and machines in any spelling."""
+"""Lookup of names of models and machines, whatever their spelling."""
 
 import re
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
 
     Args:
-        what: Kind of name for the error message, such as "machine preset".
-        key: Field that is reported in the error.
+        what: Kind of the name, such as "machine preset", for the error message.
+        key: Name of the field that the error reports.
 
     Raises:
-        RuleError: The name matches no known name, or several. The error suggests the nearest.
+        RuleError: The given name matches no known name, or several. The error suggests the nearest ones.
     """
     names = {_plain(name): name for name in known}
     wanted = _plain(given)
@@ -33,6 +33,6 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name in small letters and digits, without organization and maker ("nvidia", "geforce")."""
+    """Return a name in lower case letters and digits, without an organization or a maker ("nvidia", "geforce")."""
     last = name.rsplit("/", 1)[-1]
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())

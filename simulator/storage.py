@@ -1,4 +1,4 @@
-"""Storage rates of the directories that may hold optimizer state, alone and combined."""
+"""Storage rates of the folders that may hold optimizer state, for each folder and for several together."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -10,12 +10,12 @@ ANY_BYTES = 10**18  # where nobody says how much there is
 
 
 class StorageRates(Page):
-    """The storage rates of one directory, measured on the drive itself and not in the page cache.
+    """The storage rates of one folder, measured on its drive and not in the operating system's page cache.
 
     Attributes:
-        write_bytes_per_s, read_bytes_per_s: Rate of one direction alone, with as many blocks in flight as the
-            store of optimizer state uses.
-        duplex_factor: See `Machine.storage_duplex_factor`.
+        write_bytes_per_s, read_bytes_per_s: Rate of only writing, and of only reading, with as many blocks in
+            flight as the store of optimizer state uses.
+        duplex_factor: Rate of reads and writes at once, divided by the sum of these two rates.
     """
 
     write_bytes_per_s: Quantity
@@ -24,15 +24,15 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Return the seconds that a drive needs per byte read and written once, both concurrently."""
+        """Return the seconds that a drive takes per byte that is both read and written once, with both overlapping."""
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the joint rates of several drives that each hold a part of every subgroup's state.
+        """Return the joint storage rates of several drives that each hold a part of every subgroup's state.
 
-        The parts are those of `shares`. An op ends when its last part has ended.
+        The parts are those of the function `shares`. A read or write ends when its last part has ended.
         """
         part = shares(drives)
         each = [(drives[name], part[name]) for name in drives]
@@ -53,7 +53,7 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """Return the fraction of each subgroup's state to keep on each drive, such that all drives finish together."""
+    """Return the fraction of every subgroup's state to keep on each drive, so that all drives finish together."""
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())
     return {name: speed / total for name, speed in speeds.items()}

@@ -1,4 +1,4 @@
-"""The timeline: the start and the end of every op of an iteration, predicted or measured."""
+"""The timeline of a training iteration: the start and the end of every op, predicted or measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UPDATES = {
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """The device and host memory in use right after an op of a timeline started or ended."""
+    """The GPU and host memory in use at one moment of a timeline: right after an op has started or ended."""
 
     t_s: float
     device_bytes: int
@@ -48,12 +48,12 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline(Shown):
-    """A timeline: the ops of one or more training iterations with their times.
+    """A timeline: the ops of one or more training iterations, with their start and end times.
 
     Attributes:
         spans: Start and end of every op.
-        source: ``predicted`` by the simulator or ``measured`` by the runtime.
-        memory: Device and host memory over time. Empty if unknown.
+        source: ``predicted`` by the simulator, or ``measured`` by the runtime.
+        memory: GPU and host memory in use over time. Empty if unknown.
         storage_bytes: Bytes of optimizer state on drives.
     """
 
@@ -91,9 +91,9 @@ class Timeline(Shown):
 
     @property
     def iteration_s(self) -> float:
-        """Return the steady-state seconds of one iteration: the distance between the ends of two backward passes.
+        """Return the seconds of one iteration in the steady state: the time between the ends of two backwards.
 
-        With a single iteration, return the seconds from the first start to the last end.
+        For a single iteration, return the seconds from the first start to the last end of its ops.
         """
         ends = self._backward_ends()
         if len(ends) < 2:
@@ -109,12 +109,12 @@ class Timeline(Shown):
         return [ends[i] for i in sorted(ends)]
 
     def phases(self, iteration: int | None = None) -> dict[str, float]:
-        """Return the seconds of an iteration's phases: forward, backward, step, update and the rest of the loop.
+        """Return the seconds of an iteration's phases: forward, backward, step, update, and the rest of the loop.
 
-        ``loop_s`` is the time outside forward, backward and step for which the timeline has an op: the training
-        script's work between iterations, and waits for other pipeline stages. A measured timeline has no such op,
-        and counts that time as forward. ``forward_s`` includes waiting for parameters whose update still runs. By
-        default the phases are those of the last iteration with a complete step.
+        The iteration is the last one with a complete step, unless it is given. ``forward_s`` includes waiting for
+        parameters whose update is still running. ``loop_s`` is the time outside forward, backward and step: the
+        training script's work between iterations, and waits for other pipeline stages. Only a predicted timeline has
+        ops for it. In a measured one this time counts as forward.
         """
         if iteration is None:
             iteration = self._last_complete()
@@ -164,22 +164,22 @@ class Timeline(Shown):
         return max((m.host_bytes for m in self.memory), default=0)
 
     def busy_s(self, lane: Lane) -> float:
-        """Return the seconds during which a timeline's lane had an op running."""
+        """Return the seconds during which a lane (such as a copy direction) of a timeline runs an op."""
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write a trace file of one or more timelines for ui.perfetto.dev. Each timeline becomes one process."""
+        """Write one or more timelines to a trace file that ui.perfetto.dev can open. Each becomes one process there."""
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
-        """Return a trace of one or more timelines for ui.perfetto.dev as a JSON document."""
+        """Return one or more timelines as a JSON document that ui.perfetto.dev can open."""
         events: list[dict[str, Any]] = []
         for pid, timeline in enumerate((self, *others), start=1):
             events.extend(_perfetto_events(timeline, pid))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the lanes of a timeline over time with matplotlib, and return the axes."""
+        """Draw a timeline with matplotlib, and return the axes. Each lane (such as a copy direction) is a row."""
         from ebbtide.simulator.analysis.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)

@@ -1,4 +1,4 @@
-"""Versions of installed packages, to be stored with measurements and plans."""
+"""The installed versions of packages, which are stored with measurements and plans."""
 
 from functools import cache
 from importlib import metadata
@@ -6,7 +6,7 @@ from importlib import metadata
 
 @cache
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed versions of the given packages. Packages that are not installed are left out."""
+    """Return the installed versions of the given packages, without those that are not installed."""
     result: dict[str, str] = {}
     for package in packages:
         try:

@@ -1,4 +1,4 @@
-"""The workload: the layers, subgroups and settings of one rank's training iteration."""
+"""The workload: layers, subgroups of optimizer state, and settings of one rank's training iteration."""
 
 import hashlib
 import json
@@ -27,17 +27,17 @@ class Layer(Page):
     """A layer of a workload: a unit of forward and backward, usually a transformer block.
 
     Attributes:
-        params: Elements of this rank's partition whose gradients this layer's backward produces.
-        forward_s, backward_s: Compute time of one pass of one micro-batch on this rank.
-        activation_bytes: Device memory held from this layer's forward until its backward.
-        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters
-            for one pass of one micro-batch, including what else occupies the network meanwhile. 0 if all of
-            the parameters are in its node.
-        network_reduce_bytes: Bytes that this rank exchanges with other nodes (data, tensor and pipeline
-            parallel together) in the layer's backward of one micro-batch.
-        persistent_params: Number of ``params`` that, once gathered, stay until the end of the step.
-        regathered_params: Elements that one micro-batch's backward gathers again. Some may count twice. None:
-            all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
+        params: Number of this rank's parameter elements whose gradients the layer's backward produces.
+        forward_s, backward_s: Compute time of the forward, and of the backward, of one micro-batch on this rank.
+        activation_bytes: GPU memory that is in use from this layer's forward until its backward.
+        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters for
+            a forward or backward of one micro-batch. Other traffic that occupies the network at that time is
+            included. 0 if all of the parameters are in its node.
+        network_reduce_bytes: Bytes that this rank exchanges with other nodes in the layer's backward of one
+            micro-batch, for data, tensor and pipeline parallelism together.
+        persistent_params: Number of elements in ``params`` that stay gathered until the end of the step.
+        regathered_params: Number of elements that the backward of one micro-batch gathers again. Some elements
+            may count twice. None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
     """
 
     name: str = ""
@@ -61,7 +61,7 @@ class Layer(Page):
 
 
 class MemoryPoint(Page):
-    """A sample of the memory in use at one moment of a profiled iteration, with the layer that ran then."""
+    """A sample of the memory in use at one moment of a profiled iteration, and the layer that was running then."""
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -71,7 +71,7 @@ class MemoryPoint(Page):
 
 
 class TrainedAs(Page):
-    """The settings of a training step that determine its memory. A plan holds only for these settings.
+    """The settings of a training step that determine how much memory it needs. A plan holds only for them.
 
     Attributes:
         precision: Data type of parameters and activations.
@@ -100,75 +100,77 @@ class TrainedAs(Page):
 
 
 class Cut(Protocol):
-    """The sizes by which a plan's subgroups are cut."""
+    """The interface of plans for code that divides a workload's parameters into the plan's subgroups."""
 
     @property
     def subgroups(self) -> Sequence[int]:
-        """Return the elements of each subgroup. Empty: unknown."""
+        """Return the number of elements of each subgroup of a plan. Empty if unknown."""
         ...
 
     @property
     def subgroup_size(self) -> int:
-        """Return the size that the subgroups were cut for."""
+        """Return the number of elements from which a plan's subgroup is full."""
         ...
 
     @property
     def deepspeed_subgroup_size(self) -> int:
-        """Return DeepSpeed's own size if the subgroups are pieces of DeepSpeed's; else 0."""
+        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's, otherwise 0."""
         ...
 
 
 class Workload(Shown, Page):
-    """One rank's share of one training iteration, in forward order.
+    """A workload: one rank's share of one training iteration, with the order of the model's layers.
 
     Attributes:
-        layers: in forward order; their ``params`` sum up to the trainable elements of this rank.
-        subgroups: elements of each DeepSpeed subgroup of this rank, in forward order too, so that
-            layer l's parameters are the slice of the concatenated subgroups that starts where
-            layer l-1's ends.
-        wire_dtype: of parameters and, unless grad_bytes_per_param says otherwise, gradients.
-        optimizer: of `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
-        clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
-            before the global norm is known.
-        clip_rate: Fraction of steps that clip gradients or overflow, whose early updates are redone. None
-            if it is not known: see `expected_clip_rate`.
-        device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
-            profile adds what the activations do not explain of the peak it saw.
-        device_base_parts: what is known of it by kind; the rest are buckets. Empty: this rank's
-            partition of the parameters.
-        stock_backward_extra_s: what stock DeepSpeed's gradient path adds to backward where it was
-            measured; None lets the simulator derive it from the copies.
-        tokens_per_iteration: of all ranks together; None where the model's inputs do not tell.
-        samples_per_iteration: DeepSpeed's train_batch_size.
-        micro_batch, sequence, recompute: see `TrainedAs`. None: not known.
-        parameters: elements of each parameter's partition, by parameter group; with them the
-            subgroups can be cut anew (`recut`).
-        phase_times: seconds of each phase as profiled, with their spread; ``iteration`` is a whole
-            step with what the script does between its phases.
-        memory_peaks: highest use of ``device`` and ``host`` memory of the profiled steps, in bytes,
-            with their spread.
-        warnings: why the profile should be doubted.
-        pipeline_idle_s: time per iteration outside forward, backward and step, in which this rank
-            waits for other pipeline stages or the training script does something else (a
-            calibrated machine's ``loop_s``); host and copies go on in it.
-        stock_threads: OpenMP threads of one rank's host updates under stock and its peers; None: as
-            many as there are cores. ebbtide sets its own (a plan's ``threads``).
-        zero_stage: DeepSpeed's. Below 3 parameters are whole on every rank, a step waits for its
-            updates, and then the ranks give each other what they have updated. ZeRO-1 reduces
-            gradients behind the last micro-batch's backward only.
-        reduced_beside: the share of a layer's network_reduce_bytes beside which the next layer's
-            backward goes on; for the rest it waits, as what it needs is behind it on the network.
-        step_gather_s: how long that exchange takes among the ranks of a node.
-        network_step_gather_bytes: what this rank receives from other nodes in it.
-        module_issue_s: what the host needs from the end of a wait for parameters (their update, or
-            their way in) to the first kernel of the module that waited: DeepSpeed's hooks. 0: it
-            computes itself, or nobody knows.
-        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are pieces of DeepSpeed's own. 0: they
-            are DeepSpeed's own, of ``subgroup_size``.
-        state_stays: DeepSpeed's fp32 tensors keep room for resident state on the host: below ZeRO-3
-            always, under it where the subgroups are pieces of DeepSpeed's own.
-        live_params: the most elements of ``params`` that are gathered at once, where a gathered
-            parameter is this rank's partition (one data-parallel rank); None: those of two layers.
+        layers: Layers in the order of the forward. The sum of their ``params`` is the number of this rank's
+            trainable elements.
+        subgroups: Number of elements of each of this rank's subgroups of optimizer state, in the order of the
+            layers. The first subgroup begins with the first layer's parameters, and each layer's parameters
+            follow those of the previous layer.
+        wire_dtype: Data type of parameters. Gradients have it too, unless grad_bytes_per_param tells another
+            size.
+        optimizer: Name of the optimizer, as in `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
+        clip: True if gradients are clipped or fp16 overflows are checked. No update may start before the gradient
+            norm is known then, except an early update.
+        clip_rate: Fraction of steps that clip gradients or overflow, so that early updates are redone. None if it
+            is unknown: see `expected_clip_rate`.
+        device_base_bytes: GPU memory in use throughout an iteration, for parameters and gradient buckets. In a
+            profile it includes the part of the measured peak that activations do not explain.
+        device_base_parts: Known parts of ``device_base_bytes`` by kind. The remainder are buckets. Empty: only
+            this rank's partition of the parameters is known.
+        stock_backward_extra_s: Measured time that DeepSpeed's copies of gradients add to backward. None: not
+            measured, so the simulator computes it from the copies.
+        tokens_per_iteration: Tokens of all ranks together. None if the model's inputs do not tell.
+        samples_per_iteration: Samples of all ranks together: DeepSpeed's train_batch_size.
+        micro_batch, sequence, recompute: See `TrainedAs`. None if unknown.
+        parameters: Number of elements of each parameter's partition, by parameter group. Needed to form subgroups
+            of other sizes (`recut`).
+        phase_times: Measured seconds of each phase with their spread. ``iteration`` is a whole step, with the
+            work of the training script between phases.
+        memory_peaks: Measured peaks of ``device`` and ``host`` memory in the profiled steps, in bytes, with their
+            spread.
+        warnings: Reasons to doubt the profile.
+        pipeline_idle_s: Time per iteration outside forward, backward and step. This rank then waits for other
+            pipeline stages, or the training script does other work (``loop_s`` of a calibrated machine). CPU
+            updates and copies continue in this time.
+        stock_threads: Number of OpenMP threads of one rank's CPU updates in DeepSpeed. None: as many as there are
+            cores. ebbtide uses the plan's ``threads`` instead.
+        zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates,
+            and the ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last
+            micro-batch.
+        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged during the next layer's
+            backward. The next layer's backward waits for the rest, because its own gathers follow on the network.
+        step_gather_s: Time in which the ranks of one node exchange updated parameters at the end of a step.
+        network_step_gather_bytes: Bytes that this rank receives from other nodes in that exchange.
+        module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
+            module's parameters (for their update or their copy to the GPU). It is spent in DeepSpeed's hooks. 0
+            if unknown, or if the model runs on the CPU.
+        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups.
+            0: they are DeepSpeed's own, of size ``subgroup_size``.
+        state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in
+            GPU memory. Below ZeRO-3 it is always so, under ZeRO-3 if the subgroups are parts of DeepSpeed's.
+        live_params: Largest number of elements of ``params`` that are gathered at once, if there is one
+            data-parallel rank, whose partitions are whole parameters. None: those of two layers.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -274,7 +276,7 @@ class Workload(Shown, Page):
 
     @property
     def activation_bytes(self) -> int:
-        """Return the activation bytes of all layers: device memory at the end of a micro-batch's forward."""
+        """Return the activation bytes of all layers, which are in GPU memory when a micro-batch's forward ends."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
@@ -286,7 +288,7 @@ class Workload(Shown, Page):
         """Return the workload with the subgroups that DeepSpeed forms for another ``sub_group_size``.
 
         Raises:
-            ValueError: the workload has no list of its parameters, or the size is not positive.
+            ValueError: The workload has no list of its parameters, or the size is not positive.
         """
         if not self.parameters:
             raise RuleError(
@@ -305,13 +307,16 @@ class Workload(Shown, Page):
         return Workload.model_validate({**self.model_dump(), **fields, **stays})
 
     def in_pieces(self, subgroup_size: int) -> "Workload":
-        """Return the workload with DeepSpeed's subgroups cut into pieces. DeepSpeed keeps its ``sub_group_size``.
+        """Return the workload with each of DeepSpeed's subgroups divided into smaller ones.
+
+        DeepSpeed itself keeps its ``sub_group_size``.
 
         Args:
-            subgroup_size: The least elements of a piece.
+            subgroup_size: Smallest number of elements of a smaller subgroup.
 
         Raises:
-            ValueError: The workload does not know its parameters or DeepSpeed's size, or is not for ZeRO-3.
+            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO stage is
+                not 3.
         """
         whole = self.deepspeed_subgroup_size or self.subgroup_size
         if self.zero_stage < 3 or not whole:
@@ -331,17 +336,17 @@ class Workload(Shown, Page):
         return Workload.model_validate({**own.model_dump(), **fields, **stays})
 
     def cut_as(self, plan: "Cut") -> "Workload":
-        """Return the workload with a plan's subgroups. Unchanged if DeepSpeed would not form these subgroups."""
+        """Return the workload with the subgroups of a plan. Unchanged if its parameters do not give these subgroups."""
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
         cut = self.cut_by(plan)
         return cut if cut.subgroups == tuple(plan.subgroups) else self
 
     def cut_by(self, plan: "Cut") -> "Workload":
-        """Return the workload with the subgroups that training has by the sizes of a plan.
+        """Return the workload with the subgroups that training under a plan has, by the plan's sizes.
 
         Raises:
-            ValueError: see `recut` and `in_pieces`.
+            ValueError: `recut` or `in_pieces` refuses the sizes.
         """
         if not plan.deepspeed_subgroup_size:
             return self.recut(plan.subgroup_size)
@@ -356,16 +361,17 @@ class Workload(Shown, Page):
 
     @property
     def adds_on_device(self) -> bool:
-        """Return whether DeepSpeed, without a plan, accumulates this workload's gradients on the GPU."""
+        """Return True if DeepSpeed, without a plan, accumulates this workload's gradients on the GPU."""
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
     def serial(self) -> "Workload":
-        """Return a ZeRO-3 workload that takes no longer than this one under any plan, for bounds and update orders.
+        """Return a ZeRO-3 workload that takes no longer than this one under any plan.
 
-        If steps wait for their updates, nothing overlaps forward. Forward, pipeline idle time and the exchange of
-        parameters then move in front of the backward. If gradients leave the device once per step, everything
-        before its last micro-batch's backward moves too.
+        It serves for lower bounds and for orders of updates. Below ZeRO-3 a step waits for its updates, so nothing
+        overlaps forward. Therefore forward, idle time of the pipeline and the exchange of parameters are moved before
+        the backward. If gradients leave the GPU once per step, all that precedes the last micro-batch's backward is
+        moved too.
         """
         if self.zero_stage == 3:
             return self
@@ -395,7 +401,7 @@ class Workload(Shown, Page):
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Return the indices of subgroups with more than twice the median size, such as an embedding's."""
+        """Return the indices of subgroups that are more than twice as large as the median, such as an embedding's."""
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
@@ -463,7 +469,7 @@ class Workload(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each layer of a workload: times and activation memory of one micro-batch."""
+        """Return a table row for each layer of a workload, with times and activation memory of one micro-batch."""
         return [
             {
                 "layer": layer.name,
@@ -480,12 +486,12 @@ class Workload(Shown, Page):
 
     @cached_property
     def job(self) -> Any:
-        """Return the `Job` from which a workload was estimated. None if it was profiled or read from a file."""
+        """Return the `Job` from which the workload was estimated. None if it was profiled or read from a file."""
         return None
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """Return a training step's settings, for comparison with a plan's. None if the micro-batch is not known."""
+        """Return the settings of a training step, to be compared with those of a plan. None if they are unknown."""
         if self.micro_batch is None:
             return None
         return TrainedAs(
@@ -498,7 +504,7 @@ class Workload(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the parts of a workload that a plan must match: subgroups and data types, but no times."""
+        """Return a hash of what a plan must match in a workload: subgroups and data types, but no times."""
         facts: dict[str, object] = {
             "subgroups": self.subgroups,
             "wire_dtype": self.wire_dtype,
@@ -512,7 +518,7 @@ class Workload(Shown, Page):
 
 
 def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
-    """Return whether DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
+    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
 
     ZeRO-1 does, because it reduces gradients once per step. ZeRO-2 does if gradients are accumulated in a
     wider data type than they are reduced in.
@@ -521,17 +527,16 @@ def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> boo
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
-    """Return the sizes of DeepSpeed's ZeRO-3 subgroups for one parameter group.
+    """Return the number of elements of each subgroup that DeepSpeed's ZeRO-3 forms from one parameter group.
 
-    A subgroup ends after the parameter that fills it.
-
-    Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
+    A subgroup ends with the parameter that fills it. Source:
+    ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
     return [sum(held) for held in grouped(partitions, subgroup_size)]
 
 
 def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the parameters of each subgroup of `cut`."""
+    """Return the numbers of elements of the parameters in each subgroup that DeepSpeed's ZeRO-3 forms."""
     result, held, size = list[list[int]](), list[int](), 0
     for elements in partitions:
         held.append(elements)
@@ -543,9 +548,10 @@ def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
 
 
 def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
-    """Return the sizes of a subgroup's pieces of at least ``least`` elements, each of which ends with a parameter.
+    """Return the sizes of the parts into which a subgroup is divided, with at least ``least`` elements each.
 
-    The ends are also multiples of the vectors (`cut_flat`). A small rest joins the last piece.
+    Each part ends at the end of a parameter, and at a multiple of the vector length (see `cut_flat`). A small
+    remainder joins the last part.
     """
     found, size = list[int](), 0
     for elements in parameters:
@@ -563,13 +569,11 @@ ALIGNMENT = 16
 
 
 def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
-    """Return the sizes of subgroups cut from the flat partitions of ZeRO-1 or 2.
+    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided.
 
-    Each has ``subgroup_size`` elements, rounded up to a multiple of 16, regardless of parameter borders.
-
-    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way. If subgroups end
-    on multiples of the vector length, only a partition's last subgroup has such elements, and they are the
-    partition's own.
+    Each has ``subgroup_size`` elements, rounded up to a multiple of 16. A parameter may belong to two subgroups.
+    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way. As subgroups end at
+    multiples of the vector length, only the last subgroup has such elements, as the undivided partition has.
     """
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

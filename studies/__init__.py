@@ -1,1 +1,1 @@
-"""Experiments with ebbtide. Each runs as ``python -m studies.NAME --json PATH``."""
+"""Experiments that measure ebbtide. Each runs as ``python -m studies.NAME --json PATH``."""

@@ -1,7 +1,7 @@
 """The cost of a checkpoint for training: DeepSpeed's writers, torch DCP and ebbtide on one machine.
 
-Each writer trains the same model with stock ZeRO-3 offload in its own process. It saves after
-every step, then after every tenth step.
+With each writer, a separate process trains the same model under stock ZeRO-3 with offloading. The
+process first saves a checkpoint after every step, then after every tenth step.
 
     python -m studies.checkpoint_stall --json studies/results/checkpoint/stall.json
 """
@@ -27,9 +27,9 @@ ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
 def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Run one checkpoint writer in a forked process. Return its figures, or the reason of its failure.
+    """Measure one checkpoint writer in a forked process. Return its times and rates, or why it failed.
 
-    The parent process must have imported DeepSpeed (`warm_up`).
+    The parent process must have called `warm_up`, which imports DeepSpeed.
     """
     figures = folder.with_suffix(".figures.json")
     figures.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
 
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
-    """Return the figures that compare ebbtide's checkpoints with those of other writers."""
+    """Return numbers that compare the cost of ebbtide's checkpoints with the cost of other writers'."""
     ran = {name: results for name, results in writers.items() if "failed" not in results}
     if "ebbtide" not in ran:
         return {}
@@ -79,7 +79,7 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the stall per checkpoint, one bar per writer, on a logarithmic axis."""
+    """Draw the time that training waits for a checkpoint, with a bar per writer on a logarithmic axis."""
     shown = {n: f for n, f in figures["writers"].items() if "failed" not in f and n != "none"}
     names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
     with picture(path, figsize=(7, 0.7 + 0.5 * len(names)), dpi=150) as (_, ax):

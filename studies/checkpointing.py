@@ -2,11 +2,11 @@
 
     python -m studies.checkpointing --json checkpointing.json
 
-The quantities are those of "DataStates-LLM" (Maurya et al., arXiv 2406.10707): the bytes of a
-checkpoint over the time for which training waits, and the increase in training time. They are
-measured on small models with real writers (`studies.checkpoint_stall`). For larger models they
-are simulated on a node like the paper's (`ebbtide.simulator.estimates.presets`, four ranks),
-where offloaded state is streamed from host memory.
+The quantities are those of "DataStates-LLM" (Maurya et al., arXiv 2406.10707). Throughput is the
+size of a checkpoint over the time that training waits for it. Slowdown is the increase in training
+time. Both are measured on small models with real writers (`studies.checkpoint_stall`). For larger
+models they are simulated on a preset node with four ranks like the paper's. In the simulation,
+offloaded state is written directly from host memory.
 """
 
 import shutil
@@ -61,13 +61,17 @@ def main() -> None:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the checkpoint bytes per second of waiting, by kind of writer, for the largest measured model."""
+    """Return the bytes saved per second that training waits, by kind of writer, for the largest model."""
     names = {"ebbtide": "ebbtide", "torch": "synchronous", "dcp async": "asynchronous"}
     return {f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"] for row in rows if "failed" not in row}
 
 
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return one row per writer: throughput as seen by training, and slowdown at two frequencies."""
+    """Measure each checkpoint writer with one model. Return a row per writer.
+
+    A row has the throughput (bytes per second that training waits), and the slowdown of training with
+    a checkpoint after every step and after every tenth.
+    """
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
     try:
@@ -90,10 +94,10 @@ def _row(model: str, size_bytes: int, name: str, found: dict[str, Any], plain: d
 
 
 def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the simulated cost of ebbtide's lazy checkpoints and of blocking ones, by model and
-    interval.
+    """Return the simulated cost of ebbtide's checkpoints, with a row per model and checkpoint interval.
 
-    The simulated node has four ranks.
+    Each row also has the cost of checkpoints that block training while they are written. The simulated
+    node has four ranks.
     """
     import ebbtide.tuner
 
@@ -132,7 +136,7 @@ COLOURS = {"torch": "#7f7f7f", "dcp async": "#e69f00", "ebbtide": "#0072b2"}
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the measured throughput by model and writer, and the simulated slowdown by interval."""
+    """Draw the measured checkpoint throughput by model and writer, and the simulated slowdown by interval."""
     with picture(path, 1, 2, figsize=(11, 4.2)) as (_, (left, right)):
         rows = [row for row in figures["measured"] if "failed" not in row]
         models = list(dict.fromkeys(row["model"] for row in rows))

@@ -3,20 +3,21 @@
     python -m studies.fidelity --json fidelity.json
     python -m studies.fidelity --many-layers --json fidelity_many_layers.json
 
-Machines and plans are drawn at random. The runtime executes each plan inside DeepSpeed on a
-device with the given rates (`studies.trials.emulated_training`). The simulator predicts each plan
-from forward and backward, measured without updates, and from rates and contention, measured under
-other schedules: all subgroups on the host, all staged one by one, and all staged at the same
-time, which shows the throughput of both link directions together. The record also has the
-prediction from the given rates.
+Machines and plans are drawn at random. ebbtide's runtime executes each plan inside DeepSpeed, on
+an emulated device with the drawn rates (`studies.trials.emulated_training`). The simulator
+predicts the iteration time of each plan. For its prediction, forward and backward are measured
+without updates. Rates are measured under other plans: with all subgroups updated on the host, with
+all staged to the device one by one, and with several staged at the same time, which shows the
+throughput of both link directions together. A second prediction uses the drawn rates.
 
-The emulated device shares link and device as the simulator does. The study tests everything else:
-that the runtime runs the simulated schedule. No figure of this study is a GPU figure.
+The emulated device shares its link among concurrent copies as the simulator does. So this study
+does not test the sharing. It tests that the runtime runs the schedule that is simulated. No number
+of this study is a GPU measurement.
 
-With ``--many-layers`` subgroups hold several layers, with and without gradient accumulation, over
-slower links. Rates are as given, passes are measured without updates just before, and each error
-is the median of several rounds over all plans. ``predicted_whole_s`` is the prediction for
-gradients that are copied to the host when their subgroup's last layer is done.
+With ``--many-layers``, a subgroup holds several layers, the link is slower, and half of the plans
+accumulate gradients. Predictions use the drawn rates. Each error is the median of several rounds
+over all plans. ``predicted_whole_s`` is the prediction for gradients that are copied to the host
+only when the last layer of their subgroup is done.
 """
 
 import logging
@@ -68,7 +69,10 @@ def main() -> None:
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
-    """Execute and predict ``plans`` random plans, with a new random machine for every five plans."""
+    """Execute random plans on an emulated device, and compare their times with predictions.
+
+    Every five plans get a new random machine.
+    """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     same = True
@@ -102,10 +106,10 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
 
 
 def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
-    """Execute and predict ``plans`` plans with several layers per subgroup, half of them with
-    accumulation.
+    """Execute plans with several layers per subgroup, and compare their times with predictions.
 
-    Nothing is fitted: rates are as given, and passes are measured without updates in every round.
+    Half of the plans accumulate gradients. Predictions use the given rates of the emulated device, and
+    forward and backward times that are measured without updates in every round.
 
     Args:
         scale: Factor on the time of an iteration.
@@ -132,7 +136,10 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a row per plan. In the first plan all subgroups are on the host, further plans are random."""
+    """Execute several plans in rounds, and return a row of predicted and executed times per plan.
+
+    The first plan keeps all optimizer state in host memory. The other plans are random.
+    """
     works: list[Workload] = []
     drawn: list[Plan] = []
     seconds: list[list[float]] = []
@@ -149,7 +156,12 @@ def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[di
 
 
 def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[float]) -> dict[str, Any]:
-    """Return the figures of one plan as a row. ``works`` and ``seconds`` are measurements, one per round."""
+    """Return one plan's row of predicted and executed times.
+
+    Args:
+        works: Measured workloads, one per round.
+        seconds: Measured iteration times, one per round.
+    """
     predicted, whole = (
         [simulate(build_schedule(work, plan), machine).iteration_s for work in some]
         for some in (works, [_joined(work) for work in works])
@@ -174,7 +186,10 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
 
 
 def _joined(work: Workload) -> Workload:
-    """Return the workload with one layer per subgroup, so that a subgroup's gradient is copied as a whole."""
+    """Return the workload with the layers of each subgroup joined into one.
+
+    A subgroup's gradient is then copied to the host in one piece.
+    """
     of = len(work.layers) // len(work.subgroups)
     layer = work.layers[0]
     joined = Layer(params=of * layer.params, forward_s=of * layer.forward_s, backward_s=of * layer.backward_s)
@@ -182,13 +197,22 @@ def _joined(work: Workload) -> Workload:
 
 
 def random_setting(base: Setting, rng: random.Random) -> Setting:
-    """Return a setting with random rates, from a quarter to somewhat above ``base``, and a random duplex factor."""
+    """Return the settings of an emulated device with random rates.
+
+    Each rate is between a quarter of the rate in ``base`` and 1.4 times this rate. The share of the
+    link's throughput that is left when copies run in both directions is random too.
+    """
     rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
     return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)
 
 
 def random_plan(work: Workload, rng: random.Random) -> Plan:
-    """Return a random plan: any mix of placements, any number of slots, with and without overlap."""
+    """Return a random plan for a workload.
+
+    Each subgroup's state is kept and updated at random in host memory, on the GPU, or on the GPU after a
+    copy from host memory. The number of buffers for such copies is random too, and so is the choice if
+    updates may overlap the next forward.
+    """
     weights = [rng.random() + 0.1 for _ in range(3)]
     kinds: list[Placement] = ["host", "device", "resident"]
     placements = rng.choices(kinds, weights, k=len(work.subgroups))
@@ -205,12 +229,13 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 
 
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
-    """Return the machine with rates and duplex factor measured under three schedules.
+    """Return the machine with rates that were measured on the emulated device under three simple plans.
 
-    No judged plan is among the three. With one slot a staged update begins after the one before has
-    been copied back, so each copy and each update runs alone. With four slots both directions of the
-    link work at once. Their joint throughput is chosen so that the simulated iteration takes as long
-    as the measured one.
+    None of the three plans is among those that are compared. With one staging buffer, a subgroup is
+    copied to the device after the one before has been copied back, so each copy and each update runs
+    alone. With
+    four, copies in both directions run at the same time. The throughput of both directions together is
+    then chosen so that the simulated iteration takes as long as the measured one.
     """
     count = len(work.subgroups)
     hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)
@@ -234,7 +259,11 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 
 
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
-    """Return a plan with one placement for all subgroups, in steps that wait for their updates."""
+    """Return a plan with one placement for all subgroups of optimizer state.
+
+    A placement tells where a subgroup's state is kept and updated. A step under this plan
+    does not return before its updates end.
+    """
     return Plan(
         subgroup_size=work.subgroup_size,
         ways=Way.each([placement] * len(work.subgroups)),
@@ -244,10 +273,11 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
 
 
 def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
-    """Return the figures of one plan as a row.
+    """Execute one plan, and return its predicted and executed iteration times as a row.
 
-    ``machines`` are the machine as measured under other schedules, and the machine with the given
-    rates.
+    Args:
+        machines: Two machines to predict with: one with rates measured under other plans, and one
+            with the given rates of the emulated device.
     """
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
     result = bench.measure(plan, steps)
@@ -268,7 +298,7 @@ def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Mach
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the executed over the predicted iteration time, with a point per plan."""
+    """Draw the executed iteration time over the predicted one, with a point per plan."""
     rows = figures["rows"]
     with picture(path, figsize=(5.5, 5)) as (_, axes):
         highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)

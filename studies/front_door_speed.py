@@ -1,12 +1,12 @@
-"""Speed of training under `tune run`, compared with calls of ebbtide's library.
+"""Speed of training under the command `tune run`, compared with direct calls of ebbtide's library.
 
     python -m studies.front_door_speed --json front_door_speed.json
 
 Two processes train the same model under the same plan. One calls `ebbtide.initialize`. The other
-is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its
-config. They take every step, and every step with a checkpoint, in turn: while one process works,
-the other waits. The place of a process in memory makes it permanently a few percent faster or
-slower, so several pairs of processes are compared.
+is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config.
+They take turns with every step, and with every checkpoint followed by a step: while one process
+works, the other waits. A process can be a few percent faster or slower for its whole life, because
+of its place in memory. So several pairs of processes are compared.
 """
 
 import argparse
@@ -33,7 +33,11 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train in one of the two processes. Execute each order (``step``, ``save`` or ``state``) and answer it."""
+    """Train in one of the two compared processes.
+
+    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a
+    hash of the training state). The answers are written to ``answers``.
+    """
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
 
@@ -53,7 +57,10 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """Return an engine under a plan that updates everything on the host and keeps one checkpoint."""
+    """Return an engine of one of the two compared processes, under the plan that both use.
+
+    The plan updates all optimizer state on the host and keeps one checkpoint.
+    """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
 
@@ -77,10 +84,10 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
 
 
 def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
-    """Return the seconds of one step's phases, or of a save followed by a step.
+    """Return the seconds of each phase of one training step, or of a checkpoint followed by a step.
 
-    With a folder, the checkpoint is saved before the step. Afterwards the end of updates and writing
-    is awaited.
+    If ``folder`` is given, a checkpoint is saved there before the step. After the measurement, updates
+    and writes still running are waited for.
     """
     from studies.bench.phase_clock import PhaseClock, timed_step
 
@@ -102,7 +109,7 @@ def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
 
 
 class Door:
-    """One of the two compared training processes, which takes orders and answers them."""
+    """One of the two compared training processes, as seen by the process that sends it orders."""
 
     def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
         command = [
@@ -154,7 +161,7 @@ class Door:
 
 @contextlib.contextmanager
 def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
-    """Yield the two compared training processes, started in the given order."""
+    """Yield the two compared training processes by name, after starting them in the given order."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-doors-") as folder:
         doors = {door: Door(door, size, overlap, Path(folder)) for door in order}
         try:
@@ -165,7 +172,7 @@ def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, D
 
 
 def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return the median times of both processes, their ratios, and whether their bits are equal."""
+    """Return the median step and save times of the two processes, their ratios, and if all bits agree."""
     rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
     for number in range(WARMUP + rounds):
         # Who goes first changes: the second one finds warmer caches, or a busier disk.
@@ -183,7 +190,7 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians over all pairs of processes, and the lowest and highest ratios."""
+    """Return the medians of times and ratios over all pairs of processes, and each ratio's range."""
     ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
     result: dict[str, Any] = {
         door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES} for door in DOORS

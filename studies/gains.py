@@ -1,9 +1,10 @@
-"""Predicted gain of a plan on common machines, as in the README's table.
+"""Predicted gain of a plan over stock DeepSpeed on common machines, as in the README's table.
 
     python -m studies.gains --json gains.json
 
-Nothing is measured or fitted. The machines are presets (data sheets and published figures). Each
-row takes one full search, and is compared with stock DeepSpeed with offloaded optimizer state.
+Nothing is measured or fitted. The machines are presets, which come from data sheets and published
+figures. Each row is one full search for a plan, compared with stock DeepSpeed that offloads the
+optimizer state.
 """
 
 from typing import Any
@@ -38,10 +39,10 @@ def main() -> None:
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
-    """Return the predicted seconds of an iteration with stock DeepSpeed and with a plan, and the missing
-    memory.
+    """Return the predicted time of an iteration with stock DeepSpeed and under a plan, in seconds.
 
-    The plan's seconds are None if no plan is possible.
+    The result also tells which memory stock DeepSpeed lacks. The plan's time is None if no plan is
+    possible.
     """
     have = preset(machine)
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)

@@ -1,10 +1,11 @@
-"""Goodput from one node to 100,000 GPUs, and over the checkpoint interval.
+"""Goodput (useful training per time) from one node to 100,000 GPUs, and over the checkpoint interval.
 
-``python -m studies.goodput --json PATH``. The figures are computed, not measured, and not
-validated. Goodput at a published failure rate depends almost only on the assumed restart time, so
-its agreement with the published share of effective time shows nothing. The study shows how the
-best interval and goodput change with the number of GPUs. The formula itself is compared with a
-Monte Carlo simulation here, and with killed training in `studies.checkpoint_interval`.
+``python -m studies.goodput --json PATH``. The numbers are computed, not measured, and not
+validated. At a published failure rate, goodput depends almost only on the time that a restart is
+assumed to take. So its agreement with a published share of effective time would show nothing. The
+study shows how the best checkpoint interval and the goodput change with the number of GPUs. The
+formula is compared with a Monte Carlo simulation here, and with killed training in
+`studies.checkpoint_interval`.
 """
 
 import math
@@ -48,12 +49,13 @@ SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The failures and the storage of a job on many nodes.
+    """A cluster for a job on many nodes: how often nodes fail, and how fast checkpoints can be written.
 
     Attributes:
         node_mtbf_s: Mean time between failures of one node, in seconds.
-        node_write_bytes_per_s: Write bandwidth of one node.
-        storage_write_bytes_per_s: Write bandwidth of the storage for all nodes together.
+        node_write_bytes_per_s: Write bandwidth of one node, in bytes per second.
+        storage_write_bytes_per_s: Write bandwidth of the storage that all nodes share, in bytes per
+            second.
 
     Raises:
         ValueError: If a count or a rate is not > 0.
@@ -71,11 +73,11 @@ class Cluster:
 
     @property
     def failures(self) -> Failures:
-        """Return the failures of the whole job: any node's failure stops it."""
+        """Return how often the whole job fails and how long a restart takes. Any failing node stops the job."""
         return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
 
     def persist_s(self, checkpoint_bytes: float) -> float:
-        """Return the seconds that all nodes together take to write a checkpoint of the whole job."""
+        """Return the time that all nodes together take to write a checkpoint of the whole job, in seconds."""
         nodes = self.nodes * self.node_write_bytes_per_s
         return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
 
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cluster(gpus: int) -> Cluster:
-    """Return a cluster with this number of GPUs, in nodes and with storage as for Llama 3."""
+    """Return a cluster with this number of GPUs, with the failure rate and storage published for Llama 3."""
     return Cluster(
         math.ceil(gpus / GPUS_PER_NODE),
         NODE_MTBF_S,
@@ -108,14 +110,14 @@ def cluster(gpus: int) -> Cluster:
 
 
 def cost(of: Cluster, gpus: int) -> CheckpointCost:
-    """Return the cost of a checkpoint, for a model that grows with the cluster."""
+    """Return the cost of a checkpoint on a cluster. The model's size grows with the number of GPUs."""
     checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
     persist_s = of.persist_s(checkpoint_bytes)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
-    """Return the best checkpoint interval of a job on ``gpus`` GPUs, and its goodput."""
+    """Return the best checkpoint interval of a job on ``gpus`` GPUs, and the goodput with this interval."""
     of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
     paid = cost(of, gpus)
     steps = best_interval_steps(iteration_s, paid, of.failures)
@@ -133,9 +135,9 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 
 def llama3(samples: int) -> dict[str, Any]:
-    """Return the goodput at the failure rate published for Llama 3, with the assumed restart time.
+    """Return the goodput at the failure rate published for Llama 3, with an assumed restart time.
 
-    There is also the slowest restart that the published "over 90% effective" allows.
+    The result also has the slowest restart with which the published "over 90% effective" is possible.
     """
     of, best = cluster(GPUS), at_scale(GPUS)
     asked = (ASSUMED["iteration_s"], cost(of, GPUS))
@@ -153,7 +155,10 @@ def llama3(samples: int) -> dict[str, Any]:
 
 
 def intervals(of: Cluster) -> dict[str, Any]:
-    """Return the goodput over the checkpoint interval, with the optimum and the rules of thumb."""
+    """Return the goodput of a cluster's job over the checkpoint interval.
+
+    The best interval, and the intervals by rules of thumb such as Young's, are marked.
+    """
     iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
     fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
     seconds = {
@@ -176,7 +181,11 @@ def intervals(of: Cluster) -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """Return the availability-optimal checkpoint period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
+    """Return the checkpoint period with the best availability: ``d + sqrt(2 (M + R) d + d^2)`` seconds.
+
+    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures and ``R`` the restart time.
+    The period includes the checkpoint itself.
+    """
     return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
 
 
@@ -190,17 +199,17 @@ def simulated_goodput(
     seed: int = 0,
     gap_s: Callable[[], float] | None = None,
 ) -> float:
-    """Return the goodput of one long simulated job, as a check of `expected_goodput`.
+    """Return the goodput of one long simulated job, to check the formula of `expected_goodput`.
 
-    This Monte Carlo follows the job failure by failure, without the formula's algebra.
+    The simulation draws random failures and follows the job from one to the next.
 
     Args:
-        intervals: Number of checkpoints to commit before the job is done.
-        gap_s: Function that draws the time to the next failure. By default it is exponential with
-            mean ``mtbf_s``.
+        intervals: Number of checkpoints that the job commits before its end.
+        gap_s: Function that draws the seconds until the next failure. By default they are exponentially
+            distributed with mean ``mtbf_s``.
 
     Raises:
-        ValueError: As for `expected_goodput`, or if there is no interval to simulate.
+        ValueError: If `expected_goodput` refuses the values, or if there is no interval to simulate.
     """
     if intervals < 1 or interval_steps < 1:
         raise ValueError(f"intervals and interval_steps must be >= 1, but got {intervals} and {interval_steps}")
@@ -225,7 +234,7 @@ def simulated_goodput(
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the goodput over the number of GPUs, and over the checkpoint interval at 16,384 GPUs."""
+    """Draw the goodput over the number of GPUs and, for 16,384 GPUs, over the checkpoint interval."""
     with picture(path, 1, 2, figsize=(11, 4)) as (_, (left, right)):
         scales = figures["scales"]
         left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)

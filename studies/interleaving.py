@@ -1,18 +1,23 @@
-"""Interleaved updates over stride, ratio, subgroup size and model size, compared with published
-figures.
+"""Interleaved updates on CPU and GPU, over four settings, compared with published measurements.
 
     python -m studies.interleaving --json interleaving.json
 
-The study repeats measurements of "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) on its
-two testbeds, as the presets describe them. Nothing is fitted: every point is simulated and
-printed with the published median. ebbtide's plan gets the device memory that stride 2 takes. It
-is given twice: with *equal kernels* (the host updates at stock's rate, unscale and downcast
-included), which shows the gain of the schedule alone, and with its fused kernel, in a separate
-column. "stock" is DeepSpeed's build of 2024 with gradients widened on the host. DeepSpeed 0.19.8
-copies gradients asynchronously by default, and "stock today" stands for this version. The share
-of DRAM of each rank of a node depends on how the ranks were bound that day. If two figures are
-published, as for four A100s, their middle is simulated, and the results of both are printed.
-Nothing is measured in this study: that waits for a GPU (`python -m studies.gpu`).
+The settings are the stride (every n-th subgroup is updated on the GPU), the ratio of offloaded
+state, the subgroup size and the model size. The study repeats measurements of "Deep Optimizer
+States" (Maurya et al., arXiv 2410.21316) on its two testbeds, as ebbtide's presets describe them.
+Nothing is fitted: each point is simulated and printed beside the published median.
+
+ebbtide's plan gets the device memory that stride 2 takes. There are two columns for it. With *equal
+kernels*, the host updates at the rate of stock DeepSpeed, with separate passes for unscaling and
+rounding, which shows the gain of the schedule alone. The other column has ebbtide's fused kernel.
+
+"stock" is the DeepSpeed build of 2024, which widens gradients on the host. "stock today" stands for
+DeepSpeed 0.19.8, which copies gradients asynchronously by default.
+
+The share of DRAM bandwidth that each rank of a node gets depends on how ranks were bound to cores.
+If there are two published figures, as for four A100s, their middle is simulated, and the results
+for both are printed. Nothing is measured in this study. For measurements on a GPU, see
+`python -m studies.gpu`.
 """
 
 import math
@@ -50,7 +55,7 @@ EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the optimizer, which is one column of the tables."""
+    """A way to run the optimizer of DeepSpeed, shown as one column of the study's tables."""
 
     name: str
     prefetch: bool
@@ -71,7 +76,7 @@ def main() -> None:
 
 
 def measure(models: list[int]) -> dict[str, Any]:
-    """Run all four sweeps (stride, ratio, subgroup size, model size) on both testbeds."""
+    """Simulate iterations over stride, ratio, subgroup size and model size, on both testbeds."""
     runs = read_runs(PUBLISHED)
     beds = {name: _sweeps(name, runs, models) for name in TESTBEDS}
     gains: dict[str, Any] = {
@@ -102,7 +107,10 @@ def measure(models: list[int]) -> dict[str, Any]:
 
 
 def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = None) -> float:
-    """Return the median speed-up over the models, optionally with ranks bound to cores as in `BINDINGS`."""
+    """Return the median speed-up of one way to run the optimizer over another, over all models.
+
+    With ``binding``, ranks are bound to cores in that way of `BINDINGS`.
+    """
 
     def seconds(row: dict[str, Any], name: str) -> float:
         return float(row[name] if binding is None else row[f"{name}, as bound"][binding])
@@ -111,7 +119,10 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
-    """Return the machine with the ranks' share of DRAM bandwidth at one end of the preset's interval."""
+    """Return the machine with each rank's share of DRAM bandwidth at one end of the preset's interval.
+
+    If ``end`` > 0, it is the upper end, otherwise the lower end.
+    """
     knobs = [knob for knob in knobs_of(machine) if knob.ranks]
     shares = [machine.rank_shares[knob.ranks]["dram"] for knob in knobs]
     far = [math.log((share.q3 if end > 0 else share.q1) / share.median) for share in shares]
@@ -119,7 +130,10 @@ def as_bound(machine: Machine, end: int) -> Machine:
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
-    """Return the seconds per iteration of all sweeps. Each varies one setting around stride 2 of the 13 B model."""
+    """Return the simulated seconds of an iteration on one testbed, with one setting varied at a time.
+
+    The starting point is stride 2 (every second subgroup is updated on the GPU) with the 13 B model.
+    """
     base = _base(name, 13)
     ways = (STOCK, ASYNC, INTERLEAVED)
     own = [run for run in runs if run.testbed == name]
@@ -203,13 +217,17 @@ def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
 
 
 def equal_kernels(machine: Machine) -> Machine:
-    """Return the machine with host updates at the rate of stock DeepSpeed's three passes."""
+    """Return the machine with host updates at stock DeepSpeed's rate, which makes three passes over memory."""
     stock = machine.stock_host_adam_params_per_s
     return machine.model_copy(update={"host_adam_params_per_s": stock, "host_adam_by_threads": {}})
 
 
 def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
-    """Return the seconds of an iteration under the tuner's plan, within the memory that the run's stride takes."""
+    """Return the simulated seconds of an iteration under the tuner's plan.
+
+    The plan gets the device memory that the given run's stride takes. If ``fused`` is False, the host
+    updates at the rate of stock DeepSpeed.
+    """
     limit = simulate_fast(schedule_of(run, machine), machine).device_peak_bytes
     limit += machine.device_reserved_bytes
     work = workload_of(run, machine)
@@ -221,7 +239,7 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw four panels per testbed: stride, ratio, subgroup size and model size."""
+    """Draw four panels per testbed: iteration times over stride, ratio, subgroup size and model size."""
     beds = figures["testbeds"]
     with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (figure, axes):
         for row, (name, bed) in zip(axes, beds.items(), strict=True):

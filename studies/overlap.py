@@ -2,16 +2,19 @@
 
     python -m studies.overlap --json overlap.json
 
-DeepSpeed, copies and arithmetic are real. The duration of each layer, copy and update is given
-(`studies.trials.emulated_training`), balanced so that neither host nor device could do everything
-in time. The lower bound is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`)
-of the layers' given times. DeepSpeed's own code counts against the plan, unless a GPU would have
-run a kernel meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and
-gradient copies, so only their placement and timing are compared.
+The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the
+lower bound of the updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are
+real. The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The
+durations are chosen so that neither the host nor the device could update all state in time.
 
-The second part measures early updates, which take 0.5, 1 and 2 times forward and backward. They
-are compared with the lower bound of plans with early updates and with the best plan that waits
-for the norm, with 5, 50 and 100% of the steps clipped. No figure of this study is a GPU figure.
+The time of DeepSpeed's own code counts as time of the plan, unless a GPU would have run a kernel
+meanwhile. Stride k and Twin-Flow, two published placements, run on the same device with ebbtide's
+kernels and gradient copies. So only placement and timing are compared.
+
+The second part measures early updates (before the gradient norm is known). All updates together
+take 0.5, 1 and 2 times the time of forward and backward. Early updates are compared with the lower
+bound of plans that have them, and with the best plan that waits for the norm. In further runs, 5, 50 and
+100% of the steps clip. No number of this study is a GPU measurement.
 """
 
 import logging
@@ -35,7 +38,10 @@ RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 o
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one executed plan. Times are in seconds, ``over_floor`` is iteration time over lower bound."""
+    """The times of one executed plan, in seconds.
+
+    ``over_floor`` is the iteration time divided by the lower bound, which no plan can beat.
+    """
 
     name: str
     iteration_s: float
@@ -63,7 +69,10 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
-    """Execute each plan in turn on one engine, and compare the final bits with stock DeepSpeed's."""
+    """Execute several plans in turn on one engine, and compare their times with the lower bound.
+
+    The final bits are compared with those of stock DeepSpeed.
+    """
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
     given = setting.workload(*setting.given_s)
@@ -90,7 +99,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the plans to execute, the tuner's plan first."""
+    """Return the plans to execute by name, beginning with the tuner's plan."""
     import ebbtide.tuner
 
     count, size = len(work.subgroups), work.subgroup_size

@@ -1,17 +1,16 @@
-"""Parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some parameters on the
-device.
+"""Training with parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some on the GPU.
 
     python -m studies.parameter_offload --json parameter_offload.json
 
-Real DeepSpeed with ``offload_param`` trains on an emulated device with real copies and arithmetic
-and given rates (`studies.trials.emulated_training`). In stock DeepSpeed, two things take their
-given time: the copies of parameters for each pass, which run ahead as DeepSpeed requests them,
-and the update on the host, at the rate of ebbtide's own kernel. Gradient copies take no time. All
-this favors stock.
+Real DeepSpeed with ``offload_param`` trains on an emulated device, with real copies and arithmetic
+and given rates (`studies.trials.emulated_training`). The emulation favors stock DeepSpeed. Beside
+the layers, only two things take time for it: the copies of parameters for each pass, which run
+ahead as DeepSpeed requests them, and the update on the host, at the rate of ebbtide's own kernel.
+Stock DeepSpeed's gradient copies take no time.
 
-State is placed by the tuner's plan. The device keeps as many parameters as a given headroom
-holds, evenly spaced, as in the tuner's search (`ebbtide.tuner.placements.locations`). No figure
-of this study is a GPU figure.
+The tuner's plan decides where optimizer state is updated. In the third case, the device keeps as
+many parameters as fit into a given amount of memory, evenly spaced over the subgroups as in the
+tuner's search (`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
 """
 
 import logging
@@ -46,12 +45,15 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int) -> dict[str, Any]:
-    """Measure stock DeepSpeed, then each plan on one engine, with medians of ``steps`` iterations each.
+    """Measure training with parameters in host memory: stock DeepSpeed, then each of ebbtide's plans.
+
+    Times are medians over ``steps`` iterations. Plans run in turn on one engine.
 
     Returns:
-        ``speedup_over_stock`` with all parameters on the host, ``speedup_of_share`` from keeping some
-        parameters on the device, ``predicted_over_measured`` with all parameters on the host, and
-        ``bit_identical``: whether both engines' whole state is equal after the same number of steps.
+        ``speedup_over_stock``: with all parameters on the host. ``speedup_of_share``: gain from keeping
+        some parameters on the device. ``predicted_over_measured``: with all parameters on the host.
+        ``bit_identical``: True if stock DeepSpeed and ebbtide have the same state after the same number
+        of steps.
     """
     zero = config(setting)
     bench = Bench(setting, **zero)
@@ -79,7 +81,10 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def config(setting: Setting) -> dict[str, Any]:
-    """Return ``zero_optimization`` keys that fetch each layer's parameters for each pass, one layer ahead."""
+    """Return keys of ``zero_optimization`` for parameters in host memory.
+
+    Each layer's parameters are fetched for each pass, one layer ahead.
+    """
     return {
         "offload_param": {"device": "cpu", "pin_memory": True},
         "stage3_max_reuse_distance": 0,
@@ -90,8 +95,9 @@ def config(setting: Setting) -> dict[str, Any]:
 
 
 def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the tuner's plan with all parameters on the host, and with as many on the device as the
-    headroom holds.
+    """Return two plans: one with all parameters in host memory, and one with some of them on the device.
+
+    Both have the tuner's placement of optimizer state.
     """
     import ebbtide.tuner
     from ebbtide.tuner.placements.locations import spaced
@@ -107,7 +113,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
 
 
 class StockBench(Bench):
-    """Stock DeepSpeed with parameter copies and updates at given rates."""
+    """Stock DeepSpeed on an emulated device, with parameter copies and updates at given rates."""
 
     def __init__(self, setting: Setting, **zero: Any) -> None:
         super().__init__(setting, **zero)
@@ -140,7 +146,7 @@ class StockBench(Bench):
         return Fetch(param, to, [completion], self.device)
 
     def measure_stock(self, steps: int) -> Measured:
-        """Return the median times over ``steps`` iterations of stock DeepSpeed after the warm-up."""
+        """Train with stock DeepSpeed, and return the median times over ``steps`` iterations after the warm-up."""
         return self._measured([self._step(settle=False) for _ in range(WARMUP + steps)])
 
     def train(self) -> None:

@@ -1,16 +1,17 @@
-"""Comparison of ebbtide with other offloading systems: same model, memory cap, seeds and steps.
+"""Comparison of ebbtide with other offloading systems: same model, memory limit, seeds and steps.
 
     python -m studies.peers --json peers.json --size 3b --cap-gib 24
     python -m studies.peers --json peers.json --device emulated      # tiny, without a GPU
 
-The systems run in one process after the other. Stock DeepSpeed runs twice, pinned and bound to
-cores near the GPU. The second run is the control, without which no bits are compared. Twin-Flow
-runs at several ratios, and its best ratio that fits counts. ZenFlow trains with stale updates,
-torchao with 16-bit masters, DeepCompile with other kernels, so these are marked as not exact. If
-a system fails, its row says how. The rows of ``features`` are ebbtide with all features of a
-plan, and without one feature at a time. Their steps have several unclipped micro-batches, and are
-compared with stock. Without a GPU every device is host memory, and no figure of the run is a GPU
-figure.
+Each system runs in its own process, one after the other. Stock DeepSpeed runs twice, with pinned
+memory and bound to cores near the GPU. The second run is the control: bits are compared only if it
+trains the same bits as the first one. Twin-Flow runs at several ratios, and the best ratio that fits
+counts. ZenFlow trains with stale updates, torchao with 16-bit masters, and DeepCompile with other
+kernels, so these systems are marked as not exact. If a system fails, its row tells how.
+
+Further rows show ebbtide with all features of a plan, and with one feature off at a time. Their
+steps have several micro-batches and never clip. They are compared with stock DeepSpeed on such
+steps. Without a GPU, host memory stands in for the device, and no number is a GPU measurement.
 """
 
 import argparse
@@ -84,15 +85,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
-    """Train with each compared system, and with ebbtide under the tuner's plan within the memory cap.
+    """Train with each compared system, and with ebbtide under the tuner's plan within the memory limit.
 
     Args:
-        only: Some of `PEERS`. Stock DeepSpeed and ebbtide always run.
+        only: The systems of `PEERS` to run. Stock DeepSpeed and ebbtide always run.
 
     Returns:
-        ``rows``, ``speedup`` over stock, ``speedup_over_best_exact_peer``, the results of the control
-        (``control_identical``, ``noise``), and ``correct``: whether ebbtide's bits equal stock's.
-        ``correct`` is None if a run failed, or if the two stock runs differ.
+        ``rows``: Results of each system. ``speedup``: ebbtide over stock DeepSpeed.
+        ``speedup_over_best_exact_peer``: ebbtide over the fastest system with the same numerics.
+        ``control_identical`` and ``noise``: Bits and time of the second stock run over the first.
+        ``correct``: True if ebbtide's bits equal stock's. None if a run failed, or if the two stock
+        runs differ.
     """
     suite.plan()
     features = _features(suite) if "features" in only else {}
@@ -108,14 +111,17 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the name of the stock DeepSpeed row to compare a row with."""
+    """Return the name of the stock DeepSpeed run that a system's run is compared with."""
     if name in WITHOUT or name == ACCUMULATING:
         return ACCUMULATING
     return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Return the names and arguments of the rows of `WITHOUT`, and of their stock DeepSpeed row."""
+    """Return the command-line arguments of the runs that show the gain of each of ebbtide's features.
+
+    There is a run with all features, one without each feature, and one of stock DeepSpeed.
+    """
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
@@ -125,7 +131,10 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names and arguments of all trials, the most wanted first, because time may run out."""
+    """Return the command-line arguments of all systems' runs, by name.
+
+    The most important runs come first, because the time limit may end the comparison early.
+    """
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],
         "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
@@ -156,7 +165,10 @@ def _mark_best(rows: dict[str, Figures]) -> None:
 
 
 def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
-    """Return the speed-up over the fastest exact system that offloads with clipping, stock DeepSpeed included."""
+    """Return ebbtide's speed-up over the fastest exact system that offloads and clips.
+
+    Exact systems train with the numerics of stock DeepSpeed. Stock DeepSpeed itself is one of them.
+    """
     if "failed" in ours:
         return None
     others = [
@@ -168,7 +180,7 @@ def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
 
 
 def show(figures: Figures, emulated: bool) -> None:
-    """Print a table with a row for each compared system."""
+    """Print a table of the results, with a row for each compared offloading system."""
     table = Table(title="no GPU: every device is host memory" if emulated else "peers")
     columns = (
         "peer",

@@ -1,6 +1,6 @@
-"""Tables of the README and of docs/results.md, written from the records under studies/results/.
+"""Tables of the README and of docs/results.md, written from the studies' result files.
 
-So no figure is typed by hand.
+The result files are in studies/results/, so that no number is typed by hand.
 
 python -m studies.readme_table          # or: make results
 python -m studies.readme_table --check  # exit code 1 if a table is not up to date
@@ -173,7 +173,10 @@ FIGURES: dict[str, dict[str, str]] = {
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return every study's record under ``folder``, by path. Other JSON files are ignored."""
+    """Return the contents of all studies' result files below ``folder``, in the order of their paths.
+
+    Other JSON files are ignored.
+    """
     result = []
     for path in sorted(folder.rglob("*.json")):
         document = json.loads(path.read_text())
@@ -183,7 +186,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(documents: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with a row per study record: study, figures, machine and command."""
+    """Return a Markdown table with a row per study: its name, main results, machine and command."""
     lines = ["| study | result | measured on | command |", "|---|---|---|---|"]
     for document in documents:
         figures = _figures(document)
@@ -219,9 +222,9 @@ def _where(document: dict[str, Any]) -> str:
 
 
 def gains(documents: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of gains, with a row per model and machine.
+    """Return a Markdown table of predicted gains, with a row per model and machine.
 
-    Each row has stock DeepSpeed and a plan, at each accumulation.
+    A row has the time with stock DeepSpeed and with a plan, for each number of accumulation steps.
     """
     cases = [c for d in documents if d["study"] == "gains" for c in d["cases"]]
     steps = sorted({case["accumulation"] for case in cases})
@@ -241,17 +244,20 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _plan_times(case: dict[str, Any]) -> str:
-    """Return the iteration time at the assumed clip rate, and the time if every step clips, if it differs."""
+    """Return the plan's iteration time as text, at the assumed fraction of steps that clip.
+
+    If the time differs when every step clips, it is added.
+    """
     mean_s, clipped_s = case["plan_s"], case.get("every_step_clips_s")
     told = f"{mean_s:.2f} s"
     return told if clipped_s is None or clipped_s <= 1.005 * mean_s else f"{told} (clipping {clipped_s:.2f})"
 
 
 def replaced(page: str, rows: str, name: str = "results") -> str:
-    """Return the page with ``rows`` between the two markers of that name.
+    """Return the page with the text between two markers replaced by ``rows``. ``name`` is in the markers.
 
     Raises:
-        ValueError: a marker is missing.
+        ValueError: If a marker is missing from the page.
     """
     opening, closing = (marker.format(name) for marker in MARKERS)
     before, begin, rest = page.partition(opening)
@@ -262,7 +268,10 @@ def replaced(page: str, rows: str, name: str = "results") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables. With ``--check`` return 1 if one is not up to date."""
+    """Rewrite the tables of the README and of docs/results.md.
+
+    With ``--check``, no file is changed, and 1 is returned if a table is not up to date.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m studies.readme_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

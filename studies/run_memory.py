@@ -1,14 +1,15 @@
-"""Peak host memory per parameter while a plan is attached, made, changed and resumed, by RSS.
+"""Peak of host memory per parameter while a plan is attached, made, changed and resumed.
 
     python -m studies.run_memory --json run_memory.json
 
-With page-locked memory a buffer cannot be kept: its bytes are copied to new memory, so that the
-old and the new buffer exist together. Without a GPU an emulated device copies in the same way. It
-has its own memory, as a GPU has, and all of it is resident before anything is measured. A peak is
-the memory that the session holds on the host at the end, plus the temporary increase of the
-resident set. `*_device_bytes_per_param` is the memory that the session holds on the device at
-this moment. ZeRO-1 and 2 keep DeepSpeed's flat buffers, so state that a plan keeps on the device
-takes memory on both sides.
+A plan that uses page-locked memory cannot keep a buffer of DeepSpeed. The buffer is copied to new
+memory, and both exist for a while. Without a GPU, an emulated device copies in the same way. It has
+its own memory, as a GPU has, all of which is in the resident set before anything is measured.
+
+A peak is the sum of two numbers: the host memory that ebbtide holds for the plan at the end, and the
+temporary increase of the process's resident set. `*_device_bytes_per_param` is the device memory
+that ebbtide holds at that moment. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory.
+So state that a plan keeps on the device takes memory on both sides.
 """
 
 import argparse
@@ -43,17 +44,17 @@ DEVICE_BYTES_PER_PARAM = 24  # of the device that stands for a GPU: enough for t
 
 
 class Peak(NamedTuple):
-    """The peak of host memory in a block of code, and the device memory in use at the block's end."""
+    """The peak of host memory while a block of code runs, and the device memory in use at its end."""
 
     host_bytes: int
     device_bytes: int
 
 
 class PageLocking(EmulatedDevice):
-    """An emulated device with host buffers on separate pages, as page-locked buffers are.
+    """An emulated device with host buffers on separate memory pages, as page-locked buffers are.
 
-    Its own memory is touched when it is made, and never given back, so that its use does not change
-    the resident set.
+    The memory of the device itself is touched when the device is built, and is never given back. So
+    using it does not change the resident set of the process.
 
     Attributes:
         used_bytes: Bytes of the device's memory that are in use.
@@ -105,7 +106,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """Return the memory peaks in bytes per parameter: four for ZeRO-3, and ZeRO-2's without the plan ``auto``."""
+    """Measure the peaks of host memory with ZeRO-3 and ZeRO-2, and return them in bytes per parameter.
+
+    They are measured while a plan is attached, changed and resumed and, with ZeRO-3, with the plan
+    ``auto``.
+    """
     params, peaks = _by_hand(size, subgroup, 3)
     peaks["auto"] = _automatic(size, subgroup)
     _, below = _by_hand(size, subgroup, 2)
@@ -120,7 +125,11 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
 
 
 def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]]:
-    """Return the number of parameters, and the memory peaks of attaching, changing the plan, and resuming."""
+    """Measure the memory peaks of attaching a plan, changing it, and resuming from a checkpoint.
+
+    Returns:
+        The number of parameters, and the peaks by name.
+    """
     peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup, stage=stage))
@@ -146,7 +155,11 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
 
 
 def _automatic(size: str, subgroup: int) -> Peak:
-    """Return the higher memory peak of ``plan="auto"``: while attaching, or while switching to its plan."""
+    """Return the peak of host memory with the plan ``auto``.
+
+    It is measured when ebbtide attaches to the engine, and when it switches to a plan that it has made.
+    The higher peak is returned.
+    """
     peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup))
@@ -190,13 +203,16 @@ def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Pl
 
 
 def _machine() -> Machine:
-    """Return any machine with which ``auto`` makes a plan, because only memory is measured."""
+    """Return a machine from which the plan ``auto`` can be made. Any machine will do, as no time counts."""
     return preset("h100-node")
 
 
 @contextmanager
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
-    """Record the peak host memory of the block: the session's memory plus the temporary increase."""
+    """Record the peak of host memory while the ``with`` block runs.
+
+    The peak is the memory that ebbtide holds for the plan at the end, plus the temporary increase.
+    """
     gc.collect()
     reset_host_peak()
     yield

@@ -1,20 +1,22 @@
-"""The what-if service under load, and killed in the middle of jobs.
+"""The what-if service (`tune serve`) under load, and killed in the middle of jobs.
 
     python -m studies.service_load --clients 50 --seconds 60 --json service_load.json
 
-Clients ask without a pause, each over a connection of its own, for one simulated iteration of an
-8 B model. No two requests are equal: GPUs, micro-batch, sequence, strategy, link and memory are
-drawn anew each time (``p50_ms``, ``p95_ms``, ``p99_ms``). Then equal requests, which the service
-answers from its memory (``equal/...``), and the same calls without a service, in one process
-(``in_process/...``). Server and clients share the machine's cores.
+First, each client sends requests over its own connection without pauses. A request asks for one
+simulated iteration of a model with 8 B parameters. No two requests are equal, because GPUs,
+micro-batch, sequence, strategy, link and memory are drawn at random (``p50_ms``, ``p95_ms``,
+``p99_ms``). Then all clients send the same request, which the service answers from its cache
+(``equal/...``). For comparison, the function behind such requests is called without a service
+(``in_process/...``). The server and the clients share the machine's cores.
 
-``page/...``: from a slider's move to the new picture, measured by the page in a headless Chromium,
-where there is one (else NaN).
+``page/...`` is the time from the move of a slider on the service's web page to the updated picture.
+The page measures it in a headless Chromium. It is NaN without Chromium.
 
-Then jobs: the server is killed with SIGKILL while some run and others wait, again and again, and
-started anew on the same database. ``lost_jobs`` were acknowledged and ended without a whole result, or
-are unknown; ``waiting_jobs`` still ran or waited when no job had ended for 300 s; ``unseen_attempts``
-were started without being counted.
+Last, the server is killed with SIGKILL several times while some jobs run and others wait, and is
+started again with the same database. ``lost_jobs`` counts jobs that the server had accepted and
+that it no longer knows, or that ended without a whole result. ``waiting_jobs`` counts jobs that had
+not ended when no job had ended for 300 s. ``unseen_attempts`` counts jobs with a start that is
+missing from their history.
 """
 
 import asyncio
@@ -57,7 +59,10 @@ OPEN = ("queued", "running")
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """Return a random request to the service that differs from all others."""
+    """Return a random request that asks the service for a simulation.
+
+    Two calls practically never return the same request.
+    """
     return {
         "machine": MACHINE,
         "model": MODEL,
@@ -71,7 +76,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 class Server:
-    """The service ``tune serve`` in a separate process."""
+    """The service ``tune serve`` in a separate process, which can be killed and started again."""
 
     def __init__(self, database: Path) -> None:
         self.database = database
@@ -98,12 +103,15 @@ class Server:
         self.process.wait(30)
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Send a request to the service and return its answer. Use GET, or POST if there is a body."""
+        """Send a request to the service and return its answer.
+
+        The method is POST if the request has a body, otherwise GET.
+        """
         return ServiceClient(f"http://{self.address}", timeout_s=600).call(path, body)
 
 
 class Client:
-    """A keep-alive connection to the service, which sends the next request after each answer."""
+    """A client of the service with one connection, which sends the next request after each answer."""
 
     def __init__(self, server: Server, question: Callable[[], dict[str, Any]]) -> None:
         self._server, self._question = server, question
@@ -111,7 +119,10 @@ class Client:
         self.errors: list[str] = []
 
     async def run(self, from_s: float, until_s: float) -> None:
-        """Send requests until ``until_s``. Requests sent before ``from_s`` are not counted."""
+        """Send requests to the service until the time ``until_s``.
+
+        Answers to requests that were sent before ``from_s`` are not measured, as a warm-up.
+        """
         reader, writer = await asyncio.open_connection(self._server.host, self._server.port)
         while (started_s := time.perf_counter()) < until_s:
             body = json.dumps(self._question()).encode()
@@ -138,7 +149,10 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def load(server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the latency percentiles in milliseconds, the answers per second, and the errors under load."""
+    """Put the service under load, and return its latencies, its answers per second, and the errors.
+
+    Latencies are the 50th, 95th and 99th percentile in milliseconds.
+    """
     started_s = time.perf_counter()
     asking = [Client(server, question) for _ in range(clients)]
     from_s = started_s + WARM_S
@@ -156,7 +170,7 @@ async def load(server: Server, clients: int, seconds: float, question: Callable[
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return p50, p95 and p99 of the given times, in milliseconds."""
+    """Return the 50th, 95th and 99th percentile of times given in seconds, in milliseconds."""
     if len(seconds) < 2:
         return {f"p{p}_ms": math.nan for p in (50, 95, 99)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
@@ -164,7 +178,10 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """Return the latency percentiles of the same requests, answered by a function call."""
+    """Return the latencies of requests like the service's when they are answered by a function call.
+
+    They are the 50th, 95th and 99th percentile in milliseconds.
+    """
     from ebbtide.tuner.service.answers import simulate
     from ebbtide.tuner.service.requests import Simulate
 
@@ -179,7 +196,7 @@ def in_process(rng: random.Random) -> dict[str, float]:
 
 
 def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
-    """Submit jobs, kill the server repeatedly while some run, wait for all, and count lost jobs."""
+    """Submit jobs to the service, kill its server several times while some run, and count lost jobs."""
     acknowledged, kills = [], 0
     for number in range(1, JOBS + 1):
         changes = {"h2d_bytes_per_s": [rng.uniform(1e10, 6e10) for _ in range(CELLS)]}
@@ -206,7 +223,7 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
 
 
 def _kill_while_running(server: Server) -> int:
-    """Wait until a job runs, so that the kill hits it. Then kill the server and restart it."""
+    """Kill the server while one of its jobs runs, and start it again. Return the number of kills, 1."""
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
@@ -218,7 +235,10 @@ def _kill_while_running(server: Server) -> int:
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
-    """Return the states at the end of all jobs, or when none has ended for `JOBS_LIMIT_S`."""
+    """Wait until all jobs of the service have ended, and return the state of each job.
+
+    If no job ends for `JOBS_LIMIT_S` seconds, the states at that moment are returned.
+    """
     before, deadline_s = len(jobs) + 1, 0.0
     while True:
         states = {job: server.call(f"/jobs/{job}") for job in jobs}
@@ -231,7 +251,7 @@ def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(clients: int, seconds: float) -> dict[str, Any]:
-    """Run all measurements of the service in turn, and return the figures."""
+    """Run all measurements of the what-if service in turn, and return their results."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")

@@ -1,12 +1,12 @@
-"""Simulated plans per second on one core, and the growth of the cost with the number of subgroups.
+"""Simulated plans per second on one core, and how the time grows with the number of subgroups.
 
     python -m studies.simulator_speed --json simulator_speed.json
 
-Every evaluation builds and runs another plan (placements, order, slots, prefetch, threads and
-overlap drawn at random) on one of several random machines, without any cache. One thread
-computes. Time is the process's CPU time, so that other load does not count. The wall time is
-printed next to it. Some plans of each size also run in the reference engine, and the largest
-difference is reported.
+Each evaluation builds and simulates another plan on one of several random machines, without any
+cache. Placements, order, staging buffers, prefetch, threads and overlap of a plan are drawn at
+random. One thread computes. The time is CPU time of the process, so that other load does not count.
+The wall time is printed beside it. Some plans of each size are also simulated by the reference
+engine, and the largest difference is reported.
 """
 
 import statistics
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the seconds per simulated iteration for each number of subgroups, on one thread."""
+    """Measure the seconds per simulated iteration for each number of subgroups, on one thread."""
     cpu_s, wall_s, differences = {}, {}, []
     for size in sizes:
         pairs = varied_plans(size, np.random.default_rng(size))
@@ -64,7 +64,10 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSweep, Plan]]:
-    """Return random plans on random machines, machine by machine, with one layer per subgroup."""
+    """Return random plans, each with the simulator of a random machine. Each subgroup has one layer.
+
+    The plans of one machine come one after the other.
+    """
     layers = tuple(
         Layer(params=10**6, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**6)
         for forward_s in rng.uniform(0.5e-3, 2e-3, subgroups).tolist()
@@ -80,7 +83,7 @@ def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSwe
 
 
 def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> Plan:
-    """Return a plan with a random choice of every feature that the simulator's cost may depend on."""
+    """Return a random plan that varies all features on which the time of its simulation may depend."""
     shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
     slots = int(rng.integers(1, 6))
     placements = [PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]
@@ -97,7 +100,10 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
 
 def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
-    """Return the largest relative difference between iteration times and those of the reference engine."""
+    """Return the largest relative difference between the fast simulator and the reference engine.
+
+    The iteration times of the given plans are compared.
+    """
     result = []
     for sweep, plan in pairs:
         schedule = build_schedule(sweep.workload, plan, ITERATIONS)
@@ -121,7 +127,7 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 
 
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
-    """Return a function that evaluates a plan in the way of the tuner's search."""
+    """Return a function that simulates a plan in the same way as the tuner's search does."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)

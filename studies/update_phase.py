@@ -1,13 +1,13 @@
-"""The update phase of stock DeepSpeed and of ebbtide, measured step by step in turn in one process.
+"""Time of an optimizer step with stock DeepSpeed and with ebbtide, measured in turn in one process.
 
     python -m studies.update_phase --json update_phase.json
 
-Two engines with the same seeds take every step one after the other on the same batch. The plan
-has `overlap_forward` off, so that ebbtide's step contains its whole update, as stock's does.
+Two engines with the same seeds take each step one after the other, on the same batch. The plan has
+`overlap_forward` off, so that ebbtide's step contains its whole update, as stock DeepSpeed's does.
 
-The study measures the cost of the update. So a sample is one byte, and the model's products,
-which both engines share, are as small as possible. Otherwise they would take most of the time on
-a CPU without bf16 instructions. `--sequence` makes them larger.
+The study measures the cost of the update. So a sample is one byte, and the matrix products of the
+model, which both engines compute, are as small as possible. Otherwise they would take most of the
+time on a CPU without bf16 instructions. `--sequence` makes them larger.
 """
 
 import argparse
@@ -50,7 +50,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, Any]:
-    """Return the phase medians of stock DeepSpeed and ebbtide, their ratios, and whether all bits are equal."""
+    """Measure the training phases of stock DeepSpeed and ebbtide in turn.
+
+    The result has the median seconds of each phase, their ratios, and if all bits are equal.
+    """
     stock = _engine(size, sequence, subgroup)
     ours = _engine(size, sequence, subgroup)
     stock_bytes = _stock_host_bytes(stock)
@@ -102,7 +105,10 @@ def _attach(engine: Any, subgroup: int) -> None:
 
 
 def _stock_host_bytes(engine: Any) -> int:
-    """Return the bytes of state, fp32 gradients and the flat gradient buffer, as DeepSpeed allocates them."""
+    """Return the bytes that DeepSpeed's optimizer allocates in host memory.
+
+    They are the optimizer state, the fp32 gradients and the flat gradient buffer.
+    """
     optimizer = engine.optimizer
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + m.grad.nbytes for m in masters)
@@ -111,7 +117,7 @@ def _stock_host_bytes(engine: Any) -> int:
 
 
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
-    """Return the DRAM traffic of the fused host kernel relative to a plain triad loop."""
+    """Measure the DRAM traffic of ebbtide's CPU kernel for the update, relative to a plain triad loop."""
     from ebbtide.runtime.kernels.adam import AdamStep
     from ebbtide.runtime.kernels.host import host_update, triad
 

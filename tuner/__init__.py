@@ -1,4 +1,7 @@
-"""The search for the best plan, and the ``tune`` command."""
+"""The search for the best training plan, and the ``tune`` command.
+
+A plan says where, when and in which order the parts of DeepSpeed's optimizer state are updated.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -29,7 +29,7 @@ COMMANDS = {
 )
 @click.version_option(package_name="ebbtide")
 def main() -> None:
-    """Plan training with CPU-offloaded optimizer state: same bits, less time."""
+    """Plan and run training with CPU-offloaded optimizer state: the same results bit by bit, in less time."""
 
 
 if __name__ == "__main__":

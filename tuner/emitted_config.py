@@ -19,16 +19,17 @@ _FILLED_IN: dict[str, Any] = {
 def emitted_config(
     plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
-    """Build a DeepSpeed config that trains under a plan.
+    """Build a DeepSpeed config with which training follows a plan.
 
-    Values of a given config are kept, except the ones that the plan decides. If the plan depends on a value
-    that is ``"auto"``, the value is written out.
+    Values of a given config are kept, except those that the plan decides. If a value is ``"auto"`` and the plan
+    depends on it, the plan's number is written instead.
 
     Args:
-        plan_file: Path of the plan's file as written into the config. A script may run in any folder, so the
+        plan: Plan to train under.
+        plan_file: Path of the plan's file, to be written into the config. A script may run in any folder, so the
             path should be absolute, or the file should lie next to the config.
-        given: DeepSpeed config to start from. If None, the trainer fills in all other values.
-        wire_dtype: Dtype of the workload's gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
+        given: DeepSpeed config to start from. If None, all other values are left to the trainer.
+        wire_dtype: Dtype of gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
         zero_stage: ZeRO stage of the workload.
 
     Raises:
@@ -57,9 +58,9 @@ def emitted_config(
 
 
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
-    """Replace ``"auto"`` in a DeepSpeed config by the numbers that a plan assumes.
+    """Replace ``"auto"`` in a DeepSpeed config by the batch sizes and the precision that a plan assumes.
 
-    A trainer then refuses arguments that differ from these numbers.
+    The Hugging Face Trainer then refuses arguments that differ from them.
     """
     numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
     for key, number in numbers.items():
@@ -72,7 +73,7 @@ def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
 
 
 def write_config(config: dict[str, Any], path: str) -> None:
-    """Write a DeepSpeed config to a file, either whole or not at all."""
+    """Write a DeepSpeed config to a file. After a crash, the file has either the old or the whole new content."""
     write_whole(path, json.dumps(config, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Inputs of the ``tune`` commands: machines, workloads and plans from files, presets and model configs."""
+"""Readers for the inputs of the ``tune`` commands: machines, workloads, plans and DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONGEST = 4000  # characters of a message: the ways out of what does not fit tak
 
 
 class BadInputError(click.ClickException):
-    """An error for an invalid command-line input, with exit code 2.
+    """An error: an input on the command line is invalid. The exit code is 2.
 
     The message states the violated rule, the given value (cut if it is long) and the flag to change.
     """
@@ -50,7 +50,7 @@ class BadInputError(click.ClickException):
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
-    """A type of command-line option with text that a function parses, raising ValueError for bad text."""
+    """A type of command-line option: a text that a function parses. The function raises ValueError for bad text."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -151,21 +151,24 @@ _WORKLOAD_OPTIONS = (
 
 
 def launched(command: Command) -> Command:
-    """Add the options for the training launcher to a command."""
+    """Add the options that say how training is launched (launcher, threads) to a ``tune`` command."""
     for option in reversed(LAUNCHER_OPTIONS):
         command = option(command)
     return command
 
 
 def workload_options(command: Command) -> Command:
-    """Add the options that describe the training job to a command, which gets them as ``**source``."""
+    """Add the options that describe the training job to a ``tune`` command.
+
+    The command gets their values as keyword arguments ``**source``.
+    """
     for option in reversed(_WORKLOAD_OPTIONS):
         command = option(command)
     return command
 
 
 def read_machine(given: str) -> Machine:
-    """Load a machine profile from a file, or return the preset of that name if no such file exists."""
+    """Load a machine from a file. If there is no such file, return the preset of that name."""
     from ebbtide.simulator.estimates.presets import preset
     from ebbtide.simulator.machine import Machine
 
@@ -178,7 +181,7 @@ def read_machine(given: str) -> Machine:
 
 
 def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Job` from the command-line flags that go with ``--model``."""
+    """Return the fields of a training job that the command-line flags for ``--model`` set."""
     ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
     return {
         "sequence": about["sequence"] or SEQUENCE,
@@ -192,7 +195,7 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Job` that the flags for kernels and recomputation set."""
+    """Return the fields of a training job that the flags for kernels and recomputation set."""
     given: dict[str, Any] = {name: about[name] for name in ("recompute_share", "kernels") if about.get(name)}
     if about.get("fused_loss"):
         given["fused_loss"] = True
@@ -202,7 +205,7 @@ def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Job` that the flags in `LAUNCHER_OPTIONS` set."""
+    """Return the fields of a training job that the flags in `LAUNCHER_OPTIONS` set: launcher and threads."""
     return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
@@ -220,9 +223,9 @@ class Trained:
     """The training job that the command-line flags describe.
 
     Attributes:
-        workload: Profiled or estimated workload.
-        job: Job that the workload was estimated from. None if the workload was profiled.
-        config: DeepSpeed's config, read once. None if no flag names one.
+        workload: Measured workload from a file, or one estimated from a model's config.
+        job: Job that the workload was estimated from. None if the workload was measured.
+        config: Contents of DeepSpeed's config. None if no flag names one.
     """
 
     workload: Workload
@@ -239,14 +242,14 @@ class Trained:
 def read_trained(
     machine: Machine, workload: str | None, model: str | None, *, beside_workload: Sequence[str] = (), **about: Any
 ) -> Trained:
-    """Load a profiled workload from a file, or estimate one from a model's config.
+    """Load a measured workload from a file, or estimate a workload from a model's config.
 
     Args:
         machine: Machine that the estimate is made for.
         workload: Path of a workload file.
         model: Path of a model's config.
-        beside_workload: Names of flags for ``--model`` that the command also accepts with ``--workload``.
-        about: Values of the flags that go with ``--model``.
+        beside_workload: Names of flags for ``--model`` that may also be used with ``--workload``.
+        about: Values of the flags for ``--model``.
 
     Raises:
         BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no
@@ -284,9 +287,9 @@ def read_trained(
 
 
 def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, model: str | None) -> None:
-    """Refuse a model's config given as DeepSpeed's, the reverse, and quantized weights.
+    """Refuse a model's config that is given as DeepSpeed's config, the reverse, and quantized weights.
 
-    Full fine-tuning cannot train quantized weights.
+    Quantized weights cannot be fully trained.
 
     Raises:
         BadInputError: A file belongs to another flag, which the message names, or the weights are quantized.
@@ -329,7 +332,7 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def check_offloading(trained: Trained) -> None:
-    """Raise BadInputError if no plan can be applied to the training job."""
+    """Raise BadInputError if no offloading plan can be applied to the training job of the command line."""
     from ebbtide.simulator.estimates.job import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
@@ -342,7 +345,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     They come from ``--storage``, or else from DeepSpeed's config.
 
     Raises:
-        BadInputError: Storage is given below ZeRO-3, which cannot store state.
+        BadInputError: ``--storage`` is given with ZeRO-1 or ZeRO-2, which cannot keep state on a drive.
     """
     from ebbtide.simulator.storage import ANY_BYTES
 
@@ -354,11 +357,11 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
-    """Refuse an output file of a command that would overwrite another output or an input.
+    """Refuse an output file of a ``tune`` command that would overwrite another output or an input.
 
     Args:
-        outputs: Paths of output files by their flags.
-        inputs: Paths of input files by their flags.
+        outputs: Path of each output file by its flag.
+        inputs: Path of each input file by its flag.
     """
     taken = {Path(path).resolve(): flag for flag, path in inputs.items() if path}
     for flag, path in outputs.items():
@@ -368,7 +371,7 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str |
 
 
 def tell_unread(trained: Trained) -> None:
-    """Print a note about how DeepSpeed's config was read, with the keys that were ignored."""
+    """Print which keys of DeepSpeed's config were ignored, and how the others were read."""
     notes = trained.workload.provenance.partition("; ")[2]
     if trained.config is not None and notes:
         click.echo(f"note: {notes}", err=True)
@@ -389,7 +392,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """Load a plan from its file."""
+    """Load a training plan from its file."""
     from ebbtide.simulator.plan import Plan
 
     try:
@@ -412,7 +415,7 @@ def _read(kind: type[T], path: str, flag: str) -> T:
 
 
 def check_folder(flag: str, path: str | None) -> None:
-    """Check before minutes of work that an output file can be written.
+    """Check that an output file can be written, before a ``tune`` command starts work that takes minutes.
 
     Raises:
         BadInputError: The folder of ``path`` does not exist or cannot be written to.
@@ -427,7 +430,10 @@ def check_folder(flag: str, path: str | None) -> None:
 
 @contextmanager
 def written(flag: str, path: str) -> Iterator[None]:
-    """Turn an error while an output file is written into a BadInputError that names the file's flag."""
+    """Name the output file's flag in an error that is raised while the file is written.
+
+    The error becomes a BadInputError.
+    """
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format

@@ -1,4 +1,7 @@
-"""A click group that imports commands on demand, suggests names, and prints errors as JSON on request."""
+"""A command group for click that imports each command when needed, and suggests similar names.
+
+With ``--json``, it prints errors as JSON.
+"""
 
 import json
 import sys
@@ -49,7 +52,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message.rstrip('.')}. {meant}", ctx) from None
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run a click command. With ``--json`` an error is printed as JSON in the planning service's format."""
+        """Run a ``tune`` command. With ``--json`` an error is printed as JSON, in the planning service's format."""
         run: Any = super().main  # its overloads do not know further arguments
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given

@@ -1,4 +1,4 @@
-"""The work of ``tune profile``: measuring a machine or a training script."""
+"""The work of the ``tune profile`` command: it measures a machine, or the workload of a training script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=BaseModel)
 def machine_profile(
     output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
 ) -> None:
-    """Measure this machine and write its profile to a file."""
+    """Measure the rates of this machine and write them to a file as its profile."""
     from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
@@ -53,7 +53,7 @@ def script_profile(
     go_on: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run a training script unchanged under its launcher and write its measured workload to a file.
+    """Run an unchanged training script under its launcher, and write its measured workload to a file.
 
     Raises:
         LaunchError: The script reported no workload, or it failed later. Its output was shown.

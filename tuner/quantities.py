@@ -1,4 +1,4 @@
-"""Parsers for sizes, rates, durations and shares as people write them."""
+"""Parsers for sizes, rates, durations and fractions as people write them, such as ``24GiB`` or ``5%``."""
 
 import math
 import re

@@ -1,4 +1,7 @@
-"""Shadow prices: the time that a little more memory or bandwidth would save."""
+"""The time that training would save with a little more GPU memory, or with a faster link to the GPU.
+
+Such values are called shadow prices.
+"""
 
 from typing import Any
 
@@ -12,9 +15,15 @@ LINK_STEP = 10e9
 
 
 def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]) -> list[str]:
-    """Return sentences about the time that 1 GiB more GPU memory or a 10 GB/s faster link would save.
+    """Return sentences about the time that 1 GiB more GPU memory or a link faster by 10 GB/s would save.
 
-    A new plan is searched for each. The link is made faster in both directions.
+    For each of the two changes, a new plan is searched. The link becomes faster in both directions.
+
+    Args:
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        plan: Present plan, with its prediction.
+        options: Further arguments of the plan search.
     """
     from ebbtide.tuner.placements.planning import plan as search
 

@@ -1,1 +1,1 @@
-"""Measurements of a machine's rates: alone, with concurrent work, and with all ranks together."""
+"""Measurements of a machine's rates: one activity alone, two activities at once, and all ranks at once."""

@@ -1,4 +1,7 @@
-"""Measurements of Adam's speed: the fused CPU kernel, stock DeepSpeed's passes, and the GPU kernel."""
+"""Measurements of the speed of Adam updates, in parameters per second.
+
+Measured are ebbtide's fused CPU kernel, the CPU update of DeepSpeed without ebbtide, and the GPU kernel.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +18,10 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 
 
 class AdamBuffers:
-    """Optimizer state of one subgroup with a bf16 gradient and parameter, in host memory or on CUDA."""
+    """Buffers for a measured Adam update: the optimizer state of one subgroup, a bf16 gradient and a parameter.
+
+    They are in host memory or on CUDA.
+    """
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.state = [noise(elements, device) for _ in range(3)]
@@ -36,7 +42,11 @@ def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
 
 
 def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> tuple[dict[int, Quantity], list[str]]:
-    """Measure the fused CPU kernel's parameters/s for each number of threads, and return doubts about stability."""
+    """Measure how many parameters per second the fused CPU kernel updates with each number of threads.
+
+    Returns:
+        Rate by number of threads, and sentences that name unstable measurements.
+    """
     buffers = _as_the_runtime_has_them(elements)
     rates: dict[int, Quantity] = {}
     notes: list[str] = []
@@ -53,9 +63,9 @@ def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> t
 
 
 def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quantity:
-    """Measure the fused CPU kernel's speed when it writes to other memory, relative to in-place updates.
+    """Measure the speed of CPU updates that write new state to other memory, relative to updates in place.
 
-    Both kinds of update alternate.
+    Updates of both kinds alternate.
     """
     buffers, spare = (_as_the_runtime_has_them(elements) for _ in range(2))
     ratios: list[float] = []
@@ -69,7 +79,10 @@ def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quan
 
 
 def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:
-    """Measure the fused CPU kernel's parameters/s for several subgroup sizes. Small ones show the launch cost."""
+    """Measure how many parameters per second the fused CPU kernel updates, for several subgroup sizes.
+
+    Small subgroups show the fixed cost of starting the kernel.
+    """
     result = {}
     for size in sizes:
         buffers = _as_the_runtime_has_them(size)
@@ -84,7 +97,10 @@ def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[
 
 
 def downcast(elements: int, budget_s: float) -> Quantity:
-    """Measure the parameters/s of fp32 to bf16 conversion on the CPU, which stock DeepSpeed does after its update."""
+    """Measure the conversion from fp32 to bf16 on the CPU in parameters per second.
+
+    DeepSpeed without ebbtide does this conversion after its CPU update.
+    """
     master = noise(elements)
     wire = torch.zeros(elements, dtype=torch.bfloat16)
     durations = repeat_s(lambda: wire.copy_(master), budget_s)
@@ -92,16 +108,20 @@ def downcast(elements: int, budget_s: float) -> Quantity:
 
 
 def stock_ops() -> Any:
-    """Return DeepSpeedCPUAdam's compiled op. The first build takes about a minute."""
+    """Return the compiled operator of DeepSpeedCPUAdam. The first build takes about a minute."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     return CPUAdamBuilder().load()
 
 
 def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) -> Quantity:
-    """Measure the parameters/s of stock DeepSpeed's CPU update: unscale, DeepSpeedCPUAdam's op, downcast.
+    """Measure the CPU update of DeepSpeed without ebbtide, in parameters per second.
+
+    The measured passes are unscaling the gradient, DeepSpeedCPUAdam's operator, and the conversion to 16 bits.
 
     Args:
+        elements: Number of elements in the updated subgroup.
+        budget_s: Seconds to spend.
         threads: Number of OpenMP threads. If None, this process's number.
     """
     ops = stock_ops()
@@ -129,7 +149,7 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
 
 def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
-    """Measure the parameters/s of the GPU's Adam kernel. Without CUDA, use the CPU kernel on one thread instead."""
+    """Measure the GPU's Adam kernel in parameters per second. Without CUDA, measure the CPU kernel on one thread."""
     if not cuda:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)

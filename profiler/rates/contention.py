@@ -1,4 +1,4 @@
-"""Measurement of the slowdown of one activity while another one runs."""
+"""Measurement of how much one activity (such as a copy) slows down while another activity runs."""
 
 import statistics
 import threading
@@ -18,7 +18,14 @@ Work = Callable[[], object]
 
 
 def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
-    """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown."""
+    """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown.
+
+    Args:
+        work: Measured activity.
+        neighbour: Activity that runs in another thread.
+        budget_s: Seconds to spend.
+        source: Source that the result records, such as measured or emulated.
+    """
     alone_s = statistics.median(repeat_s(work, budget_s / 2))
     stop = threading.Event()
 
@@ -39,14 +46,16 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
 def measure_contention(
     cuda: bool, elements: int, threads: int, file: FileToWrite, budget_s: float
 ) -> dict[str, Quantity]:
-    """Measure how much pairs of activities that a plan runs concurrently slow each other down.
+    """Measure how much activities of a training plan slow each other down when they run at the same time.
+
+    The pairs of activities are CPU Adam with copies in each direction, copies with GPU work, and storage writes
+    with CPU Adam. Without CUDA, a copy is one within host memory and the GPU's work runs on a CPU core. These
+    results are marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also paired
+    with storage writes.
 
     Returns:
-        By ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. The pairs are CPU Adam
-        with copies in each direction, copies with GPU work, and storage writes with CPU Adam, each both ways.
-        Without CUDA a copy is one within host memory and the GPU's work runs on a CPU core, with quantities
-        marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also paired with
-        storage writes.
+        By name ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. Both activities of
+        each pair are measured.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"
@@ -83,7 +92,8 @@ def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: fl
 def _one_thread() -> Iterator[None]:
     """Limit torch to one CPU thread within the context.
 
-    A thread team that waits for a member on a busy core would measure the scheduler, not memory.
+    With more threads, some would wait for one on a busy core, and the measurement would show the operating
+    system's scheduler instead of memory.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

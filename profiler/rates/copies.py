@@ -1,4 +1,4 @@
-"""Measurements of copy bandwidth between host and GPU: each direction, both together, pinned and pageable."""
+"""Measurements of copies between host and GPU: each direction, both together, pinned and pageable memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Measured copy bandwidths in bytes/s."""
+    """Measured bandwidths of copies between host and GPU, in bytes/s."""
 
     h2d: Quantity
     d2h: Quantity
@@ -29,10 +29,13 @@ class CopyRates:
 
 
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit ``seconds = latency + size / bandwidth`` to measured copies, and return latency and bytes/s.
+    """Fit ``seconds = latency + size / bandwidth`` to measured copies.
 
-    The fit is by least squares of the relative error, so that small copies decide the latency and large copies
+    The fit minimizes the squares of relative errors, so that small copies decide the latency and large copies
     the bandwidth.
+
+    Returns:
+        Latency in seconds and bandwidth in bytes/s.
 
     Raises:
         ValueError: There are fewer than two sizes.
@@ -47,7 +50,7 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple
 
 
 class Endpoints:
-    """A host buffer and a device buffer, with copies between them."""
+    """A buffer in host memory and a buffer in GPU memory, with functions that copy from one to the other."""
 
     def __init__(self, size_bytes: int, cuda: bool, *, pinned: bool = True) -> None:
         self.cuda = cuda
@@ -73,7 +76,7 @@ class Endpoints:
 def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
     """Measure the bandwidths and the latency of copies between host and GPU.
 
-    Without CUDA the "device" is other host memory, and the quantities are marked ``emulated``.
+    Without CUDA the GPU's buffer is in host memory too, and the results are marked ``emulated``.
     """
     source: Source = "measured" if cuda else "emulated"
     clock = cuda_clock if cuda else timed_s
@@ -118,7 +121,10 @@ def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
 
 
 def both_ways(ends: Endpoints, size_bytes: int) -> Callable[[], None]:
-    """Return a function that copies in both directions together, on two streams or in two threads."""
+    """Return a function that copies from host to GPU and from GPU to host at the same time.
+
+    It uses two streams, or two threads without CUDA.
+    """
     other = Endpoints(size_bytes, ends.cuda)
     if not ends.cuda:
 

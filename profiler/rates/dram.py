@@ -9,9 +9,12 @@ TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line tha
 
 
 def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:
-    """Measure the bytes/s of host memory traffic for ``a = b + 2 c``, and return doubts about stability.
+    """Measure host memory bandwidth in bytes/s with the vector operation ``a = b + 2 c``.
 
-    The traffic includes the read of the overwritten lines.
+    The bytes include the reads of the memory that is overwritten.
+
+    Returns:
+        Bandwidth, and sentences that say if the measurement was unstable.
     """
     a, b, c = (noise(elements) for _ in range(3))
     durations = repeat_s(lambda: host.triad(a, b, c, threads), budget_s)
@@ -21,7 +24,7 @@ def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[
 
 
 def host_copy(elements: int, threads: int, budget_s: float) -> Quantity:
-    """Measure the bytes/s of a copy within host memory, with each byte counted once."""
+    """Measure the bandwidth of a copy within host memory in bytes/s. Each copied byte counts once."""
     to, source = torch.zeros(elements), noise(elements)
     durations = repeat_s(lambda: host.copy(to, source, threads), budget_s)
     return rate(source.nbytes, durations, "measured", f"copy, {threads} threads")

@@ -1,4 +1,4 @@
-"""Measurements of the components of forward and backward: matrix products and GPU memory traffic."""
+"""Measurements of the work in forward and backward: matrix products and GPU memory traffic."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach t
 
 
 def products(cuda: bool, budget_s: float) -> Quantity:
-    """Measure the flops/s of a large bf16 matrix product, on the CPU if there is no GPU."""
+    """Measure a large bf16 matrix product in floating-point operations per second, on the CPU without a GPU."""
     side = CUDA_SIDE if cuda else HOST_SIDE
     a, b = (noise(side * side, _device(cuda)).view(side, side).sub_(0.5).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -20,7 +20,7 @@ def products(cuda: bool, budget_s: float) -> Quantity:
 
 
 def device_memory(cuda: bool, elements: int, budget_s: float) -> Quantity:
-    """Measure the bytes/s of traffic for a copy within GPU memory, with reads and writes counted."""
+    """Measure the bandwidth of a copy within GPU memory in bytes/s. Each byte counts as one read and one write."""
     source = noise(elements, _device(cuda))
     to = torch.empty_like(source)
     durations = repeat_s(lambda: to.copy_(source), budget_s, _clock(cuda))

@@ -1,4 +1,7 @@
-"""Concurrent measurements by several ranks of a node: the share of a rate that each rank keeps."""
+"""Measurements by several ranks of a node at the same time, which show how they share the hardware.
+
+The result is the fraction of a rate (such as copy bandwidth) that each rank keeps when all ranks use it.
+"""
 
 import multiprocessing
 import statistics
@@ -32,7 +35,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a concurrent measurement, which every rank receives."""
+    """The settings of a measurement that several ranks run at the same time. Every rank receives them."""
 
     ranks: int
     cores: int
@@ -52,13 +55,13 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """The measured rates of one stage of a concurrent measurement: rank 0 alone, and all ranks together."""
+    """Measured rates of one activity, such as copies: of rank 0 alone, and of all ranks at the same time."""
 
     alone: list[float]
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Return a rank's measured rate while all ranks run, divided by its rate alone."""
+        """Return the rate of a rank while all ranks run, divided by the rate of a rank alone."""
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (
@@ -72,13 +75,14 @@ class StageSamples:
 def measure_ranks(
     ranks: int, cores: int, cuda: bool, elements: int, folder: Path | None, budget_s: float
 ) -> tuple[dict[ShareName, Quantity], list[str]]:
-    """Measure the share of each hardware rate that a rank keeps while all ranks run.
+    """Measure the fraction of each hardware rate that a rank keeps while all ranks of a node run.
 
-    Each rank is a process with its own GPU (on CUDA) and its share of the cores. A barrier starts them
-    together, and none stops before all have enough samples. `Machine.rank_shares` stores the result.
+    Each rank is a process with its own GPU (on CUDA) and its part of the cores. All ranks start together, and
+    none stops before all have enough samples. `Machine.rank_shares` stores the result.
 
     Returns:
-        Shares of ``h2d``, ``d2h``, ``link``, ``dram`` and ``storage``, and doubts about stability.
+        Fractions for ``h2d``, ``d2h``, ``link``, ``dram`` and ``storage``, and sentences that name unstable
+        measurements.
 
     Raises:
         ValueError: There are fewer than 2 ranks, or more than there are cores or GPUs.
@@ -92,7 +96,7 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raise ValueError unless this machine has enough cores and GPUs for the given number of concurrent ranks."""
+    """Raise ValueError unless the number of ranks is at least 2 and at most this machine's cores and GPUs."""
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"
@@ -229,10 +233,10 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
 def _together(
     work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
-    """Repeat a measurement until every rank has enough samples, and return the durations.
+    """Repeat a measurement until every rank has enough samples, and return the durations in seconds.
 
-    A sample taken while other ranks are idle would be wrong. A rank that failed never has enough samples, so it
-    breaks the ``barrier`` to end the loop.
+    A rank goes on while others still measure, since samples on an otherwise idle machine would be wrong. A rank
+    that fails would keep the others waiting forever, so it breaks the ``barrier``, which ends the loop.
     """
     began_s = time.perf_counter()
     durations: list[float] = []

@@ -1,4 +1,4 @@
-"""Repetition of a measurement within a time budget, and checks of its stability."""
+"""Tools for measurements: repeats within a time budget, and checks of their stability."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _BLOCK = 2**20  # elements
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:
-    """Return a tensor of ``elements`` fp32 numbers in [0, 1), with all its memory pages allocated.
+    """Return a tensor of ``elements`` random fp32 numbers in [0, 1), with all its memory pages allocated.
 
     One block of random numbers is repeated, since drawing all of them would take longer than the measurement.
-    The numbers come from a separate generator, so that measuring in a training process does not change its
-    random numbers.
+    The numbers come from a separate generator, so that a measurement in a training process does not change the
+    random numbers of the training.
     """
     own = torch.Generator(device).manual_seed(0)
     block = torch.rand(min(elements, _BLOCK), device=device, generator=own)
@@ -36,10 +36,15 @@ def timed_s(work: Callable[[], object]) -> float:
 def repeat_s(
     work: Callable[[], object], budget_s: float, clock: Callable[[Callable[[], object]], float] = timed_s
 ) -> list[float]:
-    """Call a function repeatedly, and return the durations in seconds. The first call is not included.
+    """Call a function repeatedly, and return the durations in seconds.
 
-    There are at least 5 repeats, and more until the time budget is used. If 5 repeats take a few times the
-    budget, there are fewer, and `doubts` reports that.
+    The first call warms up and is not included. There are at least 5 repeats, and more until the time budget is
+    used. If 5 repeats would take several times the budget, there are fewer, and `doubts` reports that.
+
+    Args:
+        work: Function to measure.
+        budget_s: Seconds to spend.
+        clock: Function that calls ``work`` and returns its duration.
     """
     work()
     begun = time.perf_counter()
@@ -55,12 +60,19 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return a measured rate, which is ``amount`` per duration, with its spread."""
+    """Return a measured rate with its spread: ``amount`` divided by each duration.
+
+    Args:
+        amount: Number of bytes, parameters or operations in each repeat.
+        durations_s: Seconds of each repeat.
+        source: Source that the rate records, such as measured or emulated.
+        detail: Text on how the rate was measured.
+    """
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return reasons to doubt that a measurement is stable, or an empty list."""
+    """Return sentences on why the durations of a measurement are not reliable, or an empty list."""
     result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
@@ -74,7 +86,7 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Return reasons why a measured quantity has too few or too different repeats, or an empty list."""
+    """Return sentences on why a measured rate has too few or too different repeats, or an empty list."""
     if quantity.n < least:
         return [
             f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "

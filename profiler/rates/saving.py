@@ -1,7 +1,7 @@
-"""Measurement of the fixed cost of ``save_checkpoint``, which depends on the number of tensors, not on bytes.
+"""Measurement of the time that saving a checkpoint takes per tensor, independent of the tensors' sizes.
 
-The runtime lets ``torch.save`` write a file without the tensors' bytes, which are streamed later. It then
-reads the file once with empty tensors, to check that loading will accept it.
+ebbtide's runtime lets ``torch.save`` write a checkpoint's file without the tensors' bytes, which are written
+later. It then reads the file once with empty tensors, to check that torch will be able to load it.
 """
 
 import os
@@ -15,7 +15,7 @@ TENSORS = 64
 
 
 def measure_save(budget_s: float) -> Quantity:
-    """Measure the seconds per tensor that saving a checkpoint's file without data takes."""
+    """Measure the seconds per tensor for writing a checkpoint's file without the tensors' bytes."""
     state = {f"layer.{i}.weight": torch.zeros(4) for i in range(TENSORS)}
     descriptor = os.memfd_create("ebbtide-save")
     path = f"/proc/self/fd/{descriptor}"

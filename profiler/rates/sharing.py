@@ -1,4 +1,4 @@
-"""A comparison of the measured slowdown between concurrent activities with the simulator's."""
+"""A comparison of measured and simulated slowdown when two activities (such as a copy and CPU updates) overlap."""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
@@ -18,7 +18,12 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
     """Return the simulated speed of an activity while another one runs, divided by its speed alone.
 
-    Return None if the simulator has no op for one of them.
+    Return None if the simulator cannot simulate one of the activities.
+
+    Args:
+        work: Name of the activity, such as ``host_adam`` or ``h2d``.
+        neighbour: Name of the other activity.
+        machine: Machine to simulate.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:
@@ -29,7 +34,7 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Return warnings about concurrent activities with clearly different measured and simulated slowdown."""
+    """Return warnings about pairs of activities that slow each other down clearly more or less than simulated."""
     result = []
     for name, measured in machine.contention.items():
         work, _, neighbour = name.partition("_while_")
@@ -44,12 +49,12 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """Return a machine with the CPU cost of checkpoint writers that makes the simulator match measured slowdowns.
+    """Return a machine that simulates as much slowdown by checkpoint writes as was measured.
 
-    A writer's thread takes some CPU time, but training loses more than that, since the kernel and the disk's
-    driver also use cores. The slowdown of CPU Adam shows the total. If forward and backward run on the CPU,
-    their slowdown is used instead, as it is most of a checkpoint's cost there. The cost is never below the
-    thread's own, and it is unchanged if nothing was measured.
+    The CPU time that writing takes per byte is set. A writer's own thread takes some, but training loses more
+    than that, since the operating system and the disk's driver also use cores. The measured slowdown of CPU
+    updates shows the total. If forward and backward run on the CPU, their slowdown is used instead. The CPU time
+    is never below that of the writer's thread, and is unchanged if no slowdown was measured.
     """
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)

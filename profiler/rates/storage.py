@@ -1,4 +1,4 @@
-"""Measurements of write and read bandwidth in the folders for checkpoints and stored state."""
+"""Measurements of write and read bandwidth in the folders for checkpoints and for optimizer state on drives."""
 
 import ctypes
 import mmap
@@ -32,19 +32,19 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True)
 class StorageRates:
-    """The measured storage rates in bytes/s with data on the medium (fsync included), and the cost of an fsync.
+    """Measured rates of a checkpoint folder's storage in bytes/s. Writes include fsync, which forces data to disk.
 
     Attributes:
         write: Write rate with `PLANNED_WRITERS` threads.
         read: Read rate.
-        duplex_factor: Rate of concurrent reads and writes over the sum of both alone, as in
+        duplex_factor: Rate of concurrent reads and writes, divided by the sum of both rates alone, as in
             `Machine.storage_duplex_factor`.
-        fsync_s: Seconds of an fsync alone.
-        direct: True if O_DIRECT was used.
+        fsync_s: Seconds of an fsync without new data.
+        direct: True if O_DIRECT was used, which bypasses the page cache.
         by_writers: Write rate by the number of threads.
-        buffered: Write rate through the page cache, fsync included. None if ``write`` is that already.
-        writer_s_per_byte: CPU seconds per byte of a writer, to gather, hash and write.
-        doubts: Reasons to doubt the measurements.
+        buffered: Write rate through the page cache. None if ``write`` was already measured that way.
+        writer_s_per_byte: CPU seconds per byte that a writer takes to gather, hash and write.
+        doubts: Sentences that name unstable measurements.
     """
 
     write: Quantity
@@ -59,9 +59,10 @@ class StorageRates:
 
 
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
-    """Measure storage with a file of up to ``size_bytes`` in a folder, and remove the file, also on error.
+    """Measure the storage in a folder with a temporary file of up to ``size_bytes``.
 
-    O_DIRECT is used if the filesystem accepts it, so that the page cache is not measured instead of the disk.
+    O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache. The file
+    is always removed, also after an error.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -101,10 +102,11 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Measure a drive for stored state, with as many blocks in flight as the runtime has.
+    """Measure a drive that would hold optimizer state during training.
 
-    Blocks are copied from and to uncached memory, through consecutive parts of a file of up to ``size_bytes``,
-    so that no block is read right after it was written.
+    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from and to
+    uncached memory, through consecutive parts of a file of up to ``size_bytes``, so that no block is read right
+    after it was written.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -160,16 +162,24 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """Return the speed of a drive's reads and writes while both run, divided by their speed alone.
+    """Return the speed of reads and writes that run at the same time, relative to reads and writes alone.
 
-    The longer of the two runs alone at its end.
+    The longer one runs alone at the end, which is taken into account.
+
+    Args:
+        at_once_s: Seconds until both a read and a write of the file that started together have ended.
+        writes_s: Seconds of writes alone.
+        reads_s: Seconds of reads alone.
     """
     shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
     return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
-    """Return a file size of at most ``size_bytes`` that can be written `LEAST_FILES` times in the given time."""
+    """Return a file size that the disk can write `LEAST_FILES` times within ``share_s`` seconds.
+
+    The size is at most ``size_bytes``.
+    """
     with file_to_write(path, BLOCK_BYTES) as probe:
         probe.write()
         block_s = timed_s(probe.write)
@@ -194,7 +204,7 @@ def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
 
 
 class FileToWrite:
-    """A file that a storage measurement writes repeatedly, block by block. One caller at a time may use it."""
+    """A file that is written repeatedly, block by block, to measure a disk. One caller at a time may use it."""
 
     def __init__(self, path: Path, size_bytes: int, block: mmap.mmap) -> None:
         self.size_bytes = max(BLOCK_BYTES, size_bytes // BLOCK_BYTES * BLOCK_BYTES)
@@ -217,15 +227,15 @@ class FileToWrite:
         from_memory: bool = False,
         blocks: range | None = None,
     ) -> None:
-        """Write the measured file with the given number of threads, then fsync.
+        """Write the measured file with the given number of threads, then force it to disk (fsync).
 
         Args:
             writers: Number of threads.
             buffered: Write through the page cache.
+            as_checkpoints: First gather each block into its writer's buffer and hash it, as ebbtide's runtime does
+                for checkpoints.
+            from_memory: Take each block from a different place in memory, instead of from one buffer.
             blocks: Numbers of the blocks to write. If None, all.
-            from_memory: Read each block from its own place in memory, instead of from one buffer.
-            as_checkpoints: Gather each block into its writer's buffer and hash it, as the runtime does for
-                unaligned state. In torch's files nearly all state is unaligned.
         """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
@@ -271,13 +281,13 @@ class FileToWrite:
         ctypes.memmove(_address(block), source, BLOCK_BYTES)
 
     def close(self) -> None:
-        """Release the memory that a storage measurement used."""
+        """Release the memory of a storage measurement's file."""
         for held in (self._memory, *self._buffers.values()):
             if held is not None:
                 held.close()
 
     def read(self, readers: int = 1, blocks: range | None = None) -> None:
-        """Read the measured file, or some of its blocks, with the given number of threads."""
+        """Read the file of a storage measurement, or some of its blocks, with the given number of threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -299,7 +309,7 @@ class FileToWrite:
 
 @contextmanager
 def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
-    """Yield a file for a storage measurement, and delete it afterwards.
+    """Yield a temporary file for a measurement of a disk's speed, and delete it afterwards.
 
     Raises:
         OSError: The file cannot be created.

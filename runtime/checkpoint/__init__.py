@@ -1,8 +1,8 @@
-"""The lazy asynchronous checkpoint engine.
+"""Checkpoints that a DeepSpeed engine writes in the background while training continues.
 
-``install(engine, CheckpointPlan(...))`` makes a DeepSpeed engine use it without a plan for the
-optimizer. Under a plan ``ebbtide.initialize`` installs it. The name is resolved on first use, so that
-importing a submodule of this package is fast.
+``install(engine, CheckpointPlan(...))`` makes a DeepSpeed engine save such checkpoints while its optimizer
+stays DeepSpeed's own. For an engine under a plan, ``ebbtide.initialize`` calls ``install``. Names are
+resolved on first use, so that importing a submodule of this package is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The errors of checkpoints."""
+"""The exceptions that saving and loading checkpoints raises."""
 
 
 class CheckpointError(RuntimeError):
@@ -6,8 +6,8 @@ class CheckpointError(RuntimeError):
 
 
 class ManifestError(CheckpointError):
-    """A checkpoint's manifest is torn, altered, or written by a newer version of ebbtide."""
+    """A checkpoint's manifest is incomplete, altered, or written by a newer version of ebbtide."""
 
 
 class Cancelled(CheckpointError):  # noqa: N818 - not a fault
-    """A running checkpoint was cancelled in favor of a newer one (``checkpoint.busy: replace``)."""
+    """A checkpoint in progress was cancelled because a newer one began (setting ``checkpoint.busy: replace``)."""

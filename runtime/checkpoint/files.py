@@ -1,4 +1,4 @@
-"""The file layer of the checkpoint engine, through which every system call passes.
+"""The file functions of the checkpoint engine. All its system calls pass through this module.
 
 Tests can thus record the calls, make each of them fail, or end the process between two of them.
 """
@@ -17,18 +17,19 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 class Files:
-    """The system calls of the checkpoint engine by name. Thread-safe and without state.
+    """The system calls of the checkpoint engine, by name. The object is thread-safe and has no state.
 
-    Subclasses override `call` to inject faults and `point` to act at a named moment of the commit
-    protocol.
+    Subclasses for tests override `call` to make calls fail, and `point` to act at a named moment of a commit.
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Make one system call. All system calls of the checkpoint engine pass here."""
+        """Make one system call of the checkpoint engine. Tests override this method to record calls or make them
+        fail.
+        """
         return function(*args)
 
     def point(self, name: str) -> None:
-        """Mark a named point of the commit protocol (`POINTS`). Tests override this function, which does nothing."""
+        """Mark a named moment of a checkpoint's commit (`POINTS`). This method does nothing. Tests override it."""
 
     def _retry(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         while True:
@@ -42,7 +43,7 @@ class Files:
         return descriptor
 
     def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        """Write to a file and return the number of bytes written, which may be less than given."""
+        """Write bytes to a file. Return the number of bytes written, which may be less than the buffer's length."""
         written: int = self._retry("pwrite", os.pwrite, descriptor, data, offset)
         return written
 
@@ -50,16 +51,16 @@ class Files:
         self._retry("truncate", os.ftruncate, descriptor, size_bytes)
 
     def allocate(self, descriptor: int, size_bytes: int) -> None:
-        """Allocate disk blocks for a file up to this length."""
+        """Allocate disk blocks for the first ``size_bytes`` bytes of a file."""
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
-        """Flush a file of unchanged length to disk. An error is never retried."""
+        """Flush a file's data to disk. The file's length must not have changed. A failed flush is never retried."""
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:
-        """Flush a file to disk. An error is never retried, since the kernel may have dropped the dirty pages
-        already.
+        """Flush a file to disk. A failed flush is never retried, since the kernel may have dropped the unwritten
+        pages.
         """
         self._retry("fsync", os.fsync, descriptor)
 
@@ -71,7 +72,9 @@ class Files:
         self._retry("rename", os.rename, source, target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Swap the names of two files or folders in one step. Return False if the filesystem cannot."""
+        """Exchange the names of two files or folders atomically. Return False if the filesystem does not support
+        this.
+        """
         try:
             self._retry("exchange", _renamed, one, other, _RENAME_EXCHANGE)
         except OSError as error:
@@ -83,8 +86,8 @@ class Files:
     def rename_folder(self, source: Path, target: Path) -> bool:
         """Rename a folder unless ``target`` exists, and return whether it was renamed.
 
-        A plain rename would replace an empty folder, in which another process may be making its own.
-        On a filesystem without such a rename, the target is made first and its content moved into it.
+        A plain rename would replace an empty folder that another process has just made at ``target``. If the
+        filesystem cannot rename on this condition, the target is made first and the content is moved into it.
         """
         try:
             self._retry("rename_folder", _renamed, source, target, _RENAME_NOREPLACE)
@@ -121,7 +124,9 @@ class Files:
         return data
 
     def pread(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Read from a file into a buffer and return the number of bytes read, which may be less than fit."""
+        """Read from a file into a buffer. Return the number of bytes read, which may be less than the buffer's
+        length.
+        """
         count: int = self._retry("preadv", os.preadv, descriptor, [data], offset)
         return count
 
@@ -144,10 +149,11 @@ class Files:
             self.close(descriptor)
 
     def write_durably(self, path: Path, data: bytes, point: str = "") -> None:
-        """Replace a small file completely or not at all. Return when the new content is on disk.
+        """Replace the content of a small file completely or not at all. Return when the new content is on disk.
 
         Args:
-            point: Prefix of two named points: ``<point>_written`` before the rename, ``<point>_renamed`` after it.
+            point: Prefix of the two moments that are marked for tests: ``<point>_written`` before the rename of the
+                new file, and ``<point>_renamed`` after it.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         descriptor = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -164,7 +170,7 @@ class Files:
         self.fsync_folder(path.parent)
 
     def write_briefly(self, path: Path, data: bytes) -> None:
-        """Write a small file that may be lost in a crash."""
+        """Write a small file without flushing it to disk, so that a crash may lose it."""
         descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write_all(descriptor, memoryview(data), 0)
@@ -172,7 +178,7 @@ class Files:
             self.close(descriptor)
 
     def write_all(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Write all of a buffer to a file, continuing after short writes."""
+        """Write a whole buffer to a file, with further system calls after short writes."""
         while len(data):
             written = self.pwrite(descriptor, data, offset)
             if written <= 0:
@@ -180,7 +186,7 @@ class Files:
             data, offset = data[written:], offset + written
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder and its content. Links are not followed."""
+        """Delete a folder and its content. Symbolic links are deleted but not followed."""
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))

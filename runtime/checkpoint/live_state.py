@@ -1,4 +1,4 @@
-"""A registry of the memory of optimizer state, which makes updates wait while a checkpoint reads that state."""
+"""A registry of the tensors of optimizer state. An update waits while a checkpoint still reads its tensors."""
 
 import threading
 from bisect import bisect_right
@@ -14,19 +14,19 @@ EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrit
 
 
 class Persist(Protocol):
-    """The interface of a running checkpoint that an optimizer update uses before it overwrites state."""
+    """The method of a checkpoint in progress that an optimizer update calls before it overwrites state."""
 
     def release(self, subgroup: int) -> None:
-        """Wait until the running checkpoint does not need the bytes of a subgroup's live state any more."""
+        """Wait until the checkpoint in progress no longer needs the bytes of a subgroup's optimizer state."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint that stays on a drive: the checkpoint's file has only its shape.
+    """A tensor of a checkpoint that stays on a drive. The checkpoint's own file has only its shape.
 
     Attributes:
-        file, path: The file in the checkpoint, and the tensor's path in the file's tree.
+        file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
         index: Index of the tensor among the subgroup's tensors.
     """
 
@@ -37,23 +37,28 @@ class StoredTensor:
 
 
 class AnnouncedStep(Protocol):
-    """The optimizer state on a drive after the updates launched so far. It is not overwritten until `settle`."""
+    """The version of optimizer state on drives that a checkpoint in progress will commit.
+
+    It is the state after the updates launched so far. No update overwrites it until `settle` is called.
+    """
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """Return the page of a checkpoint that locates optimizer state on a drive."""
+        """Return the JSON page of a checkpoint that locates its optimizer state on a drive."""
         ...
 
     def prepare(self) -> None:
-        """Make a step's optimizer state on a drive durable and keep earlier steps. Wait for the step's writes first."""
+        """Wait until a step's optimizer state has been written to the drive, and make it durable. Keep earlier
+        steps.
+        """
         ...
 
     def settle(self, *, committed: bool) -> None:
-        """Drop earlier steps on a drive if the checkpoint was committed, otherwise drop this checkpoint's step."""
+        """Drop earlier steps on a drive if the checkpoint was committed. Otherwise drop this checkpoint's own step."""
         ...
 
 
 class StoredState(Protocol):
-    """The interface of optimizer state on a drive, which a checkpoint commits there without copying it."""
+    """The interface of optimizer state on drives. A checkpoint commits this state there without copying it."""
 
     @property
     def subgroups(self) -> Callable[[], Collection[int]]:
@@ -67,7 +72,7 @@ class StoredState(Protocol):
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
         """Protect the present optimizer state on a drive from being overwritten, for a checkpoint. This never blocks.
 
-        Call it before any later update launches a write.
+        Call this method before a later update starts to write.
 
         Args:
             target, nonce: Folder and identifier of the checkpoint.
@@ -80,17 +85,19 @@ class StoredState(Protocol):
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Adopt a checkpoint's optimizer state on a drive as live state without a copy. Return the adopted
-        subgroups.
+        """Make a checkpoint's optimizer state on a drive the state that training uses, without a copy.
+
+        Return the subgroups whose state is used in this way.
         """
         ...
 
     def read(
         self, page: bytes, adopted: Collection[int]
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Return a context with the tensors that a checkpoint has on a drive and that were not adopted in place.
+        """Return a context with the tensors of a checkpoint that are on a drive and must be copied.
 
-        The tensors can be copied inside the context. It raises at its end if they were overwritten meanwhile.
+        They are all tensors except those of the subgroups in ``adopted``. Copy them inside the context. At its end
+        it raises an error if they were overwritten meanwhile.
         """
         ...
 
@@ -98,12 +105,12 @@ class StoredState(Protocol):
 class LiveState:
     """A registry of host tensors with optimizer state, which stay unchanged between two updates.
 
-    The executor registers tensors, and calls `before_update` from its worker threads. The checkpoint engine
-    reads the registry from the training thread and attaches a running checkpoint. The registry holds
-    references to the tensors, so their memory outlives a running checkpoint.
+    The executor of the plan registers tensors, and calls `before_update` from its worker threads. The
+    checkpoint engine reads the registry from the training thread and attaches a checkpoint in progress. The
+    registry holds references to the tensors, so that their memory outlives the checkpoint.
 
     Attributes:
-        stored: The state on storage. None if no state is stored.
+        stored: The optimizer state on drives. None if all state is in memory.
     """
 
     def __init__(self) -> None:
@@ -115,13 +122,13 @@ class LiveState:
         self.stored: StoredState | None = None
 
     def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Register the tensors of a subgroup's state (fp32 master and moments, flat) instead of earlier ones."""
+        """Register the tensors of a subgroup's state: the flat fp32 master and moments. They replace earlier ones."""
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Register the tensors of many subgroups' optimizer state with a single sort of addresses.
 
-        Their order is the order of the next updates (`turns`).
+        The order of the mapping is the order of the next updates (`turns`).
         """
         with self._lock:
             for number in tensors:
@@ -138,7 +145,7 @@ class LiveState:
     def runs(self, address: int, size_bytes: int) -> list[tuple[int, int]] | None:
         """Return the subgroups with state in a range of host addresses, in order, each with its number of bytes.
 
-        None if part of the range is not registered.
+        None if part of the range is not registered optimizer state.
         """
         result: list[tuple[int, int]] = []
         position, end = address, address + size_bytes
@@ -168,7 +175,7 @@ class LiveState:
 
     @property
     def turns(self) -> list[int]:
-        """Return the subgroups in the order of their next updates."""
+        """Return the subgroups of the live optimizer state in the order of their next updates."""
         with self._lock:
             return list(self._tensors)
 
@@ -178,17 +185,18 @@ class LiveState:
             return sorted(self._tensors)
 
     def attach(self, persist: Persist | None) -> None:
-        """Set the running checkpoint for which updates must wait. None if no checkpoint reads live state."""
+        """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state."""
         self._persist = persist
 
     def before_update(self, subgroup: int) -> None:
-        """Wait until a subgroup's state may be overwritten. Called directly before the update.
+        """Wait until an update may overwrite a subgroup's state. Call this directly before the update.
 
-        It returns immediately if no checkpoint runs or the subgroup is on disk already. Otherwise the bytes
-        that are still needed are copied to the reserved budget, or written first if the budget is used up.
+        This returns immediately if no checkpoint is in progress, or if the checkpoint has the subgroup on disk
+        already. Otherwise the bytes that the checkpoint still needs are copied to reserved host memory. If that
+        memory is full, they are written to disk first.
 
         Raises:
-            CheckpointError: Storage made no progress within the deadline.
+            CheckpointError: The disk made no progress within the deadline.
         """
         persist = self._persist
         if persist is not None:

@@ -1,1 +1,1 @@
-"""The devices that run ops: CUDA streams, unified memory, or an emulated GPU."""
+"""The devices that a plan's copies and optimizer updates run on: a CUDA GPU, unified memory, or an emulated GPU."""

@@ -1,4 +1,4 @@
-"""The interface that the executor needs of a device. The base class is a device with unified memory."""
+"""The interface of the device that a plan runs on. The base class is a device with unified memory."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,13 @@ DEVICE_LANES = (
 
 
 class Device:
-    """The base class of devices, and the device for unified memory, where host memory is device memory.
+    """The base class of the devices that a plan runs on. It is also the device for unified memory.
 
-    A buffer belongs to the code that requested it. Any thread may call `copy`.
+    With unified memory, GPU memory is host memory. A buffer belongs to the code that requested it. Any thread
+    may call `copy`.
 
     Attributes:
-        unified: True if the device's parameters are in host memory. The CPU kernel then writes them in place,
+        unified: True if the model's parameters are in host memory. The CPU kernel then writes them in place,
             and gradients need no copy.
     """
 
@@ -39,37 +40,49 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Start one worker thread per lane of the optimizer update, and return the workers by lane name."""
+        """Start a worker for each lane of the optimizer update, and return the workers by lane name.
+
+        A lane is a queue of operations that run one after the other, such as the copies in one direction.
+        """
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
-        """Release the resources that the device's lanes and buffers hold."""
+        """Release what the device holds for its lanes and buffers, such as streams and page-locked memory."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory of exact size, which copies to and from the device use at full speed."""
+        """Return uninitialised host memory that copies to and from the GPU use at full speed.
+
+        It has the exact size of the tensor and is not rounded up.
+        """
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` itself, or a copy of it in host memory that `host_empty` allocates."""
+        """Return ``tensor`` itself if the GPU can copy from it at full speed. Otherwise return a copy in suitable
+        host memory.
+        """
         return tensor
 
     def host_release(self, tensor: torch.Tensor) -> None:
-        """Undo what `host_empty` did to a tensor's memory, such as page-locking, before the tensor is dropped."""
+        """Prepare a host tensor from `host_empty` for being freed, by undoing the page lock of its memory."""
 
     def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane. Return when the copy is issued to ``stream``, or is complete."""
+        """Copy a tensor on a lane (a queue of copies in one direction). Return when the copy is issued or complete.
+
+        Args:
+            stream: The lane's CUDA stream, to which the copy is issued. None if the calling thread makes the copy.
+        """
         del lane, stream
         host.copy(to, source)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Copy parameters to device memory that its owner may drop before the copy ends."""
+        """Copy parameters to GPU memory. The owner of the GPU memory may free it before the copy ends."""
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Compile the kernels that `update` needs in advance, so that no training step waits for it.
+        """Compile in advance the GPU kernels that optimizer updates need, so that no training step waits for it.
 
         Args:
             steps: An optimizer step of every form that the kernels must handle.
@@ -88,35 +101,40 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """Run one optimizer step on tensors in device memory. ``state`` has the fp32 master parameters and moments."""
+        """Run one optimizer step on tensors in GPU memory. ``state`` holds the fp32 master parameters and the
+        moments.
+        """
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
     def current_event(self) -> Event | None:
-        """Return an event that marks the present end of the training stream's work. None without a stream."""
+        """Record a GPU event after the work issued so far to the training stream, and return it. None without CUDA."""
         return None
 
     def mark(self, event: Event | None) -> Mark | None:
-        """Make a GPU event the reference for the times of later events. Return the previous reference.
+        """Make a GPU event the reference from which the times of later events are measured.
 
-        None if device and host use the same clock.
+        Return the previous reference. None if the device has no events and uses the host's clock.
         """
         del event
         return None
 
     def moment(self) -> Moment:
-        """Return the moment at which the training stream will have finished the work issued to it so far."""
+        """Return the moment at which the training stream will have done the work issued to it so far."""
         return Moment(time.perf_counter())
 
     def training_streams(self) -> list[Any]:
-        """Return the streams on which parameters may be read. Empty if the calling thread itself reads them."""
+        """Return the CUDA streams on which forward and backward may read parameters.
+
+        Empty on a device without streams, where the calling thread itself reads them.
+        """
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
-        """Make the training streams wait for the given ops. Without streams, the calling thread waits.
+        """Make the training streams wait for the given operations. Without streams, the calling thread waits.
 
         Raises:
-            BackgroundError: One of the ops failed.
+            BackgroundError: One of the operations failed.
         """
         streams = self.training_streams() or [None]
         for end in ends:
@@ -124,29 +142,34 @@ class Device:
                 end.wait_on(stream)
 
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
-        """Return a context that surrounds the CPU kernel's update of ``elements`` parameters."""
+        """Return a context for the CPU kernel's optimizer update of ``elements`` parameters.
+
+        An emulated device slows the update down inside it.
+        """
         del elements, out_of_place
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a lane can still read after the owner of ``source`` has dropped it.
+        """Return a tensor that a copy in the background can still read after the caller has dropped ``source``.
 
-        The owner may overwrite ``source`` only after `before_reuse`.
+        The caller may overwrite ``source`` only after `before_reuse`.
         """
         del stream
         return source
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory allocated until work issued to the current stream has read it."""
+        """Keep a GPU tensor's memory from being reused until the work issued to the current stream has read it."""
 
     def before_reuse(self, copied: Completion) -> None:
-        """Wait until a gradient's copy has ended, before the memory of the gradient is overwritten."""
+        """Wait until the copy of a gradient to host memory has ended, before the gradient is overwritten."""
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised memory with the shape and dtype of ``like``, for the training thread."""
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """Set ``total`` to ``base``, which is in host memory, plus ``gradient``, on the lane of gradient copies."""
+        """Set ``total``, in GPU memory, to ``base`` plus ``gradient``. ``base`` is in host memory and is copied
+        first.
+        """
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

@@ -12,12 +12,12 @@ from ebbtide.runtime.devices.emulated import EmulatedDevice
 def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Sequence[Collection[int]] = ()) -> Device:
     """Return the device that runs a plan: CUDA, unified memory or an emulated device.
 
-    ``auto`` selects CUDA if training runs on CUDA, otherwise unified memory.
+    The kind ``auto`` selects CUDA if training runs on CUDA, otherwise unified memory.
 
     Args:
-        on_cuda: Whether training runs on CUDA, which the training framework decides. None: whether CUDA
-            is available.
-        masks: The allowed cores of each rank on this host, in the order of ranks.
+        on_cuda: True if training runs on CUDA, as the training framework decides. If None, it is assumed to run
+            there if CUDA is available.
+        masks: The CPU cores that each rank on this host may use, in the order of ranks.
 
     Raises:
         ValueError: The kind is unknown, CUDA is missing, or PyTorch is built for ROCm.

@@ -1,4 +1,4 @@
-"""Times of GPU events in seconds of the host's clock, precise even in long training runs."""
+"""The conversion of GPU events to seconds of the host's clock, precise even in long training runs."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Mark:
-    """A GPU event and, once known, the time at which the GPU reached it."""
+    """A GPU event from which later events are timed. It also holds the time at which the GPU reached it, once known."""
 
     __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
@@ -20,8 +20,9 @@ class Mark:
 
     @property
     def reached_s(self) -> float:
-        """Return the time, on the host's clock, at which the GPU reached this event. The event must have been
-        reached.
+        """Return the time, in seconds of the host's clock, at which the GPU reached this event.
+
+        Call this only after the GPU has reached it.
         """
         if self._reached_s is None:
             assert self._before is not None
@@ -33,17 +34,20 @@ class Mark:
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
-        """Return the time at which the GPU reached another event, preferably one within seconds of this event."""
+        """Return the time, in seconds of the host's clock, at which the GPU reached another event.
+
+        The result is precise if the two events are within seconds of each other.
+        """
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time of the training stream, on which forward and backward run.
+    """A point in the work of the training stream, on which forward and backward run.
 
     Attributes:
-        event: the event on that stream. None: the device uses the host's clock.
-        mark: the mark that dates the event.
+        event: The GPU event at this point. None if the device uses the host's clock.
+        mark: The earlier event from which the time of ``event`` is measured.
     """
 
     host_s: float
@@ -52,28 +56,31 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Return whether the training stream has passed this moment, without waiting."""
+        """Return whether the training stream has passed this point in its work. This does not wait."""
         return self.event is None or bool(self.event.query())
 
     @property
     def reached_s(self) -> float:
-        """Return the time of this moment on the host's clock. The moment must be past."""
+        """Return the time, in seconds of the host's clock, at which the training stream passed this point.
+
+        Call this only after the stream has passed it.
+        """
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
 
 class DeviceClock:
-    """A clock that dates each GPU event relative to a reference event shortly before it.
+    """A clock that measures the time of each GPU event from a reference event shortly before it.
 
-    CUDA returns the time between two events in milliseconds in single precision: in steps of 0.25 ms
-    after an hour, and of 4 ms after ten hours. Each training step therefore leaves a reference event,
-    dated relative to the previous one, and sums have double precision. Only the training thread uses it.
+    CUDA returns the time between two events in milliseconds in single precision: in steps of 0.25 ms after an
+    hour, and of 4 ms after ten hours. Each training step therefore leaves a reference event, timed from the
+    previous one, and sums have double precision. Only the training thread uses this clock.
     """
 
     def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:
-        """Start a clock for GPU events.
+        """Start a clock that converts the times of GPU events to the host's clock.
 
         Args:
-            event: A GPU event that has just been synchronised with.
+            event: A GPU event that the host has just waited for.
             host: A function that returns the time on the host's clock.
         """
         self._host = host
@@ -81,7 +88,7 @@ class DeviceClock:
         self._undated: deque[Mark] = deque()
 
     def mark(self, event: Any) -> None:
-        """Make a GPU event the reference for the times of later events. It need not have been reached yet."""
+        """Make a GPU event the reference for the times of later events. The GPU need not have reached it yet."""
         self.latest = Mark(event, None, self.latest, self._host)
         self._undated.append(self.latest)
         # Dated as soon as can be, so that no chain of marks grows.

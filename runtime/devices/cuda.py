@@ -1,4 +1,8 @@
-"""A CUDA GPU as the device of a plan: one stream per lane, and page-locked host buffers of exact size."""
+"""A CUDA GPU as the device of a plan.
+
+It has one CUDA stream per lane (a queue of copies in one direction, or of kernels) and page-locked host
+buffers of exact size.
+"""
 
 import time
 import weakref
@@ -23,8 +27,9 @@ PIECE_BYTES = 32 * 2**20
 class CudaDevice(Device):
     """A CUDA GPU as the device of a plan: one stream per lane, and page-locked host buffers of exact size.
 
-    PyTorch's own pinned allocator rounds sizes up to powers of two. Buffers are therefore ordinary host
-    memory that is registered with CUDA afterwards (cudaHostRegister).
+    A lane is a queue of copies in one direction, or of kernels. PyTorch's own pinned allocator rounds sizes up
+    to powers of two. Buffers are therefore ordinary host memory that is registered with CUDA afterwards
+    (cudaHostRegister).
     """
 
     name = "cuda"
@@ -57,7 +62,6 @@ class CudaDevice(Device):
         return lanes
 
     def _choose_gpu(self) -> None:
-        """Select the rank's GPU on a thread of ebbtide, since a new thread starts on the first GPU."""
         torch.cuda.set_device(self.index)
 
     def _begin_host_lane(self) -> None:
@@ -185,7 +189,6 @@ def _pci_address(index: int) -> str | None:
 
 
 def _local_gpus() -> list[str | None]:
-    """Return the PCI addresses of the GPUs that this process sees, in the order of ranks."""
     return [_pci_address(index) for index in range(torch.cuda.device_count())]
 
 

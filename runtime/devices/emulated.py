@@ -1,4 +1,4 @@
-"""An emulated device: threads make real copies and real arithmetic at given rates, without a GPU."""
+"""An emulated GPU: threads make real copies and real arithmetic at given rates, on a machine without a GPU."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +17,11 @@ from ebbtide.simulator.schedule import Lane as LaneName
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRates:
-    """Rates to which an emulated device is slowed down. None leaves the host's own speed.
+    """The rates to which an emulated GPU is slowed down. None for a rate keeps the host's own speed.
 
     Attributes:
-        duplex_factor: Rate of both directions of the link together, divided by the sum of both rates.
+        duplex_factor: Rate of copies in both directions at a time, divided by the sum of the rates of both
+            directions alone.
     """
 
     h2d_bytes_per_s: float | None = None
@@ -32,11 +33,11 @@ class EmulatedRates:
 
 
 class EmulatedDevice(Device):
-    """An emulated device without a GPU: its memory is host memory and its streams are threads.
+    """An emulated GPU for development and tests: its memory is host memory and its streams are threads.
 
-    It makes real copies and real arithmetic, optionally slowed down to given rates, for development
-    and tests. No figure measured on it is a GPU figure. Copies share the link, and updates share the
-    device with the work of `compute`, by max-min fairness: the simulator's model, in real time.
+    It makes real copies and real arithmetic, optionally slowed down to given rates. A time measured on it says
+    nothing about a real GPU. Copies share the emulated link, and updates share the emulated GPU with the work
+    of `compute`. They share by max-min fairness, as in the simulator, but in real time.
     """
 
     name = "emulated"
@@ -54,9 +55,9 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Return a context that lasts as long as a training kernel of ``seconds`` on the emulated device.
+        """Return a context that lasts as long as a training kernel of ``seconds`` on the emulated GPU.
 
-        It lasts longer if updates use the device at the same time.
+        It lasts longer if optimizer updates use the emulated GPU at the same time.
         """
         return self._pacer.work(seconds, {"device": 1.0})
 

@@ -1,4 +1,7 @@
-"""Lanes, which are threads or streams that run ops in order, and completions, which are the ends of ops."""
+"""Lanes and completions. A lane is a thread or CUDA stream that runs operations in order.
+
+A completion is the end of one operation, for which other code can wait.
+"""
 
 import queue
 import threading
@@ -10,22 +13,22 @@ WAIT_DEADLINE_S = 600.0
 
 
 class Event(Protocol):
-    """The part of ``torch.cuda.Event``'s interface that lanes use."""
+    """The part of the interface of ``torch.cuda.Event`` that ebbtide uses."""
 
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
 
 
 class BackgroundError(RuntimeError):
-    """An update failed in the background. The training state is no longer usable."""
+    """An optimizer update failed in the background. The training state is no longer usable."""
 
 
 class Completion:
-    """The end of one op on a lane.
+    """The end of one operation on a lane (a thread or stream that runs operations in order).
 
-    ``issued`` is set by the lane's thread once the op has been handed to its stream (device lanes)
-    or has ended (host lanes). On a device lane ``event`` then marks the op's end. Another stream can
-    wait for it without blocking the host.
+    The lane's thread sets ``issued`` once the operation has been handed to its CUDA stream. On a lane without a
+    stream, ``issued`` is set when the operation has ended. On a lane with a stream, ``event`` marks the
+    operation's end. Another stream can wait for this event without blocking the host.
     """
 
     __slots__ = ("end_s", "error", "event", "issued", "label", "start_event", "start_s")
@@ -41,17 +44,17 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return the completion of an op that has already been issued."""
+        """Return the completion of an operation that has already been issued to its stream."""
         completion = cls()
         completion.event = event
         completion.issued.set()
         return completion
 
     def wait_issued(self) -> None:
-        """Block until the op has been issued to its stream.
+        """Block until the operation has been issued to its stream.
 
         Raises:
-            BackgroundError: The op failed, or was not issued within the deadline.
+            BackgroundError: The operation failed, or was not issued within the deadline.
         """
         if not self.issued.wait(WAIT_DEADLINE_S):
             raise BackgroundError(
@@ -63,13 +66,13 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
-        """Block the calling thread until the op has ended."""
+        """Block the calling thread until the operation has ended."""
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()
 
     def wait_on(self, stream: Any | None) -> None:
-        """Make ``stream`` wait for the op. If ``stream`` is None, block the calling thread."""
+        """Make a CUDA stream wait for the operation's end. If ``stream`` is None, block the calling thread."""
         if stream is None:
             self.wait_host()
             return
@@ -79,17 +82,18 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """Return whether the op has ended, without waiting."""
+        """Return whether the operation has ended. This does not wait."""
         return self.issued.is_set() and (self.event is None or self.event.query())
 
 
 class Lane:
-    """A worker that runs its ops in order, on a thread of its own or on the submitting thread.
+    """A worker that runs its operations in order, on a thread of its own or on the submitting thread.
 
-    With a ``stream`` the thread only issues work to the stream. Without a stream the thread does the op's
-    work itself (host lane, emulated streams). No other thread submits work to the stream.
+    With a CUDA ``stream`` the thread only issues work to the stream. Without a stream the thread does the work
+    itself. No other thread submits work to the stream.
 
-    The first error stops the lane. Every later op, and everything that waits for one, raises that error.
+    The first error stops the lane. Every later operation on it, and all code that waits for one, raises that
+    error.
     """
 
     def __init__(
@@ -101,11 +105,12 @@ class Lane:
         *,
         own_thread: bool = True,
     ) -> None:
-        """Start a lane, which runs ops in order.
+        """Start a lane: a worker that runs operations in order.
 
         Args:
-            begin: Function that the lane's thread calls first, to bind itself to cores and select its GPU.
-            own_thread: If False, `submit` issues ops on the calling thread. Only one thread may then call it.
+            begin: Function that the lane's thread calls first, to bind itself to CPU cores and select its GPU.
+            own_thread: If False, `submit` issues operations on the calling thread. Only one thread may then call
+                it.
         """
         self.name = name
         self._begin = begin
@@ -119,7 +124,7 @@ class Lane:
             self._thread.start()
 
     def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
-        """Queue an op on the lane. It runs after all ops submitted earlier and after the completions in ``waits``."""
+        """Queue an operation on the lane. It runs after all operations queued earlier and after those in ``waits``."""
         if self._thread is None:
             self._execute(body, waits, completion)
             return
@@ -156,7 +161,7 @@ class Lane:
             del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End the lane's thread after all queued ops."""
+        """End the lane's thread after all queued operations."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Real time for emulated ops, shared among concurrent ops as in the simulator."""
+"""The timing of emulated GPU operations in real time. Concurrent operations share rates as in the simulator."""
 
 import threading
 import time
@@ -17,17 +17,18 @@ class _Job:
 
 
 class FluidPacer:
-    """A pacer that makes concurrent work last as long as on a device with given capacities.
+    """A pacer that makes concurrent emulated work last as long as it would on a GPU with given capacities.
 
-    Concurrent work shares the capacities by max-min fairness, like the simulator's ops
+    Concurrent work shares the capacities by max-min fairness, as in the simulator
     (`ebbtide.simulator.engines.sharing`). The pacer is thread-safe. Waiting threads sleep.
     """
 
     def __init__(self, capacities: Mapping[str, float]) -> None:
-        """Start a pacer, which makes emulated work last as long as on a device with given capacities.
+        """Start a pacer, which makes emulated work last as long as on a GPU with given capacities.
 
         Args:
-            capacities: Capacity per second by name. A name that is missing is unlimited.
+            capacities: Amount per second that is available of each capacity, such as a link, by name. A capacity
+                without an entry is unlimited.
         """
         self._capacities = dict(capacities)
         self._active: list[_Job] = []
@@ -36,10 +37,10 @@ class FluidPacer:
 
     @contextmanager
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
-        """Make a block of code last at least ``seconds``, or longer while other work shares its capacities.
+        """Make a block of code last at least ``seconds``, or longer while concurrent work needs the same capacities.
 
         Args:
-            demand: Amount of each capacity that the work uses per second at full speed.
+            demand: Amount of each capacity that the work uses per second if it runs alone.
         """
         job = _Job(seconds, demand)
         self._begin(job)

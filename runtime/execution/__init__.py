@@ -1,1 +1,1 @@
-"""The runtime's execution of a plan's schedule on streams. It depends on no training framework."""
+"""The part of the runtime that runs a plan's optimizer updates and copies. It depends on no training framework."""

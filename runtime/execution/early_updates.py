@@ -1,4 +1,7 @@
-"""Early updates: updates that start before the gradient norm is known, and are then committed or dropped."""
+"""Early updates: optimizer updates that start before the gradient norm is known.
+
+When the norm is known, they are committed, or dropped if gradients must be clipped.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,23 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class SubgroupJob:
-    """The optimizer update of one subgroup in one step: hyperparameters and gradients."""
+    """The optimizer update of one subgroup in one step: its hyperparameters and gradients."""
 
     step: UpdateStep
     segments: list[Segment]
 
     def equals(self, other: SubgroupJob) -> bool:
-        """Return whether two updates give identical bits: the same kernel, the same scalars, the same gradient."""
+        """Return whether two updates of a subgroup give identical bits: same kernel, same scalars, same gradient."""
         return _scalars(self) == _scalars(other)
 
 
 @dataclass(slots=True)
 class EarlyUpdate:
-    """An early update of one subgroup, which writes to spare buffers instead of the live state.
+    """An update of one subgroup that starts before the gradient norm is known.
 
-    ``source`` is the live state. ``into`` becomes the live state if the early update was right. The training
-    thread sets ``dropped``, and parts of the update that have not started by then do nothing.
+    It reads the subgroup's present state, ``source``, and writes to the spare buffers ``into``. If the step
+    neither clips nor overflows, ``into`` becomes the present state. Otherwise the training thread sets
+    ``dropped``, and parts of the update that have not started by then do nothing.
     """
 
     job: SubgroupJob
@@ -42,15 +46,16 @@ class EarlyUpdate:
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """A subgroup in a staging buffer in GPU memory.
+    """A subgroup in a staging buffer: its state is copied to GPU memory for its update.
 
     Attributes:
-        origin: The subgroup's state in host memory. The new state is copied back there unless the update
-            is early.
+        origin: The subgroup's state in host memory. The new state is copied back to it, unless the update
+            starts before the gradient norm is known.
         into: The staging buffer's tensors for the state.
-        wire: The staging buffer's tensor for new parameters of an early update.
+        wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm is
+            known.
         came: The end of the copy of the state to the staging buffer.
-        early: The early update. None if the update waits for the gradient norm.
+        early: The update that starts before the gradient norm is known. None if the update waits for the norm.
     """
 
     origin: tuple[torch.Tensor, ...]
@@ -61,32 +66,37 @@ class StagedUpdate:
 
     @classmethod
     def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
-        """Build the staged update of a subgroup, which is in a staging buffer in GPU memory."""
+        """Build the staged update of a subgroup, after the copy of its state to a staging buffer on the GPU has been
+        started.
+        """
         wire = None if slot.wire is None else slot.wire[: state.elements]
         return cls(state.state, slot.views(state.elements), wire, came)
 
     @property
     def dropped(self) -> bool:
-        """Return whether an early update was wrong and dropped. Its ops that have not started then do nothing."""
+        """Return whether the subgroup's early update was dropped, so that its operations do nothing if they start
+        now.
+        """
         return self.early is not None and self.early.dropped
 
 
 class EarlyUpdates:
-    """The early updates of a step, and their spare buffers in host memory.
+    """The updates of a step that start before the gradient norm is known, and their spare buffers in host memory.
 
-    Only the training thread calls it. The host lane fills the spare buffers.
+    Only the training thread calls the methods. Updates on the CPU fill the spare buffers.
 
     Attributes:
-        wires: By subgroup, the buffer in which its new parameters wait for the gradient norm.
-        begun: By subgroup, the early updates that have begun in the present step.
+        wires: By subgroup, the buffer in which new parameters wait for the gradient norm.
+        begun: By subgroup, the updates that have begun early in the present step.
     """
 
     def __init__(self, device: Device, states: Sequence[SubgroupState], *, shared: bool = False) -> None:
-        """Reserve the memory.
+        """Reserve spare buffers in host memory for the subgroups that are updated before the gradient norm is known.
 
         Args:
             states: The subgroups that are updated early.
-            shared: Whether their state is part of larger tensors, which the framework keeps (`bring_back`).
+            shared: True if their state is part of larger tensors that the training framework keeps (see
+                `bring_back`).
         """
         self._device = device
         self._kept = {s.index: s.state for s in states} if shared else {}
@@ -96,29 +106,36 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of host memory that the spare buffers of early updates take."""
+        """Return the bytes of host memory that the spare buffers for early updates take."""
         spares = (t for spare in self._spares.values() for t in spare)
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> EarlyUpdate:
-        """Create a subgroup's early update, for the caller to submit to a lane."""
+        """Create the early update of a subgroup. The caller then submits it to run."""
         early = EarlyUpdate(job, state.state, self._spares[state.index])
         self.begun[state.index] = early
         return early
 
     def drop(self, subgroups: Iterable[int]) -> dict[int, EarlyUpdate]:
-        """Drop the early updates of the given subgroups. Return those that had begun, by subgroup."""
+        """Drop the given subgroups' updates that began before the gradient norm was known. Return the dropped ones."""
         dropped = {s: self.begun.pop(s) for s in list(subgroups) if s in self.begun}
         for early in dropped.values():
             early.dropped = True
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups with an early update that differs from the update in ``jobs``."""
+        """Return the subgroups with an early update that differs from the update that the step turned out to need.
+
+        Args:
+            jobs: The update that the step needs, by subgroup.
+        """
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Commit the remaining early updates by exchanging live state and spare buffers. Return their subgroups."""
+        """Commit the step's early updates that were not dropped. Return their subgroups.
+
+        The spare buffers become the subgroups' state, and the tensors with the old state become spare buffers.
+        """
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
             early = self.begun.pop(state.index)
@@ -126,13 +143,14 @@ class EarlyUpdates:
         return taken
 
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Return those whose state is in a spare, and not in the framework's tensors."""
+        """Return the subgroups with state in a spare buffer and not in the training framework's tensors."""
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 
     def bring_back(self, state: SubgroupState) -> None:
-        """Copy a subgroup's state from its spare to the framework's tensors, where the state is from now on.
+        """Copy a subgroup's state from its spare buffer to the training framework's tensors, and use these from now
+        on.
 
-        No update of the subgroup is under way.
+        No update of the subgroup may be running.
         """
         origin = self._kept[state.index]
         for to, source in zip(origin, state.state, strict=True):
@@ -140,7 +158,7 @@ class EarlyUpdates:
         state.state, self._spares[state.index] = origin, state.state
 
     def close(self, states: Sequence[SubgroupState]) -> None:
-        """Give the memory back. No update is under way.
+        """Release the spare buffers of early updates. No update may be running.
 
         Args:
             states: All subgroups.
@@ -169,9 +187,9 @@ def spares_of(
     *,
     shared: bool = False,
 ) -> EarlyUpdates:
-    """Return the memory for the subgroups that a plan updates early.
+    """Reserve spare buffers for the subgroups that a plan updates before the gradient norm is known.
 
     Args:
-        shared: see `EarlyUpdates`.
+        shared: True if their state is part of larger tensors that the training framework keeps.
     """
     return EarlyUpdates(device, [state for state in states if updated_early[state.index]], shared=shared)

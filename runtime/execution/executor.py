@@ -1,4 +1,4 @@
-"""The executor, which runs each step's graph of update ops on lanes."""
+"""The executor of a plan, which runs each step's optimizer updates and copies in the background."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ Body = Callable[[int], None]  # of a subgroup
 
 
 class UpdateGate(Protocol):
-    """An object to ask before a subgroup's state is overwritten, such as the checkpoint engine."""
+    """An object that must be asked before an update overwrites a subgroup's state, such as the checkpoint engine."""
 
     def before_update(self, subgroup: int) -> None:
-        """Wait until a subgroup's state may be overwritten. Raise if the code that reads the state has failed."""
+        """Wait until an update may overwrite a subgroup's state. Raise an error if the code that reads the state
+        failed.
+        """
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """The ops of one step with their completions, for the measured timeline.
+    """The operations of one step with their ends, for the measured timeline.
 
-    ``origin`` is the GPU event of the previous step from which the events of this step are dated.
+    ``origin`` is the GPU event of the previous step from which the times of this step's events are measured.
     """
 
     number: int
@@ -58,11 +60,11 @@ class StepRecord:
 
 
 class Executor:
-    """The executor of a plan, which owns the lanes.
+    """The executor of a plan. It owns the lanes (threads and streams that run copies and updates in order).
 
-    Only the training thread calls `prefetch` and `launch`. A step's ops run in the background after
-    `launch` returns. `wait_parameters`, `wait_state` and `wait_all` wait only for the ops that they
-    need, and raise the errors of these ops.
+    Only the training thread calls `prefetch` and `launch`. A step's operations run in the background after
+    `launch` returns. `wait_parameters`, `wait_state` and `wait_all` wait only for the operations that they
+    need, and raise their errors.
     """
 
     def __init__(
@@ -79,20 +81,22 @@ class Executor:
         early_updates: EarlyUpdates | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
-        """Start the executor's lanes, which run the ops of a plan.
+        """Start the threads and streams that run the copies and updates of a plan.
 
         Args:
             device: The device that runs the plan.
             states: The subgroups' tensors.
-            plan: The plan that memory allowed. Its placements are those of ``states``.
-            slots: Staging buffers in GPU memory.
+            plan: The plan, reduced to what memory allows. ``states`` are in the memory that it names.
+            slots: Staging buffers in GPU memory, each for one subgroup.
             threads: Number of threads of the CPU update.
             rule: The optimizer's update rule.
-            gradients: The template of a step's gradient ops.
-            store: Store for the stored subgroups, whose state passes through ``host_slots``.
-            host_slots: Host buffers for stored subgroups.
-            early_updates: Memory for early updates. None if no update is early.
-            arrival: Order in which subgroups' gradients become complete. None: the last subgroup's first.
+            gradients: The operations on gradients that every step repeats.
+            store: Store of the subgroups whose state is on a drive. The state passes through ``host_slots``.
+            host_slots: Host buffers to read and write state on a drive.
+            early_updates: Spare buffers for updates that start before the gradient norm is known. None if no update
+                does.
+            arrival: Order in which subgroups' gradients become complete in backward. None: the last subgroup's
+                first.
         """
         self.device, self.states, self.slots = device, states, slots
         self.threads = threads
@@ -138,7 +142,6 @@ class Executor:
     def _keep_spent(
         self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob, stream: object = None
     ) -> None:
-        """Save the last elements of a subgroup's state before an update, if DeepSpeed overwrites their gradient."""
         elements = self.states[subgroup].elements
         begin = self.rule.tail_begin(elements) if self.rule.spends else elements
         if begin < elements:
@@ -159,15 +162,11 @@ class Executor:
             self.prepare_device()
 
     def prepare_device(self) -> None:
-        """Compile what updates on the device may run, so that no step pays for it."""
+        """Compile the GPU kernels that updates may run, so that no training step waits for it."""
         dtypes = self.states[0].gradient.dtype, self.states[0].wire.dtype
         self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
     def _begin_ahead(self) -> None:
-        """Issue the ops that a step before the first one would have started for the first step.
-
-        This waits until training begins, because a checkpoint may be loaded before.
-        """
         if not self._begun:
             self._begun = True
             self.issue.ahead()
@@ -187,7 +186,7 @@ class Executor:
 
     @property
     def before_op(self) -> Callable[[Op], None] | None:
-        """Return the function that every op calls first on its lane, to inject faults and delays in tests."""
+        """Return the function that every operation calls first, with which tests inject faults and delays."""
         return self.gradients.before_op
 
     @before_op.setter
@@ -197,22 +196,22 @@ class Executor:
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self, *, early_updates: bool = True) -> None:
-        """Start copying staged subgroups' state to the GPU, as far as possible before the gradient norm is known.
+        """Start to copy subgroups' state to staging buffers on the GPU before the gradient norm is known.
 
-        Subgroups that are updated early in this step come first.
+        Subgroups that are updated early in this step come first. Copying ends when all staging buffers are full.
         """
         self._begin_ahead()
         self.issue.backward(None, early=early_updates)
 
     def come_in(self) -> None:
-        """Start copying state of further staged subgroups to the GPU, as far as staging buffers are free."""
+        """Start to copy the state of further subgroups to the GPU, while staging buffers are free."""
         self.issue.come_in()
 
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
-        """Start a subgroup's early update during backward. It runs after the subgroup's gradient has arrived.
+        """Start a subgroup's update during backward, before the gradient norm is known.
 
-        It writes to spare buffers. A staged subgroup must also be in its staging buffer first. `settle` decides
-        whether ``job`` was right.
+        It runs after the subgroup's gradient is complete, and writes to spare buffers. If the subgroup's state is
+        staged to the GPU, the update also waits for that copy. `settle` later decides whether ``job`` was right.
         """
         self._begin_ahead()
         self._ready[subgroup] = job
@@ -226,7 +225,7 @@ class Executor:
         return self.gradients.arrived(subgroup) if self.issue.recipes[subgroup].gradient_steps else []
 
     def drop_early_updates(self, subgroups: Iterable[int] | None = None) -> bool:
-        """Drop early updates that are wrong. Return whether there were any to drop.
+        """Drop updates that began before the gradient norm was known. Return whether there were any.
 
         Args:
             subgroups: The subgroups whose early updates to drop. None drops all of them.
@@ -240,21 +239,21 @@ class Executor:
         return bool(dropped or waiting)
 
     def skip(self) -> bool:
-        """End an optimizer step without updates and drop early updates. Return whether there were any."""
+        """End an optimizer step without updates. Drop early updates, and return whether there were any."""
         dropped = self.drop_early_updates()
         self.issue.skip()
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Commit the early updates that equal ``jobs`` and drop the others. Call it before `launch`.
+        """Commit the early updates that equal the step's updates ``jobs`` and drop the others.
 
-        Return the subgroups whose state has changed places with spare buffers.
+        Call this before `launch`. Return the subgroups whose state is now in what were spare buffers.
         """
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)
 
     def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
-        """Start the updates of an optimizer step. All gradients must have been sent to the place of their update.
+        """Start the updates of an optimizer step. All gradients must have been sent to the memory of their update.
 
         Args:
             jobs: The update of each subgroup.
@@ -328,11 +327,6 @@ class Executor:
         return self.host_slots[number].views(self.states[subgroup].elements)
 
     def _parameter_out(self, subgroup: int) -> torch.Tensor:
-        """Return the buffer to which an update writes a subgroup's new parameters.
-
-        It is the subgroup's spare buffer if its update may be early, otherwise a shared buffer, or the parameters
-        themselves.
-        """
         own, state = self.early_updates.wires.get(subgroup), self.states[subgroup]
         if own is not None:
             return own
@@ -402,7 +396,6 @@ class Executor:
             )
 
     def _was_stale(self, subgroup: int) -> bool:
-        """Return whether a subgroup's state was overwritten after its prefetch, and reset this mark."""
         with self._stale_lock:
             stale = subgroup in self._stale
             self._stale.discard(subgroup)
@@ -455,7 +448,9 @@ class Executor:
     # -- waiting -----------------------------------------------------------------------------
 
     def wait_parameters(self, subgroups: Iterable[int]) -> None:
-        """Make the training streams, or the calling thread without CUDA, wait for subgroups' new parameters.
+        """Make the training streams wait for the updates that write subgroups' new parameters.
+
+        Without CUDA, the calling thread waits.
 
         Raises:
             BackgroundError: An update failed.
@@ -465,14 +460,14 @@ class Executor:
         self.device.training_waits(self._published[s] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
-        """Return the completions after which subgroups' parameters are new. Empty if they are new already."""
+        """Return the operations after which the given subgroups' parameters are new. Empty if they are new already."""
         return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
-        """Start a copy of parameters from host to device memory that runs after ``waits``. The caller does not wait.
+        """Start to copy parameters from host to GPU memory after the operations in ``waits``, without waiting.
 
-        Copies run in the order of calls. ``to`` may be dropped at any time. No update overwrites ``source``
-        before the copy has read it.
+        Copies run in the order of calls. ``to`` may be dropped at any time. No update overwrites ``source`` before
+        the copy has read it.
         """
         lane = self.lanes[LaneName.H2D_FETCH]
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
@@ -488,7 +483,7 @@ class Executor:
         return completion
 
     def wait_state(self, subgroup: int) -> None:
-        """Block until a subgroup's latest update has ended and its new state is in its host or drive location."""
+        """Wait until a subgroup's latest update has ended and its new state is back in host memory or on the drive."""
         for op, completion in reversed(self._own):
             if op.subgroup == subgroup and op.kind in STATE_ENDS:
                 completion.wait_host()
@@ -497,34 +492,34 @@ class Executor:
             self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
-        """Block until every op of the launched steps has ended. Raise the first failure.
+        """Wait until all operations of the launched steps have ended. Raise the first error.
 
-        Ops that have begun for the next step continue (see `wait_ahead`).
+        Operations that have already begun for the next step continue (see `wait_ahead`).
         """
         for _, completion in self._own:
             completion.wait_host()
         self._latest_fetch.wait_host()
 
     def wait_ahead(self) -> None:
-        """Block until the ops that the latest step started for the next step have ended."""
+        """Wait until the operations that the latest step started in advance for the next step have ended."""
         for _, completion in self._ahead:
             completion.wait_host()
 
     def wait_memory(self) -> None:
-        """Block until the ops of subgroups with state in memory have ended. Ops of stored subgroups continue."""
+        """Wait until all operations on subgroups with state in memory have ended. Those on a drive's state continue."""
         for op, completion in (*self._own, *self._ahead):
             if op.subgroup not in self._stored:
                 completion.wait_host()
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:
-        """Block until the ops issued for the coming optimizer step have ended."""
+        """Wait until the operations that were started for the coming optimizer step have ended."""
         for _, completion in self._issued:
             completion.wait_host()
 
     @property
     def busy(self) -> bool:
-        """Return whether an op of the latest step is still running or has failed."""
+        """Return whether an operation of the latest step is still running or has failed."""
         # What has ended stays so: each op is asked until then, not again at every reader.
         while self._ended < len(self._own):
             _, completion = self._own[self._ended]
@@ -534,16 +529,16 @@ class Executor:
         return False
 
     def raise_if_failed(self) -> None:
-        """Raise the error of an op that has failed so far, without waiting for other ops."""
+        """Raise the error of an operation that has already failed. This does not wait for other operations."""
         for _, completion in (*self._own, *self._ahead):
             if completion.issued.is_set() and completion.error is not None:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Adopt optimizer state that was written from outside while no update of these subgroups was running.
+        """Take over optimizer state that code outside of the plan has written while these subgroups were not updated.
 
-        Prefetched copies of the state become invalid. Stored subgroups are written to storage. Block until
-        this is done.
+        Copies of the old state in staging buffers become invalid. State that belongs on a drive is written there.
+        This returns when it is done.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -555,9 +550,9 @@ class Executor:
         self._outdate(subgroups)
 
     def state_loaded(self) -> None:
-        """Adopt the optimizer state of all subgroups after a checkpoint load, as `state_written` does.
+        """Take over the optimizer state of all subgroups after a checkpoint load, as `state_written` does.
 
-        Subgroups whose state the load adopted on storage are not written again.
+        State that the load found on the plan's drive is not written there again.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
@@ -565,9 +560,10 @@ class Executor:
         self._outdate(adopted)
 
     def state_shown(self) -> None:
-        """Mark prefetched state as outdated, because the caller may write to the state. It is then copied again.
+        """Mark state in staging buffers as outdated, because the caller may write to the state. It is then copied
+        again.
 
-        Block until copies to staging buffers that are in progress have ended.
+        This waits until copies to staging buffers in progress have ended.
         """
         self.drop_early_updates()
         for staged in self._staged.values():
@@ -575,9 +571,9 @@ class Executor:
         self._outdate(self._staged)
 
     def bring_back(self) -> list[SubgroupState]:
-        """Bring state that early updates have left in spares back to the framework's own tensors.
+        """Copy state from the spare buffers of early updates back to the training framework's own tensors.
 
-        Early updates of these subgroups that are under way are dropped. Blocks until the state is there.
+        Early updates of these subgroups that are in progress are dropped. This returns when the state is there.
 
         Returns:
             The subgroups whose state has moved.
@@ -598,7 +594,7 @@ class Executor:
             self._stale.update(subgroups)
 
     def close(self, *, with_device: bool = True) -> None:
-        """End the lanes' threads after all queued ops.
+        """End the executor's threads after all queued operations.
 
         Wait for copies that were started for a skipped step, because their buffers are released afterwards.
 

@@ -1,4 +1,4 @@
-"""The copies of gradients between device and host, on the schedule's lanes and in its order."""
+"""The copies of gradients between GPU and host memory, in the order that the plan's schedule has."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KEPT_PARTS = 65536  # of one step, for the measured timeline
 
 
 class GradientOps:
-    """The ops that copy gradients between device and host. Only the training thread calls it.
+    """The operations that copy gradients between GPU and host memory. Only the training thread calls the methods.
 
-    One op runs for each parameter of a subgroup whose gradient arrives. A lane runs its ops in order,
-    so a subgroup's gradient is complete when its latest op has ended.
+    One operation runs for each parameter whose gradient arrives. Copies in one direction run in order, so that
+    a subgroup's gradient is complete when the latest copy for it has ended.
 
     Attributes:
-        parts: Ops and their completions since the last `take_parts`, for the measured timeline.
+        parts: Operations since the last `take_parts`, each with its end, for the measured timeline.
         latest: The device-to-host copy of a gradient that was started last, of any subgroup.
     """
 
@@ -43,16 +43,17 @@ class GradientOps:
 
         Args:
             offset: First element of the part in the subgroup.
+            buffer: Host memory for the part.
             source: The gradient. It may be dropped immediately, but overwritten only after `before_reuse`.
-            summed: True if ``source`` comes from `fetch_sum`, so that each micro-batch's sum is copied.
+            summed: True if ``source`` is a sum that `fetch_sum` has made of earlier micro-batches and this one.
         """
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a gradient of the previous accumulation window to host memory.
+        """Copy a gradient of the previous optimizer step's micro-batches to host memory.
 
-        No schedule has this op. An update reads this gradient only if the last micro-batch does not reach
-        the parameter.
+        The simulated schedule has no such operation. An update reads this gradient only if the last micro-batch
+        gives the parameter no gradient.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
@@ -69,11 +70,6 @@ class GradientOps:
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
-        """Wait until the gradient bytes in flight are within `GRADIENTS_UNDER_WAY_BYTES`, or one gradient.
-
-        The host waits, not a stream. The host allocates the memory of the next gradients, and it cannot
-        reuse memory that is still being copied. This limits how far the host runs ahead of backward.
-        """
         left = sum(n for _, n in self._under_way) + size_bytes
         while self._under_way:
             oldest, n = self._under_way[0]
@@ -84,10 +80,11 @@ class GradientOps:
             left -= n
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``base + gradient`` in device memory, for the caller's stream to read. ``base`` is in host memory.
+        """Return ``base + gradient`` in GPU memory, for the caller's stream to read. ``base`` is in host memory.
 
-        If the subgroup's gradient is summed on the device, no schedule has this op. The sum is in host memory
-        because another plan left it there, or because the first micro-batch did not reach the parameter.
+        If the plan sums the subgroup's gradients in GPU memory, the simulated schedule has no such operation. The
+        sum is in host memory then because another plan left it there, or because the first micro-batch gave the
+        parameter no gradient.
         """
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
@@ -116,27 +113,31 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the completions after which all gradients sent for a subgroup are in host memory."""
+        """Return the copies after which all gradients sent for a subgroup are in host memory."""
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:
-        """Wait until the gradients sent to host memory so far are copied, before their source is overwritten."""
+        """Wait until all gradients sent so far are in host memory, before the GPU memory they came from is
+        overwritten.
+        """
         if self.latest is not None:
             self._device.before_reuse(self.latest)
 
     def wait(self) -> None:
-        """Block until no gradient copy between device and host is in progress."""
+        """Wait until no gradient copy between GPU and host memory is in progress."""
         for completion in self._ends.values():
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """Return the gradient copies recorded since the last call, with their completions, and clear the record."""
+        """Return the gradient copies recorded since the last call, each with an object that tells when it has ended.
+
+        The record is then cleared.
+        """
         taken = list(self.parts)
         self.parts.clear()
         return taken
 
 
 def _fetched_once(subgroup: int) -> GradientOp:
-    """Return the op that copies a gradient sum to the device once, after all copies of this sum to the host."""
     op = Op(-1, OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, 0, subgroup=subgroup)
     return GradientOp(op, summed=True, reduced=True, after=(OpKind.GRADIENT_D2H,))

@@ -1,4 +1,4 @@
-"""The collection of gradients for their updates: each gradient is copied once, in its own precision."""
+"""The collection of gradients for optimizer updates. Each gradient is copied once, in its own precision."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ParameterSlice:
 
     Attributes:
         real: True if this rank's partition holds elements of the parameter and not only padding.
-        touched: True if the last micro-batch of the accumulation window has produced a gradient.
-        held: True if the gradient sum is in the subgroup's GPU memory for sums. The host has a copy,
-            unless ``unsent`` is True.
+        touched: True if the last micro-batch of the optimizer step has produced a gradient.
+        held: True if the sum of micro-batches' gradients is in GPU memory. The host has a copy, unless
+            ``unsent`` is True.
         unsent: True if the sum on the GPU has grown since it was last copied to the host.
     """
 
@@ -37,7 +37,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``end`` of a subgroup, and the gradient that updates them."""
+    """The elements ``start`` to ``end`` of a subgroup, with the gradient and the scale for their update."""
 
     start: int
     end: int
@@ -52,10 +52,11 @@ Piece = TypeVar("Piece", bound=ParameterSlice)
 class HostGradients(Generic[Piece]):
     """A collection of the reduced gradients of all parameters in their subgroups' gradient buffers.
 
-    Only the training thread calls it. Copies to host memory run as ``ops``. A subgroup's update reads the
-    buffer after `arrived`, and ends before parameters can be gathered for the next backward. No gradient
-    is therefore overwritten before its use. If GPU memory for sums exists, the sum of micro-batches stays
-    there until the last micro-batch. A framework that keeps more than gradient sums extends this class.
+    Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update
+    reads the gradient buffer after these copies have ended. It ends before parameters can be gathered for the
+    next backward, so that no gradient is overwritten before its use. If GPU memory for sums exists, the sum of
+    micro-batches stays there until the last micro-batch. A framework that keeps more than gradient sums extends
+    this class.
     """
 
     device: Device
@@ -79,13 +80,14 @@ class HostGradients(Generic[Piece]):
     # -- arriving ----------------------------------------------------------------------------
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Store or accumulate a gradient partition. Return the sum in device memory, for the gradient norm.
+        """Store a gradient partition or add it to the sum. Return the sum in GPU memory, for the gradient norm.
 
         Args:
-            gradient: Flat gradient in the accumulation dtype, on the device. It may be shorter than the
-                slice: the rest of the slice is padding and stays zero.
-            first: True for the window's first micro-batch, which replaces the sum. Others are added to it.
-            boundary: True for the window's last micro-batch.
+            gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the parameter's
+                part: the rest is padding and stays zero.
+            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are added to
+                it.
+            boundary: True for the last micro-batch of an optimizer step.
         """
         total = self._take(piece, gradient, first=first, boundary=boundary)
         if boundary:
@@ -95,11 +97,6 @@ class HostGradients(Generic[Piece]):
     def _take(
         self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store or accumulate a gradient partition and return the sum in device memory.
-
-        Args:
-            alone: If True, the gradient replaces the one in host memory and is not part of an ongoing sum.
-        """
         self._open = True
         base = None if first else self._sum_so_far(piece, gradient.numel())
         if self.states[piece.subgroup].sum is not None:
@@ -119,7 +116,6 @@ class HostGradients(Generic[Piece]):
     def _store(
         self, piece: Piece, buffer: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
-        """Store ``base + gradient``, computed on the device, in the gradient's host buffer."""
         if not self._crosses[piece.subgroup]:
             return buffer.copy_(gradient) if base is None else torch.add(base, gradient, out=buffer)
         if base is not None:
@@ -130,7 +126,6 @@ class HostGradients(Generic[Piece]):
     def _hold(
         self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None, *, boundary: bool, alone: bool
     ) -> torch.Tensor:
-        """Store or accumulate a gradient partition. The sum stays on the device until the last micro-batch."""
         total = gradient
         if not (alone or (boundary and base is None)):
             total = self._sum_up(piece, gradient, base)
@@ -170,20 +165,24 @@ class HostGradients(Generic[Piece]):
     # -- another plan ------------------------------------------------------------------------
 
     def make_spares(self) -> None:
-        """Allocate what backward will need, so that no allocation falls into a backward."""
+        """Allocate the additional gradient buffers that backward will need, so that backward allocates no memory
+        itself.
+        """
 
     def spare_bytes(self) -> int:
-        """Return the bytes of host memory that gradients take in addition to the subgroups' gradient buffers."""
+        """Return the bytes of host memory that gradients take in addition to one gradient buffer per subgroup."""
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection of the same gradients for subgroups that have moved to other buffers."""
+        """Return a collection with the same gradients, after the subgroups have moved to other buffers for a new
+        plan.
+        """
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open
         return moved
 
     def close(self) -> None:
-        """Release the GPU memory for gradient sums, after gradient copies in progress have ended."""
+        """Release the GPU memory for sums of micro-batches' gradients, after gradient copies in progress have ended."""
         self.ops.wait()
         for piece in self.slices.values():
             if piece.unsent:  # the next micro-batch goes on from it
@@ -193,7 +192,9 @@ class HostGradients(Generic[Piece]):
             state.sum = None
 
     def before_reuse(self) -> None:
-        """Wait until the gradients accepted so far are copied to the host, before their source is overwritten."""
+        """Wait until the gradients accepted so far are copied to host memory, before their GPU memory is
+        overwritten.
+        """
         self.ops.before_reuse()
 
     # -- stepping ----------------------------------------------------------------------------
@@ -202,17 +203,17 @@ class HostGradients(Generic[Piece]):
         return self.ops.arrived(subgroup)
 
     def close_window(self) -> None:
-        """Close the accumulation window of micro-batches. Called at each step, after its last gradient."""
+        """End the accumulation of micro-batches. Call this at each optimizer step, after its last gradient."""
         for piece in self.slices.values():
             piece.touched = False
         self._missing = self._awaited()
         self._open = False
 
     def check_closed(self) -> None:
-        """Check that no gradient has arrived since the accumulation window was closed.
+        """Check that no gradient has arrived since the accumulation of micro-batches was ended by `close_window`.
 
         Raises:
-            RuntimeError: A gradient has arrived since `close_window`.
+            RuntimeError: A gradient has arrived since then.
         """
         if self._open:
             raise RuntimeError(
@@ -221,9 +222,9 @@ class HostGradients(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Note the factor by which the optimizer step multiplies gradients. None if the step is skipped."""
+        """Note the factor that unscales and clips an optimizer step's gradients. None if the step is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of elements of a subgroup, each with the gradient and the scale for its update."""
+        """Return the ranges of a subgroup's elements, each with the gradient and the scale for its update."""
         state = self.states[subgroup]
         return [Segment(0, state.elements, state.gradient, scale)]

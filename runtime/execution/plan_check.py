@@ -1,4 +1,4 @@
-"""A check that a plan matches the subgroups of the training engine."""
+"""A check that a plan was made for the subgroups that the training engine has."""
 
 from __future__ import annotations
 

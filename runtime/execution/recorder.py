@@ -1,4 +1,4 @@
-"""The measured timeline: ops that the runtime executed, in the simulator's type."""
+"""The measured timeline of training: the operations that ran, in the format of the simulator's timeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A measured span of the training thread, from one moment of the device to another."""
+    """A phase of the training thread, such as forward, with its begin and end on the device."""
 
     kind: OpKind
     iteration: int
@@ -36,7 +36,7 @@ class Recorder:
     """A recorder of the times at which forward, backward and optimizer step begin and end.
 
     On CUDA the training thread runs ahead of the GPU. The recorder therefore uses events on the training
-    stream there, which measure the GPU's time. Elsewhere it uses the host's clock.
+    stream, which give the GPU's time. On other devices it uses the host's clock.
     """
 
     device: Device
@@ -73,9 +73,9 @@ class Recorder:
             self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
-        """Return the measured timeline of the steps in ``history`` and of the training thread around them.
+        """Return the measured timeline of the given steps, with forward and backward around them.
 
-        Spans that the device has not reached yet are left out.
+        A phase that the GPU has not finished yet is left out.
         """
         records = list(history)
         first = records[0].number if records else 0

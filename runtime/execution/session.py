@@ -1,4 +1,4 @@
-"""The link between a training framework's engine and the executor that runs a plan on it."""
+"""The connection between a training framework's optimizer and the executor that runs a plan for it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class TrainingEngine(Protocol):
-    """The interface that a session needs of a training framework's optimizer.
+    """The interface that running a plan needs of a training framework's optimizer.
 
-    Every call comes from the training thread. The framework keeps its own references to the optimizer
-    state, for checkpoints and for readers. `adopt` gives it the new tensors of a subgroup.
+    Every call comes from the training thread. The framework keeps its own references to the optimizer state,
+    for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a subgroup.
 
     Attributes:
-        shares_state: True if the framework's buffers of optimizer state outlive a plan. Only gradients
-            are then released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
-            wait for its updates.
+        shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
+            gradients are released.
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait
+            for its updates.
     """
 
     shares_state: bool
@@ -65,9 +65,9 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return the partitioned parameters that forward and backward gather, keyed as in `slices`.
+        """Return the partitioned parameters that forward and backward gather, by the keys of `slices`.
 
-        None if these parameters are unknown so far, or if parameters are never partitioned.
+        None if they are not known yet, or if the framework does not partition parameters.
         """
         ...
 
@@ -76,52 +76,59 @@ class TrainingEngine(Protocol):
         ...
 
     def first_use(self) -> list[int]:
-        """Return, for each subgroup, a number that grows with the moment at which forward first needs its
-        parameters.
-        """
+        """Return, for each subgroup, a number that orders subgroups by the first use of their parameters in forward."""
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Return the optimizer's update rule. A plan's updates give bit-identical results."""
+        """Return the update rule that computes what the framework's optimizer computes, with identical bits."""
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return the location of each parameter in its subgroup, keyed by the framework's parameter number."""
+        """Return where each parameter lies in its subgroup, by the framework's number of the parameter."""
         ...
 
     def host_gradients(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> HostGradients[Any]:
-        """Build the object that collects the gradients of all parameters under a session's first plan."""
+        """Build the object that collects the gradients of all parameters when the first plan starts to run."""
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare the framework for its first plan: split buffers that several subgroups share.
+        """Prepare the framework's buffers for its first plan, by splitting buffers that several subgroups share.
 
         Otherwise a shared buffer would stay in memory until its last subgroup has moved.
         """
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return the tensors of a subgroup. If ``now`` is None, no plan runs yet and they are the framework's own."""
+        """Return the present tensors of a subgroup.
+
+        Args:
+            now: The subgroup's tensors under the running plan. None if no plan runs yet. In that case the
+                framework's own tensors are returned.
+        """
         ...
 
     def adopt(self, state: SubgroupState) -> None:
-        """Point the training framework's references to the present tensors of a subgroup."""
+        """Make the training framework's references point to the present tensors of a subgroup."""
         ...
 
     def settle(self) -> None:
-        """Release the training framework's unused buffers, after all subgroups have moved to a plan's buffers."""
+        """Release the training framework's buffers that no subgroup uses any more, after all have moved to a plan's
+        buffers.
+        """
         ...
 
     def hyperparameters(self) -> list[UpdateStep]:
-        """Return the next step's optimizer hyperparameters per subgroup, and advance the framework's step counters."""
+        """Return the next step's optimizer hyperparameters for each subgroup, and advance the optimizer's step
+        counters.
+        """
         ...
 
     def expected_step(self) -> tuple[list[UpdateStep], float]:
-        """Return the next step's optimizer hyperparameters and the gradient scale, without advancing step counters.
+        """Return the next step's optimizer hyperparameters and gradient scale, without advancing step counters.
 
-        The scale is that of a step without clipping or overflow.
+        The scale is the one for a step that neither clips nor overflows.
         """
         ...
 
@@ -130,19 +137,22 @@ class TrainingEngine(Protocol):
         ...
 
     def early_updates_allowed(self) -> bool:
-        """Return whether early updates may start. False if gradients already show that the step clips or overflows."""
+        """Return whether updates may start before the gradient norm is known.
+
+        False if gradients so far already show that the step clips or overflows.
+        """
         ...
 
     def publish(self) -> None:
-        """Wait for the latest step's updates, then show their results in the framework's own references."""
+        """Wait for the latest step's updates, and make the framework's own tensors show their results."""
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a subgroup's master parameters and moments that a checkpoint reads."""
+        """Return the tensors with a subgroup's master parameters and moments, for a checkpoint to read."""
         ...
 
     def gradient_bytes(self) -> int:
-        """Return the number of bytes per parameter of an accumulated gradient."""
+        """Return the number of bytes that an accumulated gradient takes per parameter."""
         ...
 
     def micro_batches(self) -> int:
@@ -154,7 +164,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Call ``wait`` with the parameters before any code reads parameters. Return a function that undoes this."""
+        """Make all code that reads parameters first call ``wait`` with them. Return a function that undoes this."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
@@ -166,14 +176,15 @@ class Session:
     """The execution of a plan on one training engine. Only the training thread uses it.
 
     Attributes:
-        after_step: Functions to call, in order, when the framework's step is complete with its counters
-            and its schedule: live re-planning first, checkpoints last.
-        before_switch: Functions to call before subgroups move to other buffers. Each one makes a reader
-            of the old buffers finish.
-        stored: Steps of stored subgroups that a checkpoint commits in place, without a copy.
-        watch: The `ebbtide.runtime.replan.watch.Watch` of this session. None if there is none.
-        set_aside: The plan to return to after the present plan, which leaves more GPU memory free. Steps
-            are not used for planning while it is set.
+        after_step: Functions to call, in order, after each optimizer step, once step counter and learning-rate
+            schedule have advanced. A change of the plan comes first, and checkpoints come last.
+        before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
+            reader of the old buffers has finished.
+        stored: The optimizer state on drives, which a checkpoint commits there without a copy.
+        watch: The `ebbtide.runtime.replan.watch.Watch` that compares this session's times with predictions.
+            None if there is none.
+        set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free. Steps
+            under the temporary plan are not measured for planning.
         overlaps: True if a plan's updates may continue during the next forward.
     """
 
@@ -209,17 +220,12 @@ class Session:
         self._make_spares()
 
     def _make_spares(self) -> None:
-        """Allocate the spares of gradients now if a step has several micro-batches."""
         first = self.executor.states[0]
         sizes = first.gradient.element_size(), first.wire.element_size()
         if keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage()):
             self.host_gradients.make_spares()
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
-        """Build an executor and return it with the plan that memory allows.
-
-        Subgroups move one at a time, so that only one subgroup is ever in memory twice.
-        """
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
         plan = self._in_order_of_use(plan)
@@ -270,7 +276,6 @@ class Session:
         self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
-        """Return the plan with on-device gradient accumulation limited to the subgroups that fit in GPU memory."""
         sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
         leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
         if self.device.unified or self.engine.update_rule().own_step or not leave:
@@ -281,11 +286,6 @@ class Session:
         return plan.model_copy(update={"ways": ways})
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
-        """Return the plan with its update order sorted by the first use of each subgroup's parameters in forward.
-
-        The order of subgroups differs from the order of use if parameter groups are separate. For example,
-        with a group of norms and biases without weight decay, the last subgroup has parameters of layer 0.
-        """
         if plan.order != FORWARD or self.engine.update_rule().own_step:  # in stock's order
             return plan
         needed = self.engine.first_use()
@@ -295,7 +295,6 @@ class Session:
         return plan.placed(plan.placements, order=order_of(used, plan.placements))
 
     def _arrival(self, plan: Plan) -> list[int] | None:
-        """Return the order in which subgroups' gradients become complete, or None if the plan does not need it."""
         if Way("device", early=True) not in plan.ways:
             return None
         needed = self.engine.first_use()
@@ -329,13 +328,13 @@ class Session:
 
     @property
     def saves_in_flight(self) -> bool:
-        """Return whether a checkpoint is in progress while updates of its subgroups on storage may still run."""
+        """Return whether a checkpoint is being saved while updates may still write optimizer state to a drive."""
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Wait until optimizer state can be read.
+        """Wait until running updates have ended, so that optimizer state can be read.
 
-        While a checkpoint is being saved, only state in memory is waited for: state on storage cannot be read then.
+        While a checkpoint is being saved, state on a drive is not waited for, because it is not read then.
         """
         if self.saves_in_flight:
             self.executor.wait_memory()
@@ -353,7 +352,7 @@ class Session:
     # -- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note the beginning of an optimizer step in the measured timeline.
+        """Note the beginning of an optimizer step, for the measured timeline.
 
         Raises:
             BackgroundError: An earlier update or checkpoint failed in the background.
@@ -362,17 +361,14 @@ class Session:
         self.recorder.step_begins()
 
     def prefetch(self) -> None:
-        """Start the copies that a step's updates can begin with, before the last micro-batch's first gradient arrives.
+        """Start the copies of optimizer state that a step can begin with, before the last micro-batch's first
+        gradient.
 
         Repeated calls are allowed.
         """
         self.executor.prefetch(early_updates=self.pausing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Start a subgroup's early update after its gradient is complete, if the plan updates it early.
-
-        A further gradient for the same micro-batches cancels it.
-        """
         self._begin_early(subgroup)
         self.executor.come_in()
 
@@ -398,13 +394,13 @@ class Session:
             self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def update(self, scale: float) -> None:
-        """Launch the updates of an optimizer step.
+        """Start the updates of an optimizer step in the background.
 
         Args:
             scale: Factor that unscales and clips the gradients.
 
         Raises:
-            RuntimeError: The engine has not closed the accumulation window of its gradients.
+            RuntimeError: The engine has not ended the accumulation of micro-batches (`HostGradients.close_window`).
         """
         self.host_gradients.check_closed()
         self.host_gradients.stepped(scale)
@@ -418,22 +414,22 @@ class Session:
         return scale != self.engine.unclipped_scale()
 
     def skip(self) -> None:
-        """Skip the updates of an optimizer step, because a gradient was not finite."""
+        """End an optimizer step without updates, because a gradient was infinite or NaN."""
         self.host_gradients.stepped(None)
         self._expected_step = None
         self.pausing.counted(clipped=True)
         self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
-        """Call the functions of ``after_step``, since the framework's optimizer step is complete."""
+        """Call the functions of ``after_step``, after the training framework has completed its optimizer step."""
         for call in self.after_step:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """Return the measured timeline of the latest steps' ops, in the simulator's type.
+        """Return the measured timeline of the latest steps, in the format of the simulator's timeline.
 
         Args:
-            wait: If False, include only steps whose ops have all ended, without waiting.
+            wait: If False, include only steps that have ended completely, without waiting.
         """
         if wait:
             self.executor.wait_all()
@@ -445,15 +441,15 @@ class Session:
     # -- another plan ------------------------------------------------------------------------
 
     def switch(self, plan: Plan) -> None:
-        """Move every subgroup to the place that another plan gives it. No bit of the training result changes.
+        """Replace the plan that runs by another one, and move every subgroup to the memory that it names.
 
-        Call it from the training thread outside of forward and backward: between two steps, or between
-        micro-batches of a step. It waits for running updates and for a running checkpoint, which still
-        reads the old buffers.
+        No bit of the training result changes. Call this from the training thread outside of forward and backward:
+        between two steps, or between two micro-batches of a step. It waits for running updates and for a running
+        checkpoint, which still reads the old buffers.
 
         Raises:
             PlanError: The plan was made for other subgroups.
-            StorageError: The drives have no room for the state that the plan stores.
+            StorageError: The drives have no room for the state that the plan keeps there.
             BackgroundError, CheckpointError: An update or a checkpoint failed in the background before.
         """
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
@@ -490,7 +486,6 @@ class Session:
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
-        """Give the checkpoint engine the current tensors of optimizer state, so that it holds no old buffer."""
         register = getattr(self.executor.gate, "register_all", None)
         if callable(register):
             register(tensors)
@@ -498,7 +493,9 @@ class Session:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the executor of a session and close its store. Afterwards raise any error of a background update."""
+        """End the execution of a plan and close its store on drives. Afterwards raise any error of a background
+        update.
+        """
         if self.closed:
             return
         try:
@@ -510,7 +507,7 @@ class Session:
                 self._store.close()
 
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that state, gradients, staging buffers and host parameters take."""
+        """Return the bytes of host memory that a plan's optimizer state, gradients, buffers and parameters take."""
         unified = self.device.unified
         total, wires = 0, dict[int, int]()  # some may share theirs
         for state in self.executor.states:
@@ -531,7 +528,9 @@ class Session:
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """Return the plan with the placements, parameter locations and staging buffers that fit in memory."""
+    """Return the plan with its placements, parameter locations and staging buffers reduced to those that fit in
+    memory.
+    """
     pairs = zip(plan.ways, states, strict=True)
     ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]
     return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))

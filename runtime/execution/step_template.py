@@ -1,4 +1,4 @@
-"""A template of the gradient ops that every training step runs, taken from a simulated schedule."""
+"""The operations on gradients that every training step repeats, taken from the simulated schedule of a plan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _GRADIENTS = {step.kind for way in ways() for step in way.recipe.gradient_steps}
 
 @dataclass(frozen=True, slots=True)
 class GradientOp:
-    """An op on a subgroup's gradient that runs in every micro-batch of a step.
+    """An operation on a subgroup's gradient, such as its copy to the host, that the micro-batches of a step run.
 
     Attributes:
-        summed: True for an op of every micro-batch but the first. False for an op of the first, or for
-            one that only the last micro-batch has.
-        reduced: True if the op waits for the gradient's reduction among ranks.
-        after: Kinds of the ops on the same subgroup's gradient that this op waits for.
+        summed: True for an operation of every micro-batch after the first. False for an operation of the first
+            micro-batch, or for one that only the last micro-batch has.
+        reduced: True if the operation waits until the gradient is reduced among ranks.
+        after: Kinds of the operations on this subgroup's gradient that must end first.
     """
 
     op: Op
@@ -33,12 +33,12 @@ class GradientOp:
 
 
 def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter that each kind of executed op moves, for the measured timeline."""
+    """Return the bytes per parameter that each kind of operation moves, for the measured timeline."""
     return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))
 
 
 def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
-    """Return the gradient ops of the first micro-batch of a step and of each later micro-batch."""
+    """Return the operations on gradients in the first micro-batch of a step and in each later micro-batch."""
     workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
     schedule = build_schedule(workload, plan, iterations=1)
     sent = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
@@ -56,7 +56,6 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
 
 
 def _skeleton(subgroups: tuple[int, ...], wire_dtype: str, micro_batches: int = 1) -> Workload:
-    """Build a workload with one layer per subgroup. The graph of update ops depends on the subgroups alone."""
     return Workload(
         name="template",
         layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in subgroups),

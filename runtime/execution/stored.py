@@ -1,4 +1,4 @@
-"""Optimizer state on storage: the store that holds it and the host buffers that it passes through."""
+"""Optimizer state on drives: the store that holds it and the host buffers through which it is read and written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_host_bytes() -> int:
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Return the number of elements of each subgroup whose optimizer state a plan keeps on storage."""
+    """Return the number of elements of each subgroup that a plan keeps on drives."""
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
@@ -44,14 +44,16 @@ def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
 
 
 def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """Open this rank's store of optimizer state in the plan's folders. Return None if the plan stores nothing.
+    """Open this rank's store of optimizer state in the plan's folders. None if the plan keeps no state on drives.
 
     Args:
+        stored: Number of elements of each subgroup whose state is on drives.
         tensors: Number of tensors in a subgroup's state.
 
     Raises:
         StorageError: A folder belongs to another run, or has no room.
-        PlanError: The Trainer loads a checkpoint at the end of training that may be overwritten by then.
+        PlanError: The Trainer loads a checkpoint at the end of training, but later steps may have overwritten
+            its state on the drives by then.
     """
     if not stored:
         return None
@@ -73,14 +75,6 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
 
 
 def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
-    """Return the number of finished steps for which the drives keep stored state.
-
-    It is `CheckpointPlan.keep`. If that is 0, it is the number that the run used that made the store,
-    otherwise the Trainer's own limit, and at least 2 if the Trainer loads its best checkpoint at the end.
-
-    Raises:
-        PlanError: The Trainer loads its best checkpoint, but the drives keep only the newest one.
-    """
     keep, best = plan.checkpoint.keep, limit is not None and limit.loads_best
     held = keep or _held_before(Path(next(iter(plan.drives))))
     number = held or kept_steps(limit.most if limit is not None and limit.most else 1 + best)
@@ -107,7 +101,6 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
 
 
 def _held_before(folder: Path) -> int:
-    """Return the number of finished steps that an earlier run's store in a folder keeps. 0 if it has no step."""
     rank, files = int(os.environ.get("RANK") or 0), Files()
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, files)
     page = read_page(file_of(folder, rank, STORE), StorePage, files)
@@ -115,11 +108,14 @@ def _held_before(folder: Path) -> int:
 
 
 def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """Return a running training's store, with room for the state that another plan stores. No state moves.
+    """Enlarge the store of a running training, so that it has room for the state that another plan keeps on
+    drives.
+
+    Return the store. No state moves.
 
     Raises:
-        StorageError: There is no room, or a folder that is new to this run belongs to another run or
-            has checkpoints that would be overwritten.
+        StorageError: There is no room, or a folder that is new to this run belongs to another run or has
+            checkpoints that would be overwritten.
     """
     if store is not None:
         store.grow({subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()})
@@ -135,9 +131,9 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
 
 
 def host_slots(count: int, stored: Mapping[int, int], tensors: int) -> list[StagingSlot]:
-    """Return up to ``count`` host buffers through which stored subgroups' state is read and written.
+    """Allocate up to ``count`` host buffers through which optimizer state on drives is read and written.
 
-    Each buffer is as large as the largest stored subgroup and is aligned for direct I/O.
+    Each buffer is as large as the largest subgroup on a drive and is aligned for direct I/O.
     """
     if not stored:
         return []

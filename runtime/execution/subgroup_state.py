@@ -1,4 +1,4 @@
-"""The tensors of each subgroup and their movement to the memory that a plan chooses."""
+"""The tensors of each subgroup, and their movement to the memory that a plan names."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ logger = logging.getLogger("ebbtide")
 
 @dataclass(slots=True)
 class SubgroupState:
-    """One subgroup's optimizer state, gradient and parameters on this rank.
+    """The optimizer state, gradient and parameters of one subgroup on this rank.
 
-    The lane that updates the subgroup owns ``state`` from the launch of a step's updates until the
-    completion of its last op. Other threads read or write these tensors only outside of that time.
+    From the start of a step's updates to the end of this subgroup's last operation, only the thread that
+    updates the subgroup may use ``state``. Other threads read or write these tensors only outside of that time.
 
     Attributes:
-        state: The fp32 master parameters and the update rule's moments: in GPU memory if resident, otherwise
-            in host memory. For a stored subgroup, views that show the state written last.
-        wire: This rank's partition of the parameters in the precision of the model: the framework's own
-            buffer, or a buffer in the memory that the plan chooses.
-        gradient: The gradient in accumulation precision, in the memory that the placement requires.
-        parameter_location: The memory that ``wire`` is in.
-        sum: GPU memory in which gradients of micro-batches are summed. The last sum is copied to
-            ``gradient``. None if gradients are summed in ``gradient``.
+        state: The fp32 master parameters and the optimizer's moments: in GPU memory if the plan keeps them
+            there, otherwise in host memory. For state on a drive, memory-mapped tensors that show the state
+            written last.
+        wire: This rank's partition of the parameters in the precision of the model: the framework's own buffer,
+            or a buffer in the memory that the plan names.
+        gradient: The gradient in accumulation precision, in the memory where the update reads it.
+        parameter_location: Memory that ``wire`` is in: host or device.
+        sum: GPU memory in which gradients of micro-batches are summed. The last sum is copied to ``gradient``.
+            None if gradients are summed in ``gradient``.
     """
 
     index: int
@@ -58,10 +59,10 @@ class SubgroupState:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One subgroup's tensors, in whatever memory they are.
+    """The tensors of one subgroup, in host or GPU memory: state, gradient and parameters.
 
-    The state is fp32, the gradient has the accumulation precision, and the parameters have the
-    precision in which the model computes.
+    The state is fp32, the gradient has the accumulation precision, and the parameters have the precision in
+    which the model computes.
     """
 
     state: tuple[torch.Tensor, ...]
@@ -73,9 +74,10 @@ class Buffers:
 
 @dataclass(slots=True)
 class StagingSlot:
-    """A buffer for one staged subgroup in GPU memory, or for one stored subgroup in host memory.
+    """A buffer for the state of one subgroup: in GPU memory for a staged update, or in host memory for state on a
+    drive.
 
-    Subgroups use it in turn.
+    Subgroups use the buffer in turn.
     """
 
     parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
@@ -91,39 +93,41 @@ class StagingSlot:
 
 
 class StateStore(Protocol):
-    """The interface of a store that keeps the optimizer state of stored subgroups on drives.
+    """The interface of a store that keeps subgroups' optimizer state on drives.
 
-    Any thread may call it, but only one thread at a time for the same subgroup.
+    Any thread may call it, but only one thread at a time for a given subgroup.
     """
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the store. Return tensors that always show its latest state."""
+        """Write a subgroup's initial state to the drive. Return tensors that always show its latest state there."""
         ...
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Read a stored subgroup's state into tensors. Block until it is read."""
+        """Read a subgroup's state from the drive into tensors. Return when it is read."""
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify optimizer state on a drive that was restored from a checkpoint and not read since."""
+        """Verify state on the drive that was restored from a checkpoint and that no update has read since."""
         ...
 
     def tick(self) -> int:
-        """Return the version number for the update being launched, which writes every stored subgroup."""
+        """Return the number of a new version of the state on drives: the one that the update being started will
+        write.
+        """
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's new state without overwriting its previous state. Block until it is written.
+        """Write a subgroup's new state without overwriting its previous state. Return when it is written.
 
-        Readers see the new state from then on.
+        Other code that reads the store sees the new state from then on.
 
         Args:
-            version: Number of the update that wrote the state. None if only this subgroup is written.
+            version: Number of the update that computed the state. None if only this subgroup is written.
         """
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that a checkpoint load has just adopted with their state on a drive."""
+        """Return the subgroups that a checkpoint load has just restored on the drive, without a copy of their state."""
         ...
 
 
@@ -137,16 +141,17 @@ def place(
     apart: bool = False,
     store: StateStore | None = None,
 ) -> SubgroupState:
-    """Move a subgroup's tensors to the memory that the plan chooses. Tensors that are already there stay.
+    """Move a subgroup's tensors to the memory that a plan names. Tensors that are already there stay.
 
-    A ``resident`` or ``device`` subgroup that does not fit into GPU memory becomes ``host``, with a
-    warning: the GPU may be fuller than when the plan was made. Parameters that do not fit into GPU
-    memory stay in host memory.
+    If a subgroup's state should be in GPU memory or be staged there, but GPU memory is too full, the subgroup
+    is updated on the CPU instead, with a warning. The GPU may be fuller than when the plan was made. Parameters
+    that do not fit into GPU memory stay in host memory.
 
     Args:
         location: Memory for the subgroup's parameters: host or device.
-        apart: If True, parameters that stay are copied out of a buffer that they share with others.
-        store: Store for the subgroup's state. None if the state is not stored, or is in the store already.
+        apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
+        store: Store on drives for the subgroup's state. None if the state is not on drives, or is in the store
+            already.
     """
     state, gradient = before.state, before.gradient
     recipe = RECIPES[placement]
@@ -214,11 +219,12 @@ def staging_slots(
 ) -> list[StagingSlot]:
     """Allocate up to ``count`` staging buffers in GPU memory, or fewer if GPU memory is short.
 
-    Each has room for the ``tensors`` of state of the largest staged subgroup.
+    Each buffer has room for the optimizer state of the largest subgroup that is staged to the GPU.
 
     Args:
         staged: Number of elements of each staged subgroup.
-        wire: Dtype of new parameters that wait in the buffer for the gradient norm. None if none do.
+        tensors: Number of tensors in a subgroup's state.
+        wire: Dtype of new parameters that wait in the buffer for the gradient norm. None if there are none.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(staged))
@@ -235,7 +241,10 @@ def staging_slots(
 
 
 def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
-    """Allocate one staging buffer in GPU memory, for the state of the largest staged subgroup.
+    """Allocate one staging buffer in GPU memory, for the optimizer state of the largest staged subgroup.
+
+    Args:
+        staged: Number of elements of each staged subgroup.
 
     Raises:
         torch.OutOfMemoryError: GPU memory is short.
@@ -247,7 +256,7 @@ def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dt
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
-    """Allocate GPU memory for gradient sums of the given subgroups in turn, until GPU memory is short.
+    """Allocate GPU memory to sum micro-batches' gradients, for one subgroup after the other until none is free.
 
     Return the number of subgroups that received memory.
     """

@@ -1,7 +1,8 @@
-"""The use of plans in unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON names a plan.
+"""The use of plans in unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON config names a
+plan.
 
-``enable`` wraps ``deepspeed.initialize`` in this process. ``tune run`` does this in every process of
-a launcher. An engine whose config lacks the key is an unmodified DeepSpeed engine.
+``enable`` wraps ``deepspeed.initialize`` in this process. ``tune run`` calls it in every process of a
+launched training job. An engine whose config lacks the key is an unmodified DeepSpeed engine.
 """
 
 from ebbtide.runtime.frontdoor import hook

@@ -28,11 +28,12 @@ _door = ""  # see `enable`
 def enable(door: str) -> None:
     """Make every engine with the key ``"ebbtide"`` in its DeepSpeed config run under the plan given there.
 
-    Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from
-    DeepSpeed earlier (``from deepspeed import initialize``) remains DeepSpeed's unmodified function.
+    Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from DeepSpeed
+    earlier (``from deepspeed import initialize``) remains DeepSpeed's unmodified function.
 
     Args:
-        door: Name of the ebbtide module whose ``initialize`` handles such calls. It is imported on first use.
+        door: Name of the ebbtide module whose ``initialize`` receives the calls of ``deepspeed.initialize``. It
+            is imported on first use.
     """
     global _door
     _door = door
@@ -50,10 +51,6 @@ def _watch_listings() -> None:
 
 
 def _before_listing(event: str, args: tuple[Any, ...]) -> None:
-    """Clean up after a killed checkpoint save before a folder is listed.
-
-    Trainers resume from the checkpoint with the highest number in a folder before they build an engine.
-    """
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
     if getattr(sys.modules.get("ebbtide.runtime.checkpoint.trainers.bystanders"), "watching", False):
@@ -105,7 +102,6 @@ def _is_ours(finder: Any) -> bool:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``wrapper``, which receives the original function as its first argument."""
     original = getattr(owner, name, None)
     if original is None or hasattr(original, ORIGINAL):
         return
@@ -131,10 +127,6 @@ def _initialize(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return False if a call of ``deepspeed.initialize`` surely has no key ``"ebbtide"`` in its config.
-
-    The check imports nothing, so that engines without a plan run without ebbtide's modules.
-    """
     first = kwargs.get("args", args[0] if args else None)
     places = [*args, kwargs.get("config"), kwargs.get("config_params")]
     places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
@@ -153,9 +145,9 @@ def _text(config: str) -> str:
 
 
 def also(name: str, wrap: Callable[[Any], None]) -> None:
-    """Register a function to call with a module after the module is imported, after earlier functions.
+    """Register a function to be called when a Python module is imported. It receives the module.
 
-    This must be called before `enable`.
+    Functions that were registered earlier for the module are called first. Call this before `enable`.
     """
     before = _WRAPPED.get(name)
 
@@ -168,7 +160,7 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 
 def own(name: str) -> Any:
-    """Import an ebbtide module, even in an interpreter where ebbtide is neither installed nor on the path."""
+    """Import an ebbtide module, also if ebbtide is neither installed nor on this interpreter's path."""
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
         packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
         is_checkout = (packages / "ebbtide" / "__init__.py").exists()
@@ -181,19 +173,11 @@ def _plugin_of(accelerate: Any) -> Any:
 
 
 def _fill_match(original: Callable[..., Any], plugin: Any, key: str, /, *args: Any, **kwargs: Any) -> None:
-    """Keep Accelerate from filling in ``"auto"`` below the config's key ``"ebbtide"``.
-
-    Accelerate treats every ``"auto"`` in the config as a value that it should fill in.
-    """
     if key.split(".")[0] != KEY:
         original(plugin, key, *args, **kwargs)
 
 
 def _numbers_ranks(_: Any) -> None:
-    """Remove the rank variables that `tune run` set for a plain ``python`` process.
-
-    Lightning starts its own ranks, but starts none if ``LOCAL_RANK`` is set.
-    """
     for name in filter(None, os.environ.pop("EBBTIDE_ALONE", "").split(",")):
         os.environ.pop(name, None)
 
@@ -207,7 +191,7 @@ _WRAPPED: dict[str, Callable[[Any], None]] = {
 
 
 class _AfterImport:
-    """An import finder for the modules of `_WRAPPED` that wraps what the other finders find."""
+    """An import finder that lets the other finders find a module of `_WRAPPED`, then arranges that it is wrapped."""
 
     is_ebbtides = True
 
@@ -224,7 +208,7 @@ class _AfterImport:
 
 
 class _ThenWrap:
-    """A module loader that wraps a function of the loaded module, then restores the original loader."""
+    """A module loader that loads a module and then wraps one of the module's functions."""
 
     def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:
         self._loader, self._wrap = loader, wrap

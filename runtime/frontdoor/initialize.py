@@ -25,14 +25,14 @@ _CONFIGS = ("config", "config_params")
 def initialize(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """Call DeepSpeed's ``initialize`` with the given arguments, under the plan in the config, if any.
+    """Call DeepSpeed's ``initialize`` with the given arguments, under the plan that the config names, if any.
 
-    An engine without an optimizer (a reference model, an evaluation) is left unchanged, because a
-    library may build it from a copy of the training engine's config.
+    An engine without an optimizer, such as a reference model, is left unchanged, because a library may build it
+    from a copy of the training engine's config.
 
     Raises:
-        RequestError, ConfigError, PlanError: The config or plan is invalid. Raised before the model is
-            touched. The message says what to change.
+        RequestError, ConfigError, PlanError: The config or plan is invalid. Raised before the model is touched.
+            The message says what to change.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)
@@ -72,7 +72,7 @@ def _under(
 
 
 def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Return DeepSpeed's config as the caller gave it, and the attribute of ``args`` that held it, if any."""
+    """Return the DeepSpeed config that the caller gave, and the attribute of ``args`` that held it, if any."""
     given = call.get("config")
     if given is None:
         given = call.get("config_params")
@@ -86,7 +86,8 @@ def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
 
 
 def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return a DeepSpeed config as a dict, and the folder of its file if it is a file.
+    """Read a DeepSpeed config that is given as a dict or a file. Return a dict, and the folder of the file if it
+    is one.
 
     The dict is None if DeepSpeed will refuse the config.
     """
@@ -115,7 +116,10 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without(args: Any, name: str) -> Any:
-    """Return the script's arguments without their config file, since DeepSpeed accepts only one config."""
+    """Return the script's arguments without the attribute that names a DeepSpeed config file.
+
+    DeepSpeed accepts only one config, and ebbtide passes it separately.
+    """
     mine = copy.copy(args)
     setattr(mine, name, None)
     return mine

@@ -1,4 +1,4 @@
-"""A recorder of the steps of a DeepSpeed engine, for one of the runs that `tune verify` compares."""
+"""A recorder of the training steps of a DeepSpeed engine. `tune verify` compares the records of several runs."""
 
 import copy
 import inspect
@@ -50,7 +50,7 @@ def initialize(
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed config keeps optimizer state or parameters outside of GPU memory."""
+    """Return whether a DeepSpeed config offloads optimizer state or parameters from GPU memory."""
     zero = config.get("zero_optimization") or {}
     return any(
         zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none") for key in OFFLOADS[:3]
@@ -58,7 +58,13 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
-    """Return the DeepSpeed config for one run of `tune verify`. None if the given config stays unchanged."""
+    """Return the changed DeepSpeed config for one of the runs that `tune verify` compares.
+
+    None if the run uses the given config unchanged.
+
+    Args:
+        side: The run: ``plan``, ``stock`` (DeepSpeed without ebbtide) or ``no-offload``.
+    """
     if side == "plan":
         return None
     made = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
@@ -74,9 +80,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:
-    """Record a DeepSpeed engine's state now and after every step, for `tune verify`.
+    """Record the training state of a DeepSpeed engine now and after every step, for `tune verify`.
 
-    Reads wait for updates in progress. The order of computations does not change.
+    Each read of the state waits for updates in progress. The order of computations does not change.
 
     Args:
         steps: Number of steps after which ``done`` is called.
@@ -116,9 +122,9 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
 
 
 def perturb(engine: Any) -> None:
-    """Flip one bit of a model parameter that all outputs depend on, to test `tune verify` itself.
+    """Flip one bit of a model parameter that all outputs depend on, to test that `tune verify` finds the change.
 
-    The parameter is the last small one that is not all zeros, or the last one if there is none. Every
+    The parameter is the last one-dimensional one that is not all zeros, or the last one if there is none. Every
     rank that holds the whole parameter flips the same bit. This is a collective call.
     """
     settle(engine)

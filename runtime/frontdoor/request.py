@@ -19,13 +19,13 @@ class RequestError(PlanError):
 
 @dataclass(frozen=True)
 class Request:
-    """The content of the config's key ``"ebbtide"`` for one DeepSpeed engine, parsed.
+    """The parsed content of the key ``"ebbtide"`` in the config of one DeepSpeed engine.
 
     Attributes:
-        plan: The plan. ``"auto"`` measures, plans and switches plans during training. None keeps
+        plan: The plan. ``"auto"`` means: measure the first steps, then make a plan and switch to it. None keeps
             DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
         checkpoint: Checkpoint settings that replace the plan's. None keeps the plan's settings.
-        device: ``emulated`` makes real copies to an emulated device, for trials.
+        device: Device that the plan runs on. ``emulated`` makes real copies to an emulated GPU, for trials.
     """
 
     plan: Plan | Literal["auto"] | None
@@ -38,7 +38,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
 
     Args:
         value: The value as parsed from JSON.
-        base: The folder of DeepSpeed's config file, in which a plan's file is also looked for.
+        base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up there.
 
     Raises:
         RequestError: The value is invalid. The message has the rule, the value and the key to change.

@@ -1,4 +1,4 @@
-"""The setup of a process that `tune verify` started: random seeds, config, recording and a timely exit.
+"""The setup of a training process that `tune verify` starts: random seeds, recording, and an exit in time.
 
 This module imports only Python's standard library, because `sitecustomize` loads it in every process.
 """
@@ -33,7 +33,6 @@ def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
 
 
 def _trains_alone() -> bool:
-    """Return whether this process is not a launcher. Launchers are programs of torch, DeepSpeed and Accelerate."""
     words = [sys.argv[0] if sys.argv else "", *getattr(sys, "orig_argv", [])]
     return not any(
         name in word
@@ -72,7 +71,7 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
 
 
 def end() -> None:
-    """End the process immediately after the recorded steps, so that the script does nothing more."""
+    """End the process immediately after the recorded steps, so that the script does no further work."""
     import torch.distributed as dist
 
     sys.stdout.flush()

@@ -20,12 +20,15 @@ _YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
 
 
 def locks(root: Path) -> list[Path]:
-    """Return the lock files of builds in torch's extensions folder and in its folders per interpreter."""
+    """Return the lock files of builds of torch extensions, such as DeepSpeed's ops.
+
+    They are in torch's extensions folder and in its folders per Python version.
+    """
     return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
 
 
 def is_stale(lock: Path) -> bool:
-    """Return whether a build's lock file is left over from a process that does not run any more."""
+    """Return whether the lock file of a torch extension's build was left by a process that has ended."""
     with contextlib.suppress(OSError):
         return time.time() - lock.stat().st_mtime > _YOUNG_S and not _built_in(lock.parent)
     return False
@@ -40,7 +43,9 @@ def _built_in(folder: Path) -> bool:
 
 
 def told(lock: Path) -> str:
-    """Return a message about a build's lock file: the build, the lock's age and the remedy."""
+    """Return a message about a lock file that blocks a torch extension's build: the build, the lock's age, the
+    remedy.
+    """
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
     except OSError:
@@ -54,7 +59,10 @@ def told(lock: Path) -> str:
 
 @contextlib.contextmanager
 def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Warn while this thread waits for another process's build, and again if the building process died."""
+    """Warn while the calling thread waits, in this block, for another process to build a torch extension.
+
+    Warn again if the building process has died.
+    """
     over = threading.Event()
     threading.Thread(
         target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds", daemon=True

@@ -1,4 +1,4 @@
-"""The choice of CPU cores for host updates: near the GPU, and apart from the training thread's core."""
+"""The choice of CPU cores for optimizer updates: near the GPU, and apart from the training thread's core."""
 
 import os
 import platform
@@ -14,19 +14,20 @@ SYSFS = Path("/sys")
 def update_cores(
     pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
 ) -> list[int]:
-    """Return the CPU cores for one rank's host updates, ordered by physical core. Empty if not restricted.
+    """Return the CPU cores for one rank's optimizer updates, ordered by physical core. Empty if any core may be
+    used.
 
-    These are the allowed cores of the GPU's NUMA node, divided among the ranks that share them, less
-    one physical core for the rank's training thread. A launcher that binds each rank to different cores
-    (``deepspeed --bind_cores_to_rank``) has divided the cores already. A container's cores are the same
-    for all ranks and are divided here. Its CPU quota limits their number.
+    These are the allowed cores of the GPU's NUMA node, divided among the ranks that share them, less one
+    physical core for the rank's training thread. A launcher that binds each rank to different cores
+    (``deepspeed --bind_cores_to_rank``) has divided the cores already. A container's cores are the same for all
+    ranks and are divided here. The container's CPU quota limits their number.
 
     Args:
         pci_address: PCI address of the GPU, like ``0000:3b:00.0``. None selects any NUMA node.
-        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees
-            them all. Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
-        masks: Allowed cores of each rank on this host, in the order of ranks. Without masks, a process
-            that may use fewer cores than the machine has is assumed to have been bound by a launcher.
+        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees them
+            all. Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
+        masks: Allowed cores of each rank on this host, in the order of ranks. Without masks, a process that may
+            use fewer cores than the machine has is assumed to have been bound by a launcher.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -43,7 +44,6 @@ def update_cores(
 
 
 def _most(quota: float | None) -> int | None:
-    """Return the number of update threads that a CPU quota leaves to each rank. None without a quota."""
     return None if quota is None else max(1, int(quota / local_ranks()) - 1)
 
 
@@ -67,7 +67,10 @@ def _local_rank() -> int:
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
-    """Return the CPU cores of the GPU's NUMA node that this process may use, or all allowed cores if none."""
+    """Return the CPU cores of the GPU's NUMA node that this process may use.
+
+    If it may use none of them, return all cores that it may use.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 
@@ -83,7 +86,6 @@ def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None]
 
 
 def _share(whole: list[list[int]], neighbours: tuple[int, int]) -> list[list[int]]:
-    """Return this rank's share of the physical cores, or of the logical cores if there are fewer than ranks."""
     on_node, number = neighbours
     if len(whole) < on_node:
         whole = [[core] for together in whole for core in together]
@@ -120,7 +122,7 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def bind(cores: list[int]) -> None:
-    """Bind the calling thread, and the OpenMP threads that it starts later, to cores. An empty list does nothing."""
+    """Bind the calling thread to CPU cores, and the OpenMP threads that it starts later. An empty list does nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 

@@ -1,4 +1,4 @@
-"""Traces that launchers and DeepSpeed jobs leave on a host: numbers of ranks, ports, shared memory."""
+"""Facts that launchers and DeepSpeed jobs leave on a host: numbers of ranks, ports, and shared memory."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 def local_ranks() -> int:
     """Return the number of ranks on this host from the launcher's environment variables, or 1 without them.
 
-    Accelerate writes torchrun's variable in processes that torchrun did not start. That variable therefore
-    has priority over other launchers' variables only if torchrun's run has an id.
+    Accelerate also sets torchrun's variable in processes that torchrun did not start. That variable therefore
+    has priority over other launchers' variables only if torchrun's id of the run is set too.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
     said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))
@@ -36,7 +36,7 @@ def one_node() -> bool:
 
 
 def free_port() -> int:
-    """Return a free TCP port of the loopback interface."""
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -44,19 +44,19 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Remove the shared memory that the DeepSpeed job with this port leaves in ``/dev/shm``.
+    """Remove the shared memory that the DeepSpeed job with this master port has left in ``/dev/shm``.
 
-    DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it
-    ends normally or is killed: a few hundred runs fill the machine's memory.
+    DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it ends
+    normally or is killed: a few hundred runs fill the machine's memory.
     """
     for buffer in SHARED.glob(f"deepspeed_*_{port}_*"):
         buffer.unlink(missing_ok=True)
 
 
 def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
-    """Return this user's DeepSpeed buffers in shared memory that no process uses any more.
+    """Return this user's shared-memory files of DeepSpeed that no process uses any more.
 
-    A killed rank leaves 66 MiB there. A buffer's name contains the job's port but no process id, so the
+    A killed rank leaves a file of 66 MiB. The file's name contains the job's port but no process id, so the
     memory maps of all processes are searched for it.
     """
     found = [path for path in sorted(SHARED.glob("deepspeed_*")) if _is_ours(path)]
@@ -78,7 +78,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def remove_left_buffers() -> int:
-    """Remove DeepSpeed's shared-memory buffers of ended processes. Return the number of bytes freed."""
+    """Remove DeepSpeed's shared-memory files of ended processes. Return the number of bytes freed."""
     freed = 0
     for path in left_shared_buffers():
         with contextlib.suppress(OSError):

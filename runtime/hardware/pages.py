@@ -16,14 +16,13 @@ _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappi
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate host memory that shares no page with other memory.
 
-    Page-locking then affects no other tensor, and a checkpoint can write it with O_DIRECT without a copy.
-    The memory uses huge pages if the system offers them: locking is faster, and a host update takes
-    7 to 10% less time (measured on two cores).
+    Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a
+    copy. The memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7 to
+    10% less time (measured on two cores).
 
-    A forked process (a dataloader's worker) does not get these pages. A fork would copy each page
-    that either process writes to, and the GPU would continue to use the old page. A child process that
-    accesses the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or
-    use threads.
+    A forked process (a dataloader's worker) does not get these pages. With a fork, Linux would copy each page
+    that either process writes to, and the GPU would continue to use the old page. A child process that accesses
+    the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -33,11 +32,11 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Return the whole pages of an address range to the system. Their content is lost.
+    """Return the whole memory pages of an address range to the system. Their content is lost.
 
-    Use it for parts of a large buffer whose content has been moved, while other parts are still in use.
-    The range stays mapped. It reads as zeros, or keeps its content if the system ignores the request.
-    The memory must not be page-locked.
+    Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The
+    address range stays mapped. It reads as zeros, or keeps its content if the system ignores the request. The
+    memory must not be page-locked.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
@@ -47,9 +46,9 @@ def discard(address: int, length_bytes: int) -> None:
 
 
 def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
-    """Allocate the pages of an address range on the NUMA node of the given cores. Their content is lost.
+    """Allocate the pages of an address range on the NUMA node of the given cores. The range's old content is lost.
 
-    A page belongs to the node of the core that touches it first. Temporary threads touch the pages here,
+    A page is allocated on the node of the core that touches it first. Temporary threads touch the pages here,
     because OpenMP's threads, which torch would use, stay bound to the cores on which they were started.
     """
     threads = max(1, min(len(cores), _MOST_THREADS))
@@ -65,8 +64,8 @@ def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
 def lock(address: int, size_bytes: int) -> int:
     """Page-lock an address range for the current GPU. Return 0, or CUDA's error number.
 
-    An error remains the thread's last CUDA error, which PyTorch would raise at its next kernel. A small
-    kernel is therefore launched here to clear it.
+    After a failure, the error would remain the thread's last CUDA error, and PyTorch would raise it at its next
+    kernel. A small kernel is therefore launched here to clear it.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:

@@ -1,6 +1,7 @@
 """The memory and CPU cores that this process may use: the machine's, reduced by a container's limits.
 
-Programs that ask the machine see neither a control group's memory limit nor its CPU quota.
+Ordinary queries, such as the number of CPUs, report the whole machine. They ignore a control group's memory
+limit and CPU quota.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Usable:
     Attributes:
         memory_bytes: Host memory in NUMA nodes that have cores, at most the container's limit.
         free_bytes: The part of this memory that is free, or that the kernel can free.
-        cores: Number of threads that can work at a time: `allowed_cores`, at most the CPU quota.
+        cores: Number of threads that can run at a time: `allowed_cores`, at most the CPU quota.
         allowed_cores: Number of cores to which the scheduler confines this process.
         machine_bytes: Host memory of the whole machine.
         machine_cores: Number of cores of the whole machine.
@@ -67,7 +68,6 @@ def allowed_cores() -> set[int]:
 
 
 def _of_host_nodes(root: Path) -> tuple[int, int]:
-    """Return total and free host memory, without NUMA nodes that have no cores, since those are GPU memory."""
     memory = psutil.virtual_memory()
     total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), int(memory.available)
     for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
@@ -78,7 +78,6 @@ def _of_host_nodes(root: Path) -> tuple[int, int]:
 
 
 def _meminfo(node: Path, name: str) -> int:
-    """Return a field of a NUMA node's memory information, in bytes. 0 if the field is missing."""
     for line in (_text(node / "meminfo") or "").splitlines():
         if f" {name}:" in line:
             return int(line.split()[-2]) * 1024

@@ -1,1 +1,1 @@
-"""The update kernels: one optimizer step on the CPU or the GPU. They import no other part of ebbtide."""
+"""The optimizer update kernels: one optimizer step on the CPU or the GPU. They import no other part of ebbtide."""

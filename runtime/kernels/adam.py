@@ -29,7 +29,7 @@ class AdamStep:
 
     @property
     def variant(self) -> int:
-        """Return the kind of weight decay: 0 for none, 1 for L2, 2 for decoupled weight decay."""
+        """Return the form of weight decay in an Adam step: 0 for none, 1 for L2, 2 for decoupled weight decay."""
         if np.float32(self.weight_decay) <= 0:
             return 0
         return 2 if self.adamw else 1

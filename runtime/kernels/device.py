@@ -23,7 +23,6 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def _root(x):
-    """Return the square root by the GPU's own instruction, since Triton 3.2's `sqrt_rn` flushes subnormals."""
     if _INTERPRETED:  # which knows no assembler
         return tl.sqrt_rn(x)
     else:  # noqa: RET505 - Triton takes the branch when it compiles
@@ -168,7 +167,7 @@ def device_update(
     scale: float = 1.0,
     tail: int = 0,
 ) -> None:
-    """Run one optimizer step on CUDA tensors, on the current stream, with the arguments of `host_update`."""
+    """Run one optimizer step on CUDA tensors, on the current stream. The arguments are those of `host_update`."""
     n = grad.numel()
     if n == 0:
         return
@@ -181,10 +180,14 @@ def device_update(
 def compile_for(
     steps: Sequence[UpdateStep], tensors: int, grad_dtype: torch.dtype, out_dtype: torch.dtype, device: str = "cuda"
 ) -> None:
-    """Compile what `device_update` will run, by running it on the current device.
+    """Compile the kernels that `device_update` will need, by running them on the current GPU.
 
-    Triton compiles anew for lengths, tails and addresses (in bytes) that are multiples of 16, and for those
-    that are not: each is run. ``tensors`` are those of the state.
+    Triton compiles separate kernels for lengths and addresses that are multiples of 16 and for those that are
+    not. Each case is run once.
+
+    Args:
+        steps: An optimizer step of every form that the kernels must handle.
+        tensors: Number of tensors in a subgroup's optimizer state.
     """
     forms = {(grad_dtype, starts) for starts in HOME_STARTS} | {(torch.float32, starts) for starts in KEPT_STARTS}
     for (grads, starts), elements in itertools.product(sorted(forms, key=str), (32, 33)):

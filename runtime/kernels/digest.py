@@ -1,7 +1,7 @@
-"""Digests of tensor parts: a few numbers per part that can be added up over all parts of a tensor.
+"""Digests of parts of a tensor: a few numbers per part that can be added up over all parts of the tensor.
 
-`digest.cpp` defines the numbers and computes them at the speed of memory. GPU tensors are copied
-to the host in parts, at the speed of the link, and are computed there too.
+`digest.cpp` defines the numbers and computes them as fast as memory is read. GPU tensors are copied to the
+host in chunks and are digested there.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ class Digest:
     """The digest of the elements ``start`` to ``start + count`` of a tensor.
 
     Attributes:
-        hash: A number that is equal for equal bits. One changed bit always changes it. Hashes of parts
-            are added modulo 2^64, and so are ``narrow`` hashes.
+        hash: A number that is equal for equal bits. One changed bit always changes it. Hashes of parts are
+            added modulo 2^64, and so are ``narrow`` hashes.
         narrow: The hash of the elements rounded to 16 bits, to nearest even. 0 if not requested.
-        bits: The bitwise or of all words.
+        bits: The bitwise or of all the elements' bit patterns.
         not_finite: The number of infinities and NaNs, which count as 0 in the fields below.
         squares: The sum of the elements' squares.
         largest: The largest absolute value.
@@ -91,7 +91,8 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     """Return the digest of a flat part of a tensor, which begins at element ``start`` of the tensor.
 
     Args:
-        piece: Contiguous fp32, bf16 or fp16 part. From a GPU, two times `PIECE_BYTES` are copied at a time.
+        piece: Contiguous fp32, bf16 or fp16 part. If it is on a GPU, it is copied to the host in two chunks of
+            `PIECE_BYTES` at a time.
         narrow: Dtype (bf16, fp16, fp32) to which the elements of an fp32 part are rounded for another hash.
         threads: Number of threads of the CPU kernel.
 
@@ -125,7 +126,7 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
 
 
 def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None, threads: int = 1) -> Digest:
-    """Return the digest of a flat tensor part on a GPU. One chunk is hashed while the next one is copied."""
+    """Return the digest of a flat part of a tensor on a GPU. One chunk is hashed while the next one is copied."""
     on_cuda = piece.is_cuda
     size = max(1, min(piece.numel(), PIECE_BYTES // piece.element_size()))
     parts = piece.split(size)
@@ -133,7 +134,6 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
 
     def bring(number: int) -> Callable[[], object]:
-        """Start the copy of one chunk of a GPU tensor to the host. Return a function that waits for the copy."""
         buffers[number % 2][: parts[number].numel()].copy_(parts[number], non_blocking=on_cuda)
         if not on_cuda:
             return lambda: None
@@ -151,7 +151,7 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
 
 
 def added(one: Digest, other: Digest) -> Digest:
-    """Return the digest of two parts of a tensor together, from their digests."""
+    """Return the digest of two parts of a tensor together, given the digest of each."""
     return Digest(
         (one.hash + other.hash) & _MASK,
         (one.narrow + other.narrow) & _MASK,

@@ -47,7 +47,6 @@ def _compiler() -> str:
 
 
 def _cpu_model() -> str:
-    """Return the CPU's model and features. Code built with -march=native must not run on another CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -131,14 +130,15 @@ def host_update(
     The GIL is released. The result is bit-identical to DeepSpeed's CPU optimizer on ``grad.float() * scale``.
 
     Args:
-        state: fp32 master parameters and the rule's moments, updated in place. All are flat, contiguous host
-            tensors of the same length.
+        state: fp32 master parameters and the optimizer's moments, updated in place. All are flat, contiguous
+            host tensors of the same length.
         grad: bf16, fp16 or fp32 gradient of the same length, which stays unchanged.
         out: bf16, fp16 or fp32 tensor for the new parameters, or None. It shares no memory with the others.
+        step: Hyperparameters of the step.
         scale: Factor that is first applied to the gradient in fp32 (unscale and clip).
         threads: Number of OpenMP threads. The result does not depend on it.
         tail: Number of last elements that DeepSpeed's scalar loop would update (`UpdateRule.tail`).
-        source: The old state, which then stays unchanged: ``state`` is only written.
+        source: The old state. If given, it stays unchanged, and the new state is written to ``state``.
 
     Raises:
         ValueError: The kernel does not support the lengths, dtypes, devices or strides.
@@ -185,7 +185,8 @@ def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor 
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """Return the 2-norm of a flat host tensor, bit-identical to torch's norm in float64 but without a copy.
+    """Return the 2-norm of a flat host tensor, bit-identical to torch's norm in float64 but without a float64
+    copy.
 
     If the order in which torch adds squares is unknown on this machine, torch computes the norm.
     """
@@ -198,7 +199,6 @@ def norm(tensor: torch.Tensor) -> float:
 
 @functools.cache
 def _norm_lanes() -> int:
-    """Return the number of lanes in which torch sums squares on this machine, found by trial. 0 if unknown."""
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(n, generator=generator) for n in (5, 1003, 40009)]
     for lanes in (8, 4, 2):
@@ -222,7 +222,7 @@ def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> No
 
 
 def copy(to: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
-    """Copy between contiguous host tensors of the same size, without the GIL."""
+    """Copy between contiguous host tensors of the same size, while the GIL is released."""
     _check_copy(to, source)
     size = to.numel() * to.element_size()
     load().ebbtide_copy(to.data_ptr(), source.data_ptr(), size, threads)

@@ -1,8 +1,8 @@
-"""Optimizers that run their own step on the CPU, one subgroup at a time, as stock DeepSpeed runs them.
+"""Optimizers that run their own code on the CPU, one subgroup at a time, as in stock DeepSpeed.
 
-They are optimizers without a kernel in ebbtide: torch's (`torch_adam`, a client's), others that
-DeepSpeed accepts with ``zero_allow_untested_optimizer``, and all whose masters DeepSpeed keeps in
-16 bits (``*_master_weights_and_grads``). Results are bit-identical to stock by construction: the same
+ebbtide has no kernel for these optimizers: torch's own (`torch_adam`, or one that the script passes),
+others that DeepSpeed accepts with ``zero_allow_untested_optimizer``, and all whose masters DeepSpeed keeps
+in 16 bits (``*_master_weights_and_grads``). Results are bit-identical to stock by construction: the same
 code runs on the same tensors with the same number of torch threads. The number matters because torch
 divides a tensor among threads and rounds the last elements of each share differently.
 """
@@ -22,7 +22,10 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """One step of an optimizer's own code on one master, with the parameter groups at its launch."""
+    """One step of an optimizer's own code on one master parameter.
+
+    It holds the parameter groups as they were when the step was launched.
+    """
 
     kernel: ClassVar[str] = "own"
     master: torch.nn.Parameter
@@ -39,11 +42,11 @@ class OwnStep:
 
 
 class OwnStepRule(UpdateRule):
-    """An update rule that runs the step of a private copy of the optimizer, with one master in its groups.
+    """An update rule that runs the ``step`` of a private copy of the optimizer on one master parameter at a time.
 
-    The training thread creates steps, and the lane of host updates runs them in order. The state of a
-    master stays in the live optimizer's ``state``, where checkpoints and readers look for it. Only the
-    optimizer knows the tensors in its state.
+    The training thread creates steps, and the thread of CPU updates runs them in order. The state of a master
+    stays in the original optimizer's ``state``, where checkpoints and other code look for it. Only the
+    optimizer's code knows which tensors its state contains.
     """
 
     name = "own step"
@@ -54,11 +57,11 @@ class OwnStepRule(UpdateRule):
     own_step = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
-        """Create the rule of an optimizer that runs its own step.
+        """Create the update rule of an optimizer that runs the step by its own code.
 
         Args:
-            group_by_group: If True, a step sees only the parameter group of its master, as in stock DeepSpeed
-                below ZeRO-3.
+            group_by_group: If True, a step sees only the parameter group of its master, as in stock DeepSpeed below
+                ZeRO-3.
         """
         self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)
@@ -92,7 +95,6 @@ class OwnStepRule(UpdateRule):
         out.copy_(step.master.detach())
 
     def _unscaled(self, master: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
-        """Return the gradient in the master's precision, unscaled and clipped as `unscale_and_clip_grads` does."""
         elements = master.numel()
         if self._gradient.numel() < elements:
             self._gradient = torch.empty(elements, dtype=master.dtype)
@@ -122,10 +124,6 @@ class OwnStepRule(UpdateRule):
             shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})
 
     def _follow(self, groups: list[dict[str, Any]]) -> None:
-        """Copy the changes of a learning-rate schedule since the last step to the optimizer's private copy.
-
-        Entries that the optimizer itself stores in its groups are kept.
-        """
         mine = self._mine
         if len(mine.param_groups) != len(groups):
             mine.param_groups = [dict(group) for group in groups]
@@ -145,9 +143,10 @@ class OwnStepRule(UpdateRule):
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
-    """Return the bytes of optimizer state per element of a master, without the master itself.
+    """Return the bytes of optimizer state per element of a master parameter, without the master itself.
 
-    torch's own optimizers are run once with a parameter of two elements. Others are assumed to be like Adam.
+    To find them, one of torch's own optimizers is run once with a parameter of two elements. Others are assumed
+    to keep as much as Adam.
     """
     rule = rule_class(optimizer)
     if rule is not None:
@@ -166,10 +165,6 @@ def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a copy of an optimizer that shares everything except groups and state with the original.
-
-    Deleting the copy frees nothing that the original still uses.
-    """
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
     # Not `copy.copy`: of an optimizer that takes its state alone.

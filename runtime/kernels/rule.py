@@ -1,10 +1,10 @@
-"""An optimizer's update rule: its state, scalars and kernels, and the DeepSpeed op that it reproduces.
+"""An optimizer's update rule: its state, scalars and kernels. It reproduces the bits of a DeepSpeed CPU op.
 
-DeepSpeed's CPU ops update a tensor in a loop over whole vectors and leave the last ``length mod
-width`` elements to a scalar loop. There the compiler fuses other products than in the vector loop.
-The width is that of the *build*: 16 floats for AVX-512, 8 for AVX2, 4 for NEON, and no vector loop in
-a scalar build. It need not be the widest that this machine supports: an op may have been built on
-another machine, by another compiler or for another CPU. The loaded op itself is therefore tested.
+DeepSpeed's CPU ops update a tensor in a loop over whole vectors and leave the last ``length mod width``
+elements to a scalar loop. In the scalar loop the compiler fuses other multiplications and additions than in
+the vector loop. The width is that of the *build*: 16 floats for AVX-512, 8 for AVX2, 4 for NEON, and no
+vector loop in a scalar build. It need not be the widest that this machine supports: an op may have been
+built on another machine, by another compiler or for another CPU. The loaded op itself is therefore tested.
 """
 
 import copy
@@ -30,7 +30,7 @@ _OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
 
 
 class UnknownRoundingError(RuntimeError):
-    """DeepSpeed's loaded op rounds in an order that ebbtide's kernels cannot reproduce."""
+    """The DeepSpeed CPU op that is loaded rounds in an order that ebbtide's kernels cannot reproduce."""
 
 
 class UpdateRule(ABC):
@@ -42,9 +42,9 @@ class UpdateRule(ABC):
         name: Name of the rule and of its kernels.
         moments: Keys of torch's optimizer state apart from the fp32 master, in the kernels' order.
         unused: Keys of state that DeepSpeed keeps and saves but never changes.
-        stock: Class name of the DeepSpeed optimizer that the rule reproduces bit by bit.
+        stock: Class name of the DeepSpeed optimizer whose results the rule reproduces bit by bit.
         types: Names of the optimizer in the config's ``optimizer.type``, in lower case.
-        trials: Pairs of rule arguments and a parameter group with which the loaded op is tested.
+        trials: Pairs of rule arguments and a parameter group. DeepSpeed's loaded op is tested with each pair.
         own_step: True if the optimizer runs its own code, on the CPU only, and keeps its moments itself.
         spends: True if DeepSpeed's scalar loop overwrites the gradient (see `spent`).
         vector_width: Vector width of the loaded op, in elements.
@@ -62,10 +62,10 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Build the update rule of a live DeepSpeed optimizer, for the op that the optimizer has loaded.
+        """Build the update rule for a DeepSpeed optimizer that exists, so that it matches the op that is loaded.
 
         Raises:
-            UnknownRoundingError: The op was built in a way that the kernels cannot reproduce.
+            UnknownRoundingError: The op was built in a way that ebbtide's kernels cannot reproduce.
         """
         op, rule = getattr(optimizer, f"ds_opt_{cls.name}"), cls(**cls.settings(optimizer))
         rule.vector_width = vector_width(cls, op)
@@ -73,20 +73,20 @@ class UpdateRule(ABC):
         return rule
 
     def ask(self, op: Any) -> None:
-        """Adapt the update rule to DeepSpeed's version, by running the loaded op and comparing results.
+        """Adapt the update rule to the installed DeepSpeed, by running its loaded CPU op and comparing the results.
 
         Raises:
-            UnknownRoundingError: No known variant gives this op's bits.
+            UnknownRoundingError: No known variant of the rule gives the op's bits.
         """
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the DeepSpeed optimizer's settings that belong to no parameter group."""
+        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups."""
         del optimizer
         return {}
 
     def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> UpdateStep:
-        """Return the next step of a master parameter, and advance its step counter.
+        """Return the hyperparameters of a master parameter's next step, and advance its step counter.
 
         Args:
             group: Index of the master's parameter group.
@@ -104,10 +104,11 @@ class UpdateRule(ABC):
         threads: int,
         source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Update a subgroup's ``state`` on the host and write its new parameters to ``out``.
+        """Update a subgroup's ``state`` on the CPU and write its new parameters to ``out``.
 
         Args:
-            source: The old state, which then stays unchanged: ``state`` is only written.
+            parts: Ranges of the subgroup's elements, each with the gradient and scale for its update.
+            source: The old state. If given, it stays unchanged, and the new state is written to ``state``.
         """
         elements = state[0].numel()
         for start, end, gradient, scale in parts:
@@ -124,7 +125,8 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Return the bytes of host memory for optimizer state that a plan does not place.
+        """Return the bytes of host memory for state that the optimizer keeps outside of the memory that a plan
+        assigns.
 
         Args:
             sizes: Number of elements of each subgroup.
@@ -134,9 +136,9 @@ class UpdateRule(ABC):
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return an fp32 gradient as DeepSpeed's scalar loop leaves it after its update of ``state``.
+        """Return an fp32 gradient as DeepSpeed's scalar loop leaves it when it updates ``state``.
 
-        Only rules that overwrite the gradient implement this.
+        Only rules whose scalar loop overwrites the gradient implement this.
         """
         raise NotImplementedError
 
@@ -150,24 +152,29 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the additional arguments of the DeepSpeed op's ``create_NAME`` and ``NAME_update`` functions."""
+        """Return the arguments that only this optimizer's DeepSpeed op takes, in ``create_NAME`` and in
+        ``NAME_update``.
+        """
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
-        """Continue an optimizer as if ``number`` steps had run in this process.
+        """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process.
 
         Args:
             groups: Parameter group of each subgroup.
         """
 
     def forms(self) -> list[UpdateStep]:
-        """Return an optimizer step of each variant that parameter groups may cause, to compile kernels for."""
+        """Return one optimizer step for each form that parameter groups may require, to compile kernels for all of
+        them.
+        """
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())
 
     def tail(self, elements: int, begin: int, end: int) -> int:
-        """Return the number of last elements of ``begin:end`` that stock DeepSpeed's scalar loop updates.
+        """Return how many of the last elements of ``begin:end`` DeepSpeed's scalar loop would update.
 
-        Stock DeepSpeed updates ``elements`` elements as one tensor.
+        Stock DeepSpeed updates ``elements`` elements as one tensor, in a vector loop that is followed by a scalar
+        loop.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 
@@ -177,12 +184,12 @@ class UpdateRule(ABC):
 
 @functools.cache
 def vector_width(rule: type[UpdateRule], op: Any) -> int:
-    """Return the vector width of DeepSpeed's loaded op in elements. `NO_VECTORS` for a scalar build.
+    """Return the vector width, in elements, of DeepSpeed's loaded CPU op. `NO_VECTORS` if it has no vector loop.
 
     The test takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: No known order of rounding gives this op's bits.
+        UnknownRoundingError: No known order of rounding gives the op's bits.
     """
     equal = [width for width in WIDTHS if _has_width(rule, op, width)]
     if len(equal) != 1:
@@ -204,7 +211,13 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 
 
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
-    """Return whether an update rule and DeepSpeed's op give identical bits for subgroups of these lengths."""
+    """Return whether an update rule and DeepSpeed's CPU op give identical bits.
+
+    Args:
+        width: Vector width of the op that the rule assumes, in elements.
+        lengths: Number of elements of each subgroup in the test.
+        steps: Number of optimizer steps in the test.
+    """
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]
     created, updated = rule.stock_arguments(group)

@@ -58,12 +58,12 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Return whether DeepSpeed's loaded Adam op uses ``pow`` from a step's second subgroup on.
+    """Return whether DeepSpeed's loaded Adam op computes powers of beta by ``pow`` after a step's first subgroup.
 
     See `BiasCorrection`. The test takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: Neither variant gives this op's bits.
+        UnknownRoundingError: Neither variant gives the op's bits.
     """
     width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
     # A large step, so that the last bit of a bias correction shows in the parameter.
@@ -104,7 +104,10 @@ class LionStep:
 
 
 class LionRule(UpdateRule):
-    """The update rule of Lion: the sign of an average moves the parameter. One moment, no bias correction."""
+    """The update rule of Lion, which moves a parameter by the sign of a moving average of gradients.
+
+    It has one moment and no bias correction.
+    """
 
     name = "lion"
     moments = ("exp_avg",)
@@ -158,7 +161,7 @@ class AdagradRule(UpdateRule):
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return Adagrad's update term, -lr * g / (sqrt(sum) + eps), with weight decay in the gradient g."""
+        """Return the gradient as DeepSpeed's Adagrad leaves it: -lr * g / (sqrt(sum) + eps), with weight decay in g."""
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)
         decayed, unread = torch.zeros_like(master), torch.zeros_like(master)

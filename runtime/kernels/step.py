@@ -1,4 +1,4 @@
-"""The interface of an optimizer step's arguments for the update kernels."""
+"""The interface of the hyperparameters of one optimizer step, as the update kernels take them."""
 
 from typing import ClassVar, Protocol
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 class UpdateStep(Protocol):
-    """The arguments of one optimizer step for one parameter group, ready for the update kernels.
+    """The hyperparameters of one optimizer step for one parameter group, ready for the update kernels.
 
     Attributes:
-        kernel: Name of the rule.
+        kernel: Name of the optimizer's update rule, which selects the kernel.
         variant: Form of weight decay: none, L2 or decoupled.
     """
 

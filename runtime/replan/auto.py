@@ -1,8 +1,9 @@
-"""The option ``plan="auto"``: measure the first steps under a simple plan, then plan and switch.
+"""The option ``plan="auto"``: measure the first steps under a simple plan, then make a better plan and switch
+to it.
 
-Under the first plan the CPU updates every subgroup. If host memory is too small for all state and a
-drive is configured, the rest is stored. Results are already bit-identical to stock DeepSpeed, and the
-steps give the times of forward and backward.
+Under the first plan the CPU updates every subgroup. If host memory is too small for all state and a drive
+is configured, the rest of the state is on the drive. Results are already bit-identical to stock DeepSpeed,
+and the steps give the times of forward and backward.
 """
 
 import logging
@@ -37,13 +38,14 @@ DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that g
 def host_plan(
     subgroup_size: int, count: int, location: ParameterLocation = "device", *, overlap_forward: bool = False
 ) -> Plan:
-    """Return a plan that updates every subgroup on the CPU, to measure the first steps of training.
+    """Return a plan that updates every subgroup on the CPU, under which the first steps of training are measured.
 
-    Its steps wait for their updates, since a forward that waits for some would appear longer than it is.
+    By default each step waits for its updates, because a forward that waits for some of them would appear
+    longer than it is.
 
     Args:
         location: Memory for all parameters: host or device.
-        overlap_forward: True for a plan that is kept, so that steps do not wait.
+        overlap_forward: True for a plan that is kept after the measurement, so that steps do not wait.
     """
     return Plan(
         subgroup_size=subgroup_size,
@@ -54,10 +56,11 @@ def host_plan(
 
 
 def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
-    """Make a new plan after the first `WATCHED_STEPS` training steps.
+    """Arrange that a new plan is made and used after the first `WATCHED_STEPS` training steps.
 
     Args:
-        machine: The machine's rates. None measures them once per node, or reads the profiler's cache.
+        machine: The machine's rates. If None, they are measured once per node, or read from the profiler's
+            cache.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
     if not session.engine.update_rule().own_step:  # the plan that follows may update on the device
@@ -68,7 +71,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
 
 @dataclass
 class _Automatic:
-    """A counter of the measured first steps that then plans once. Only the training thread uses it."""
+    """A counter of the first training steps, which are measured. After the last of them it makes a new plan."""
 
     session: Session
     machine: Machine
@@ -121,10 +124,6 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
-    """Return one workload for all ranks, which share links, memory and cores. This is a collective call.
-
-    Forward and backward take the median time over ranks.
-    """
     nodes, ranks = nodes_and_ranks()
     every = gathered((mine.forward_s, mine.backward_s, mine.subgroups))
     turns = [
@@ -150,9 +149,10 @@ def _folders(plan: Plan) -> list[str]:
 
 
 def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
-    """Return the workload that the measured first steps show, with one layer per subgroup.
+    """Return a workload with the measured times of the first steps: the input for making a plan.
 
-    Forward and backward times are medians over the training thread's spans, on the device's clock.
+    It has one layer per subgroup. The times of forward and backward are medians over steps, on the device's
+    clock.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
     forward_s, backward_s = pass_s(timeline, OpKind.FORWARD), pass_s(timeline, OpKind.BACKWARD)
@@ -202,7 +202,6 @@ def pass_s(timeline: Timeline, kind: OpKind) -> float:
 
 
 def _free_device_bytes(device: Device) -> int:
-    """Return the bytes of GPU memory that a plan may use: free memory at the peak so far, less a margin."""
     if device.name != "cuda":
         return 0  # host memory poses as device memory: nothing is won by moving state there
     free, total = torch.cuda.mem_get_info()

@@ -13,12 +13,13 @@ DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored i
 
 
 def measured_machine(drives: Sequence[str] = ()) -> Machine:
-    """Measure the machine on the first rank of each node, or read it from the profiler's cache.
+    """Measure the rates of this machine on the first rank of each node, or read them from the profiler's cache.
 
-    The other ranks wait, because concurrent measurements would disturb each other. A collective call.
+    The other ranks wait, because concurrent measurements would disturb each other. This is a collective call.
 
     Args:
-        drives: Folders for stored state, which are measured each time. All ranks give the same number.
+        drives: Folders for optimizer state, whose drives are measured each time. All ranks must give the same
+            number of folders.
 
     Raises:
         RuntimeError: One rank could not measure. Raised on every rank.

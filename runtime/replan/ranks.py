@@ -1,4 +1,4 @@
-"""Ranks that plan together: an exchange of observations, and one plan for all ranks."""
+"""The exchange between ranks that is needed to make one plan for all of them."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def alone() -> bool:
 
 @contextmanager
 def ranks_group() -> Iterator[Any]:
-    """Open a process group of all ranks on the CPU for the duration of a block. A collective call."""
+    """Create a process group of all ranks on the CPU, and destroy it at the end of the block. A collective call."""
     group = dist.new_group(backend="gloo", timeout=LONGEST)
     try:
         yield group
@@ -29,14 +29,14 @@ def ranks_group() -> Iterator[Any]:
 
 
 def gathered_in(mine: Any, group: Any) -> list[Any]:
-    """Return the objects that all ranks of a process group pass to this call, by rank. A collective call."""
+    """Return the objects that all ranks of a process group pass in, in the order of ranks. A collective call."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine, group=group)
     return every
 
 
 def gathered(mine: T) -> list[T]:
-    """Return the objects that all ranks pass to this call, by rank. A collective call."""
+    """Return the objects that all ranks pass in, in the order of ranks. A collective call."""
     if alone():
         return [mine]
     with ranks_group() as group:
@@ -44,20 +44,20 @@ def gathered(mine: T) -> list[T]:
 
 
 def nodes_and_ranks() -> tuple[int, int]:
-    """Return the number of nodes, and the largest number of ranks on a node. A collective call."""
+    """Return the number of nodes of the job, and the largest number of ranks on a node. A collective call."""
     hosts = gathered(socket.gethostname())
     return len(set(hosts)), max(map(hosts.count, hosts))
 
 
 def masks_of_this_host() -> list[list[int]]:
-    """Return the allowed cores of each rank on this host, in the order of ranks. A collective call."""
+    """Return the CPU cores that each rank on this host may use, in the order of ranks. A collective call."""
     host = socket.gethostname()
     every = gathered((host, sorted(allowed_cores())))
     return [cores for there, cores in every if there == host]
 
 
 def by_the_first(make: Callable[[], T]) -> T:
-    """Call a function on rank 0 and return its result on every rank. A collective call.
+    """Call a function on rank 0 only, and return its result on every rank. A collective call.
 
     Raises:
         RuntimeError: The function failed on rank 0. Raised on every rank.

@@ -1,4 +1,4 @@
-"""A watch over a running plan: predicted against measured times, and a better plan if rates change."""
+"""A comparison of a running plan's predicted and measured times. It can switch to a better plan if rates change."""
 
 import logging
 import statistics
@@ -36,11 +36,12 @@ _EARLY_KINDS = (OpKind.UPDATE_HOST_EARLY, OpKind.UPDATE_DEVICE_EARLY)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
-    """Return the median rate of each kind of op in a measured timeline, by the machine's field name.
+    """Return the median rate of each kind of operation in a measured timeline, by the machine's field name.
 
-    Concurrent ops are slower than single ones. The rates are those under the present plan's
-    contention, which a similar plan will have too. Early updates count as host updates, corrected by the
-    factor that ``machine`` loses out of place, unless the state is in a host buffer for storage.
+    Concurrent operations are slower than single ones. The rates are those under the present plan, whose
+    operations share memory and links. A similar plan will share them in the same way. Updates before the
+    gradient norm is known write to other memory than they read, which is slower. They count as CPU updates
+    after a correction by the factor in ``machine``, unless their state is in a host buffer for a drive.
     """
     amounts = Bytes.of(workload)
     recipes = {early: [way.recipe for way in ways() if way.early is early] for early in (False, True)}
@@ -67,10 +68,11 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
 
 
 def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
-    """Return the machine with those observed rates that are plausible. Other rates stay as measured.
+    """Return a machine profile with the observed rates that are plausible. Its other rates stay as measured
+    before.
 
-    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that
-    no machine can have is logged and dropped.
+    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that no
+    machine can have is logged and dropped.
     """
     for name, value in rates.items():
         try:
@@ -81,7 +83,10 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
 
 
 def attempted(plan: Callable[[], Planned]) -> Planned | None:
-    """Return the result of ``plan()``. If it fails, log the error and return None, since training must go on."""
+    """Return the result of ``plan()``, which makes a plan. If it fails, log the error and return None.
+
+    Training must go on in that case.
+    """
     try:
         return plan()
     except Exception:  # an observation never ends a run
@@ -94,9 +99,9 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
 
 @dataclass
 class Watch:
-    """A watch over a running plan that is called after every step and measures every ``period_steps`` steps.
+    """A comparison of a running plan's measured times with predictions, made every ``period_steps`` steps.
 
-    Only the training thread uses it.
+    It is called after every step. Only the training thread uses it.
 
     Attributes:
         show: Function to call with the measured timeline and the plan.
@@ -146,8 +151,12 @@ class Watch:
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
     """Start to compare a running plan's measured times with predictions.
 
+    Args:
+        replan: If True, switch to a better plan if measured rates differ from the machine's.
+        show: Function to call with each measured timeline and the plan.
+
     Raises:
-        ValueError: The workload has other subgroups than the engine.
+        ValueError: The subgroups of the workload differ from the engine's.
     """
     sizes = session.engine.sizes()
     if sizes != workload.subgroups:

@@ -1,4 +1,5 @@
-"""Optimizer state on drives, written out of place, so that a finished step lasts without a copy.
+"""Optimizer state on drives. A new version never overwrites the last finished one, so no copy is needed to
+keep it.
 
-It depends on no training framework. Other code calls `ExtentStore` (`store.py`).
+This package depends on no training framework. Other code uses its class `ExtentStore` (`store.py`).
 """

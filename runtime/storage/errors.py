@@ -6,4 +6,4 @@ class StorageError(RuntimeError):
 
 
 class DamagedError(StorageError):
-    """Bytes read from a drive differ from the bytes that were written."""
+    """Bytes of optimizer state that were read from a drive differ from the bytes that were written."""

@@ -1,4 +1,4 @@
-"""The export of a checkpoint with stored state to the files that DeepSpeed itself would have written."""
+"""The export of a checkpoint with optimizer state on drives. The files are those that DeepSpeed itself would write."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Tensors = dict[tuple[Any, ...], torch.Tensor]
 
 
 def export(directory: Path, tag: str, target: Path) -> Path:
-    """Export a checkpoint to ``target``/``tag`` with all state in its files, and write ``latest``.
+    """Export a checkpoint to ``target``/``tag`` with all optimizer state in its files, and write ``latest``.
 
-    Return the new folder. Training may continue meanwhile. If it overwrites the step's stored state
-    before the end, nothing is left in ``target``. Files are copied one at a time through memory that
-    the system can reclaim.
+    Return the new folder. Training may continue meanwhile. If training overwrites the checkpoint's state on the
+    drives before the end, nothing is left in ``target``. Files are copied one at a time through memory that the
+    system can reclaim.
 
     Raises:
-        CheckpointError: The checkpoint is not complete, or ``target`` has one with this name.
-        StorageError: The stored state is damaged, or was overwritten.
+        CheckpointError: The checkpoint is not complete, or ``target`` already has one with this name.
+        StorageError: The state on the drives is damaged, or was overwritten.
     """
     source, made = directory / tag, target / tag
     problems = verify(directory, tag)

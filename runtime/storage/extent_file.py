@@ -1,4 +1,4 @@
-"""A drive's file of extents, preallocated and accessed without the page cache."""
+"""The file on a drive that holds optimizer state. Its space is allocated in advance, and it bypasses the page cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ebbtide.runtime.storage.errors import StorageError
 
 
 class ExtentFile(OutputFile):
-    """A preallocated file on a drive, to which any thread reads and writes aligned blocks.
+    """A file of optimizer state on a drive, to which any thread reads and writes aligned blocks.
+
+    Its space is allocated in advance.
 
     Raises:
-        StorageError: Raised by every method, with the system's error and the file.
+        StorageError: Raised by every method. The message has the system's error and the file.
     """
 
     def __init__(self, path: Path, size_bytes: int, files: Files) -> None:
@@ -24,7 +26,9 @@ class ExtentFile(OutputFile):
         self.path = path
 
     def reserve(self) -> None:
-        """Allocate the blocks of a store's file on disk in advance, so that no later write finds the disk full."""
+        """Allocate the disk space of a file of optimizer state in advance, so that no later write finds the disk
+        full.
+        """
         try:
             folder = os.statvfs(self.path.parent)
             held = self.path.stat().st_blocks * 512 if self.path.exists() else 0
@@ -45,12 +49,12 @@ class ExtentFile(OutputFile):
             raise self._explain(error) from error
 
     def grow(self, size_bytes: int) -> None:
-        """Extend a store's file and allocate its new blocks on disk. The present content is kept."""
+        """Enlarge a file of optimizer state and allocate the new disk space. The present content is kept."""
         self._size = size_bytes
         self.reserve()
 
     def check(self) -> None:
-        """Check that a store's file exists with at least its reserved size.
+        """Check that a file of optimizer state still exists and has at least the size that was reserved for it.
 
         Raises:
             StorageError: The file is missing or too short.
@@ -60,7 +64,7 @@ class ExtentFile(OutputFile):
             raise self._cut_short(size)
 
     def read(self, data: memoryview, offset: int) -> None:
-        """Fill ``data`` from a store's file at ``offset``. Both must be aligned."""
+        """Fill a buffer from a file of optimizer state. ``data`` and ``offset`` must be aligned for direct I/O."""
         done, descriptor = 0, self._open_direct()
         try:
             if descriptor is not None:
@@ -83,7 +87,7 @@ class ExtentFile(OutputFile):
         )
 
     def sync(self) -> None:
-        """Block until all data written to a store's file is on the disk."""
+        """Wait until all data written to a file of optimizer state is on the disk."""
         try:
             self._files.fdatasync(self._open_buffered())
         except OSError as error:
@@ -91,11 +95,11 @@ class ExtentFile(OutputFile):
 
     @property
     def descriptor(self) -> int:
-        """Return a file descriptor for mapping a store's file into memory."""
+        """Return a file descriptor with which a file of optimizer state can be mapped into memory."""
         return self._open_buffered()
 
     def close(self) -> None:
-        """Close a store's file. Errors are ignored, because all committed data was synced before."""
+        """Close a file of optimizer state. Errors are ignored, because all committed data was synced before."""
         with contextlib.suppress(OSError):
             super().close()
 

@@ -1,4 +1,4 @@
-"""The folders that a store keeps optimizer state in: their lock, and a check that they belong together."""
+"""A rank's directories for optimizer state on drives: their lock, and a check that they match."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ebbtide.runtime.storage.pages import StepRecord, StepsPage, StorePage
 
 @dataclass(frozen=True)
 class Drive:
-    """A directory, usually on an NVMe drive, to store optimizer state in.
+    """A directory for optimizer state, usually on an NVMe drive.
 
     Attributes:
-        weight: The drive's bandwidth, in the same unit as that of the other drives.
+        weight: The drive's bandwidth, in the same unit as the bandwidth of the other drives.
     """
 
     directory: Path
@@ -37,7 +37,7 @@ EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
 
 
 class Folders:
-    """One rank's files in the directories of its store of optimizer state, locked while this object exists.
+    """The files of optimizer state of one rank on its drives, locked while this object exists.
 
     Raises:
         StorageError: Another process has the lock.
@@ -73,9 +73,10 @@ class Folders:
         return self._path(self._drives[0], STEPS)
 
     def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
-        """Return the layout page and the committed steps of the existing store. Create a store if it has no step.
+        """Open an existing store of optimizer state. Return its layout page and its committed steps.
 
-        The existing store may have more or fewer subgroups than wanted.
+        If the existing store has no step, create a new one. The existing store may have more or fewer subgroups
+        than ``wanted``.
 
         Raises:
             StorageError: The store holds steps but does not match, or its pages cannot be read.
@@ -98,7 +99,7 @@ class Folders:
         return self._page, steps.steps
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Record that a store's files have room for further subgroups after the present ones."""
+        """Record on the drives that the files of optimizer state now have room for further subgroups."""
         assert self._page is not None
         more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]
         page = self._page.model_copy(update={"sizes": [*self._page.sizes, *more]})
@@ -112,7 +113,6 @@ class Folders:
         self._page = page
 
     def _check_order(self, pages: Sequence[StorePage | None]) -> None:
-        """Check that the store's directories are in their original order. The first one has the manifest."""
         there = [page.drive for page in pages if page is not None]
         if there != list(range(len(there))):
             names = [str(drive.directory) for drive in self._drives]
@@ -128,7 +128,6 @@ class Folders:
             self._files.write_durably(self._path(drive, STORE), content)
 
     def _check_world(self, wanted: StorePage) -> None:
-        """Check that a rank without steps does not share the folder with ranks of another world size."""
         for path in sorted(self._drives[0].directory.glob("rank_*.steps.json")):
             steps = self._read(path, StepsPage)
             page = self._read(path.with_name(path.name.replace("steps", "store")), StorePage)
@@ -136,10 +135,10 @@ class Folders:
                 _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
 
     def commit(self, nonce: str, steps: list[StepRecord]) -> None:
-        """Commit a list of steps of stored optimizer state durably, by one rename of a file.
+        """Replace the list of finished steps of a store of optimizer state, durably and by one rename of a file.
 
         Raises:
-            StorageError: The manifest could not be written.
+            StorageError: The list could not be written.
         """
         self._files.point("extents_synced")
         page = StepsPage(nonce=nonce, steps=steps)
@@ -163,12 +162,16 @@ class Folders:
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of one of the files (`EXTENTS`, `STORE`, `STEPS`) of a rank's store."""
+    """Return the path of one of the files of a rank's store of optimizer state.
+
+    Args:
+        kind: Kind of the file: `EXTENTS`, `STORE` or `STEPS`.
+    """
     return directory / f"rank_{rank:05d}.{kind}"
 
 
 def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
-    """Read and parse one of a store's JSON files. Return None if the file does not exist.
+    """Read and parse one of the JSON files of a store of optimizer state. Return None if the file does not exist.
 
     Raises:
         StorageError: The file cannot be read, or is damaged.
@@ -185,7 +188,6 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
 
 
 def _widest(pages: Sequence[StorePage | None], wanted: StorePage) -> list[tuple[int, list[int]]]:
-    """Return the subgroup sizes of the largest page, or the wanted ones if a size differs."""
     held = max((page.sizes for page in pages if page is not None), key=len, default=[])
     there = dict(held)
     fits = all(there.get(subgroup, tensors) == tensors for subgroup, tensors in wanted.sizes)
@@ -215,11 +217,6 @@ def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
 
 
 def _lock(path: Path, files: Files) -> int:
-    """Lock a file for this process and return its descriptor. The lock ends with the descriptor or process.
-
-    Raises:
-        StorageError: Another process has the lock.
-    """
     descriptor = files.open(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

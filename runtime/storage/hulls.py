@@ -16,15 +16,17 @@ from ebbtide.runtime.storage.pages import CheckpointPage, StepsPage
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
-    """Return the checkpoints of a folder, newest first. The status shows if their state on a drive is missing."""
+    """Return the checkpoints of a folder, newest first. Their status also tells if their state on a drive is
+    missing.
+    """
     found = inspect.list_checkpoints(directory)
     return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
 
 
 def missing_state(checkpoint: Path) -> str:
-    """Return the reason why a checkpoint's state on a drive is missing, or an empty string if it is there.
+    """Return the reason why a checkpoint's optimizer state on a drive is missing, or an empty string.
 
-    Also empty if the checkpoint's own files hold all state.
+    The string is also empty if the checkpoint's own files hold all state.
     """
     rank = 0
     while (path := checkpoint / stored_name(rank)).exists():

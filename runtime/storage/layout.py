@@ -1,4 +1,4 @@
-"""The layout of stored optimizer state: the file and the offset of each byte of a subgroup."""
+"""The layout of optimizer state on drives: the file and the offset of each byte of a subgroup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def padded(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A contiguous part of one stored tensor on one drive, from byte ``begin`` of the tensor on.
+    """A contiguous part of one tensor's state on one drive. The part starts at byte ``begin`` of the tensor.
 
     Attributes:
-        offset: Offset from the start of the extent's share in the drive's file.
+        offset: Offset of the part from the start of its subgroup's bytes in the drive's file.
     """
 
     tensor: int
@@ -30,10 +30,11 @@ class Block:
 
 
 class Layout:
-    """The layout of stored subgroups in the files of one or more drives.
+    """The layout of subgroups' optimizer state in the files of one or more drives.
 
-    A subgroup's tensors form a row, each padded to `ALIGNMENT`. The drives share the row by weight.
-    A file holds all extents of the first subgroup, then those of the next.
+    A file holds several copies (extents) of each subgroup's state, for several steps. All extents of the first
+    subgroup come first, then those of the next. In an extent a subgroup's tensors form a row, each padded to
+    `ALIGNMENT`. The row is divided among the drives in proportion to their weights.
 
     Args:
         sizes: Bytes of each tensor, by subgroup.
@@ -57,18 +58,20 @@ class Layout:
         self.file_bytes = tuple(ends)
 
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
-        """Return the layout with further subgroups after the present ones, which keep their offsets."""
+        """Return the layout with further subgroups after the present ones. Offsets of the present ones stay
+        unchanged.
+        """
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the offsets at which the parts of a subgroup's state on each drive begin, and the total length."""
+        """Return the offsets in a subgroup's row of tensors at which each drive's part begins, and the row's length."""
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
         inner = [round(row * weight / total / ALIGNMENT) * ALIGNMENT for weight in accumulate(self._weights[:-1])]
         return [0, *inner, row]
 
     def shares(self, subgroup: int) -> list[int]:
-        """Return the number of bytes on each drive that one copy (extent) of a subgroup's state takes."""
+        """Return the number of bytes on each drive that one copy of a subgroup's state takes."""
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:
@@ -76,7 +79,7 @@ class Layout:
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
     def blocks(self, subgroup: int) -> Iterator[Block]:
-        """Yield the blocks of a subgroup's stored state, in the order of its tensors."""
+        """Yield the contiguous parts of a subgroup's state on the drives, in the order of its tensors."""
         cuts, at = self.cuts(subgroup), 0
         for tensor, size_bytes in enumerate(self.sizes[subgroup]):
             edges = {0, *range(0, size_bytes, self.block_bytes), size_bytes}
@@ -88,9 +91,11 @@ class Layout:
 
 
 def needed_bytes(sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1) -> tuple[int, ...]:
-    """Return the number of bytes on each drive that one rank's stored optimizer state takes.
+    """Return the number of bytes on each drive that one rank's optimizer state takes.
 
     Args:
+        sizes: Bytes of each tensor, by subgroup.
+        weights: Bandwidths of the drives, in any unit.
         keep: Number of finished steps that the drives keep.
     """
     return Layout(sizes, weights, ALIGNMENT, keep + 1).file_bytes

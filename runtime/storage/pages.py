@@ -1,4 +1,4 @@
-"""The JSON documents that a store of optimizer state writes about itself: its layout and its steps."""
+"""The JSON documents of a store of optimizer state on drives, which describe its layout and its steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pydantic import Field
 
 
 class StorePage(Page):
-    """A JSON document on each drive that describes a store's layout. Later runs must open it with the same layout.
+    """A JSON document on each drive that describes the layout of a store of optimizer state.
+
+    A later run can open the store only with the same layout.
 
     Attributes:
-        nonce: Identifier of the store, which is the same on all its drives.
+        nonce: Identifier of the store, equal on all its drives.
         sizes: Each subgroup with the bytes of its tensors.
     """
 
@@ -26,7 +28,7 @@ class StorePage(Page):
 
 
 class ExtentRecord(Page):
-    """The place of a subgroup's state in a store (an extent), with one hash per tensor."""
+    """The extent (place on the drives) that holds a subgroup's state of one step, with one hash per tensor."""
 
     subgroup: int
     extent: int = Field(ge=0)
@@ -34,11 +36,11 @@ class ExtentRecord(Page):
 
 
 class StepRecord(Page):
-    """A finished optimizer step in a store.
+    """An optimizer step that has all its state in a store on drives.
 
     Attributes:
         name: Unique name of the step.
-        data: Text that the caller stores with the step, such as JSON.
+        data: Text that the caller keeps with the step, such as JSON.
     """
 
     step: int = Field(ge=0)
@@ -48,9 +50,9 @@ class StepRecord(Page):
 
 
 class StepsPage(Page):
-    """The JSON document with a store's committed steps, newest first.
+    """The JSON document with the committed steps of a store of optimizer state, newest first.
 
-    The page is replaced as a whole: one rename commits a step and drops the oldest one.
+    The document is replaced as a whole: one rename commits a step and drops the oldest one.
     """
 
     format: int = Field(1, ge=1)
@@ -59,10 +61,10 @@ class StepsPage(Page):
 
 
 class TensorRecord(Page):
-    """A tensor of a checkpoint that is stored on a drive and not in the checkpoint's file.
+    """The record of a checkpoint's tensor that is on a drive and not in the checkpoint's file.
 
     Attributes:
-        file, path: The file in the checkpoint, and the tensor's path in the file's tree.
+        file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
         index: Index of the tensor among the subgroup's tensors.
     """
 
@@ -76,7 +78,7 @@ class CheckpointPage(Page):
     """A JSON document in a checkpoint that locates one rank's optimizer state on drives.
 
     Attributes:
-        store: Identifier (nonce) of the store.
+        store: Identifier (nonce) of the store of optimizer state.
         name: Name of the step in the store.
     """
 

@@ -1,4 +1,4 @@
-"""A reader of a committed step in a store that another process may own."""
+"""A reader of one committed step of optimizer state on drives, also while another process trains there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ebbtide.runtime.storage.view import View, page_aligned
 
 
 def stored_problems(checkpoint: Path) -> list[str]:
-    """Return the reasons why a checkpoint's stored state is not complete. Every byte is read.
+    """Return the reasons why a checkpoint's optimizer state on drives is not complete. Every byte is read.
 
     The list is empty if it is complete, or if the checkpoint's files hold all state.
     """
@@ -49,11 +49,11 @@ def read_checkpoint_page(path: Path) -> CheckpointPage:
 class StepReader:
     """A reader of a checkpoint's tensors on drives. It is not thread-safe.
 
-    Training may continue meanwhile and drop the step after it has committed newer ones. Call
+    Training may continue meanwhile. It drops the checkpoint's step after it has committed newer ones. Call
     `check_there` at the end to check that everything that was read still belonged to the step.
 
     Raises:
-        StorageError: The step is not in the store any more, or the folder holds another store.
+        StorageError: The step is not on the drives any more, or the folder belongs to another run.
     """
 
     def __init__(self, page: CheckpointPage) -> None:
@@ -71,10 +71,10 @@ class StepReader:
         self._views: dict[int, View] = {}
 
     def check_there(self) -> StepRecord:
-        """Return the record of the checkpoint's step in the store on a drive.
+        """Check that a checkpoint's step is still on the drives, and return its record.
 
         Raises:
-            StorageError: The step is not in the store any more.
+            StorageError: The step is not on the drives any more.
         """
         path = file_of(self._directories[0], self._page.rank, STEPS)
         steps = read_page(path, StepsPage, self._files)
@@ -101,13 +101,13 @@ class StepReader:
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:
-        """Read every byte of a checkpoint's stored state and compare it with the hashes taken while writing.
+        """Read every byte of a checkpoint's state on drives and compare it with the hashes taken while writing.
 
         Args:
-            masters_of: Subgroups of which only the first tensor is read.
+            masters_of: Subgroups of which only the first tensor, the master, is read.
 
         Raises:
-            DamagedError: A block is torn, or bits have flipped.
+            DamagedError: A block is incomplete, or bits have flipped.
         """
         buffer = page_aligned(padded(self._layout.block_bytes) // 4)
         for subgroup, record in self._extents.items():
@@ -132,7 +132,9 @@ class StepReader:
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
-        """Return an fp32 tensor of a checkpoint on a drive, mapped while the reader is open. Do not write to it."""
+        """Return an fp32 tensor of a checkpoint on a drive, memory-mapped while the reader is open. Do not write to
+        it.
+        """
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)
             view.show(self._extents[subgroup].extent, self._opened)

@@ -1,4 +1,4 @@
-"""Optimizer state of subgroups on drives: read, written out of place, and committed step by step."""
+"""Subgroups' optimizer state on drives: read, written without overwriting the last step, and committed by step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DEADLINE_S = 300.0
 
 @dataclass
 class _Subgroup:
-    """The extents of one stored subgroup. The store's condition guards it.
+    """The places (extents) on the drives for one subgroup's state. The store's condition variable guards it.
 
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
         hashes: Hashes of each extent's tensors.
         live: The extent written last. -1 if none.
         unchecked: True if the hash must be compared at the next read, or before a view is read.
-        reads: Number of reads in flight.
+        reads: Number of reads in progress.
     """
 
     versions: list[int | None]
@@ -58,7 +58,9 @@ def _new(extents: int) -> _Subgroup:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A version that is to be committed: each subgroup's newest state up to it, and not older than ``due``.
+    """A version of optimizer state on drives that is to be committed.
+
+    It consists of each subgroup's newest state up to this version, which must not be older than ``due``.
 
     Attributes:
         subgroups: Subgroups that belong to the version.
@@ -70,17 +72,18 @@ class _Announced:
 
 
 class ExtentStore:
-    """The store of one rank's optimizer state on drives: masters and moments of the stored subgroups.
+    """A store of one rank's optimizer state on drives: masters and moments of some subgroups.
 
-    `open` creates it. It is thread-safe, but only one thread at a time may read and write a subgroup.
+    `open` creates it. It is thread-safe, but only one thread at a time may read and write a given subgroup.
 
-    A version is the result of one launched update, which writes every subgroup once (`tick`). A write
-    goes to an extent that holds no committed step and no announced version, so a committed step stays
-    until a newer one is committed. The first failed write or sync disables the store: every later write
-    and commit raises its error.
+    A version is the result of one optimizer update, which writes every subgroup once (`tick`). Each subgroup
+    has several places (extents) on the drives. A write goes to an extent that holds no committed step and no
+    version that is being committed, so a committed step stays until a newer one is committed. The first failed
+    write or sync disables the store: every later write and commit raises its error.
 
-    A step is committed alone (`commit`), or as part of a checkpoint: `prepare` makes it durable in addition
-    to earlier steps. These are dropped only by `settle`, after the checkpoint has been committed.
+    A step is committed alone (`commit`), or as part of a checkpoint. For a checkpoint, `prepare` makes it
+    durable in addition to earlier steps. Only `settle` drops earlier steps, after the checkpoint has been
+    committed.
     """
 
     def __init__(
@@ -138,23 +141,24 @@ class ExtentStore:
         stands: Callable[[StepRecord], bool] = lambda _: True,
         protects: Callable[[StepRecord], bool] = lambda _: False,
     ) -> ExtentStore:
-        """Open a rank's store: reserve space on the drives, or find an earlier run's store and enlarge it.
+        """Open a rank's store of optimizer state: reserve space on the drives, or find an earlier run's store and
+        enlarge it.
 
         Args:
             sizes: Bytes of each subgroup's master and moments.
-            keep: Number of finished steps to keep. Each subgroup has one more extent.
+            keep: Number of finished steps to keep. Each subgroup has one more place (extent) on the drives.
             depth: Number of threads per drive and direction.
             block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
             verify_reads: If True, every read is compared with the hash taken while writing.
             deadline_s: Seconds without progress after which a drive counts as hanging.
-            stands: Function that returns whether the checkpoint of a prepared step exists. The run may have
-                been killed between `prepare` and `settle`, or the checkpoint deleted. A step without its
-                checkpoint is dropped first.
+            stands: Function that returns whether the checkpoint of a prepared step exists. The run may have been
+                killed between `prepare` and `settle`, or the checkpoint deleted. A step without its checkpoint is
+                dropped first.
             protects: Function that returns whether a step is kept longer than newer ones.
 
         Raises:
-            StorageError: Space is missing, another run uses the directories, or they hold steps of
-                another layout or world size.
+            StorageError: Space is missing, another run uses the directories, or they hold steps of another layout
+                or world size.
         """
         files = files or Files()
         wanted = StorePage(
@@ -212,15 +216,15 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the store. Return tensors that show its stored state."""
+        """Write a subgroup's initial state to the drives. Return tensors that always show its latest state there."""
         self.write(subgroup, tensors, self._due)
         return self.view(subgroup)
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Reserve space for further stored subgroups after the present ones, while training runs.
+        """Reserve space on the drives for the state of further subgroups, while training runs.
 
         Raises:
-            StorageError: There is no room. The stored state is unchanged.
+            StorageError: There is no room. The state on the drives is unchanged.
         """
         more = {s: tuple(tensors) for s, tensors in sizes.items() if s not in self._layout.sizes}
         if not more:
@@ -235,9 +239,9 @@ class ExtentStore:
                 self._subgroups |= {s: _new(layout.extents) for s in more}
 
     def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return fp32 tensors at a fixed address that always show a subgroup's latest state on the drive.
+        """Return fp32 tensors at a fixed address that always show a subgroup's latest state on the drives.
 
-        Changes to these tensors last until the subgroup's next `write`. They may be passed to that call.
+        Changes to these tensors last until the subgroup's next `write`. The tensors may be passed to that call.
         """
         held = self._subgroups[subgroup]
         if held.view is None:
@@ -247,14 +251,14 @@ class ExtentStore:
         return held.view.tensors
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Read a stored subgroup's state into tensors. Block until it is read.
+        """Read a subgroup's state from the drives into tensors. Return when it is read.
 
         Args:
-            into: Contiguous host tensors, in the order of ``sizes``. Page-aligned ones (`page_aligned`) are
-                filled without a copy.
+            into: Contiguous host tensors, in the order of ``sizes``. Page-aligned ones (`page_aligned`) are filled
+                without a copy.
 
         Raises:
-            DamagedError: The state differs from what was written.
+            DamagedError: The state differs from the state that was written.
             StorageError: The drive failed, or made no progress for ``deadline_s``.
         """
         with self._condition:
@@ -281,9 +285,10 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify the hashes of stored state that was restored (or written, with ``verify_reads``) and not read since.
+        """Compare restored state on the drives with its hashes, if it has not been read since it was restored.
 
-        Views show such state without reading it through the store. Blocks while it reads.
+        Views show such state without reading it through the store. With ``verify_reads``, state that was written
+        but not read is checked too. This returns when all of it is read.
 
         Args:
             subgroups: Subgroups to verify. None verifies all.
@@ -302,14 +307,16 @@ class ExtentStore:
             self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's state to a free place on the drives, and make it the live state. Block until written.
+        """Write a subgroup's new state to a free place on the drives. Return when it is written.
+
+        Reads then return this state.
 
         Args:
             version: Version of the state, from `tick`. None creates a new version of this subgroup alone.
 
         Raises:
-            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no extent became free,
-                because the commit of an announced version never ended.
+            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no place became free, because
+                a commit in progress never ended.
         """
         with self._condition:
             held = self._subgroups[subgroup]
@@ -350,7 +357,6 @@ class ExtentStore:
         return Telling(f"{what} in {self._where()}", self._deadline_s)
 
     def _wait(self, waiting: Telling, rule: str, fact: str) -> None:
-        """Wait for a change of the store. The caller holds the condition and checks it again."""
         self._raise_failure()
         stuck_s = time.monotonic() - max(waiting.begin_s, self._progress_s)
         waiting.stuck(stuck_s)
@@ -364,7 +370,6 @@ class ExtentStore:
     def _move(
         self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor], workers: Sequence[Workers], job: partial[str]
     ) -> list[str]:
-        """Read or write all blocks of an extent on all drives concurrently. Return the hashes of its tensors."""
         sizes = tuple(t.numel() * t.element_size() for t in tensors)
         if sizes != self._layout.sizes[subgroup]:
             raise StorageError(
@@ -410,11 +415,12 @@ class ExtentStore:
     # -- committing
 
     def tick(self) -> int:
-        """Return the version number for the update being launched, which writes every stored subgroup.
+        """Return the number of a new version of the state on drives: the one that the update being started will
+        write.
 
         Raises:
-            StorageError: The directories hold steps of an earlier run that this run has not restored and
-                would overwrite.
+            StorageError: The directories hold steps of an earlier run that this run has not restored and would
+                overwrite.
         """
         with self._condition:
             if self._unclaimed:
@@ -427,12 +433,12 @@ class ExtentStore:
             return self._clock
 
     def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """Protect the present versions of stored state from being overwritten until they are committed or abandoned.
+        """Protect the present state on the drives from being overwritten until it is committed or abandoned.
 
-        Call it before the next update is launched. It never blocks.
+        Call this before the next update is launched. It never blocks.
 
         Args:
-            version: Version to protect. None selects the latest version launched so far.
+            version: Version of the state to protect. None selects the latest version launched so far.
             subgroups: Subgroups that belong to the version. Empty selects all.
 
         Returns:
@@ -446,20 +452,20 @@ class ExtentStore:
             return version
 
     def abandon(self, version: int) -> None:
-        """Stop protecting a version of stored state that was announced for a commit."""
+        """Stop protecting a version of the state on the drives that was announced for a commit."""
         with self._condition:
             self._announced.pop(version, None)
             self._notify()
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
-        """Commit an announced version of stored state durably, and free the extents of the oldest kept step.
+        """Commit a version of the state on the drives durably, and free the places of the oldest kept step.
 
-        When this returns, the step survives a power loss. It waits for the version's writes and for the
-        previous commit, so call it on a thread that may block.
+        The version must have been announced. When this returns, the step survives a power loss. This waits for the
+        version's writes and for the previous commit, so call it on a thread that may block.
 
         Args:
             step: Number under which the step can be restored, higher than all earlier numbers.
-            data: Text to store with the step.
+            data: Text to keep with the step.
 
         Raises:
             StorageError: A write or a sync failed. Earlier steps are intact.
@@ -476,7 +482,8 @@ class ExtentStore:
             return record
 
     def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
-        """Make a version of stored state durable like `commit`, but keep all earlier steps until `settle`.
+        """Make a version of the state on the drives durable, as `commit` does, but keep all earlier steps until
+        `settle`.
 
         Args:
             name: Unique name under which the step can be restored.
@@ -487,15 +494,17 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """Commit a prepared step of stored state and drop the oldest steps, or drop the prepared step.
+        """Commit the step that `prepare` made durable on the drives and drop the oldest steps, or drop that step
+        itself.
 
-        Dropped steps cannot return after a power loss. Their extents are overwritten only after this returns.
+        Dropped steps cannot return after a power loss. Their places on the drives are overwritten only after this
+        returns.
 
         Args:
             committed: If False, the prepared step is dropped.
 
         Raises:
-            StorageError: The manifest could not be written.
+            StorageError: The list of steps could not be written.
         """
         with self._committing:
             if committed:
@@ -522,7 +531,6 @@ class ExtentStore:
         return StepRecord(step=step, name=name, extents=extents, data=data)
 
     def _name(self, steps: list[StepRecord], version: int | None = None) -> None:
-        """Write the list of committed steps durably, and end the protection of an announced version."""
         try:
             self._folders.commit(self.nonce, steps)
         except BaseException as error:
@@ -547,22 +555,22 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the steps of an earlier run's checkpoints in the store, or nothing once one of them is restored."""
+        """Return the numbers of an earlier run's steps on the drives. Empty once one of them has been restored."""
         return tuple(self._unclaimed)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Return the store's committed steps, newest first."""
+        """Return the committed steps of optimizer state on the drives, newest first."""
         with self._condition:
             return list(self._steps)
 
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
-        """Make a committed step of stored state the live state, without reading it.
+        """Make a committed step on the drives the present state of all its subgroups, without reading it.
 
         The first read of each subgroup compares the state with its hash.
 
         Args:
-            step, name: Number or name of the step. None and empty select the newest step.
+            step, name: Number or name of the step. None and an empty name select the newest step.
 
         Raises:
             StorageError: There is no such step.
@@ -591,7 +599,9 @@ class ExtentStore:
             return record
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups with stored state that was restored since the last call. They need not be written."""
+        """Return the subgroups that were restored on the drives since the last call. Their state need not be
+        written.
+        """
         with self._condition:
             taken, self._adopted = self._adopted, set()
             return taken
@@ -615,7 +625,9 @@ class ExtentStore:
             raise StorageError(f"the stored state cannot be used after an error: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Stop the store's threads and release its directories for other runs. Views stay readable."""
+        """Stop the store's threads and release its directories for other runs. Tensors that show state stay
+        readable.
+        """
         idle = [workers.close() for workers in (*self._readers, *self._writers)]
         if all(idle):  # else what is stuck in the kernel keeps its file
             for file in self._files:
@@ -626,10 +638,10 @@ class ExtentStore:
 def retained(
     steps: Sequence[StepRecord], keep: int, stands: Callable[[StepRecord], bool], protects: Callable[[StepRecord], bool]
 ) -> list[StepRecord]:
-    """Return the steps of a store to keep, at most ``keep``, newest first.
+    """Return the steps of optimizer state to keep on the drives, at most ``keep``, newest first.
 
-    Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then
-    the oldest ones. The newest step is always kept.
+    Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then the oldest
+    ones. The newest step is always kept.
     """
     kept, excess = list(steps), len(steps) - keep
     if excess <= 0:
@@ -641,7 +653,7 @@ def retained(
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
-    """Return, for each stored tensor, one hash of its blocks' hashes in order."""
+    """Return one hash for each tensor on the drives, computed from the hashes of its blocks in order."""
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
         parts.setdefault(block.tensor, []).append(hashed)

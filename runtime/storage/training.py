@@ -1,4 +1,4 @@
-"""The stored optimizer state of a training run, as part of its checkpoints."""
+"""The optimizer state on drives as a part of a training run's checkpoints."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ebbtide.runtime.storage.store import ExtentStore
 
 @dataclass
 class StoredSteps:
-    """The optimizer state that checkpoints keep on drives, for ebbtide's `StoredState` interface.
+    """The optimizer state on drives that checkpoints refer to. It implements the interface `StoredState`.
 
     Only the training thread uses it.
 
     Attributes:
-        opened: Function that returns the store. None if this run stores nothing. It may still load the
+        opened: Function that returns the store. None if this run keeps no state on drives. It may still load
             state that another run has stored.
         subgroups: Function that returns the subgroups whose state is on a drive now.
-        updated: Function that waits until no launched update writes to a drive any more.
+        updated: Function that waits until no update writes to a drive any more.
         apart: True inside `committed_apart`.
         loading: True if only a checkpoint load reads restored state.
     """
@@ -58,7 +58,7 @@ class StoredSteps:
         return StoredStep(self.store, version, target, nonce, step)
 
     def check_restored(self) -> None:
-        """Verify optimizer state on drives that was restored and that no step has read yet."""
+        """Verify optimizer state on drives that was restored from a checkpoint and that no step has read yet."""
         if self.store is not None and not self.loading:
             self.store.check_restored(self.subgroups())
 
@@ -95,7 +95,6 @@ class StoredSteps:
         return self.store is not None and asked.store == self.store.nonce
 
     def _adoptable(self, asked: CheckpointPage) -> frozenset[int]:
-        """Return the subgroups whose stored state can be adopted in place. The plan may keep others in memory."""
         held = frozenset(tensor.subgroup for tensor in asked.tensors)
         return held & self.subgroups() if self._ours(asked) else frozenset()
 
@@ -122,7 +121,7 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The part of a checkpoint in progress that stays on drives, for ebbtide's `AnnouncedStep` interface."""
+    """The part of a checkpoint in progress that stays on drives. It implements the interface `AnnouncedStep`."""
 
     store: ExtentStore
     version: int
@@ -155,12 +154,12 @@ class StoredStep:
 
 
 def checkpoint_of(record: StepRecord) -> Path:
-    """Return the folder of the checkpoint that a stored step belongs to. The folder may be gone."""
+    """Return the folder of the checkpoint to which a step on the drives belongs. The folder may be gone."""
     return Path(json.loads(record.data)["checkpoint"])
 
 
 def stands(record: StepRecord) -> bool:
-    """Return whether the checkpoint that a stored step belongs to still exists."""
+    """Return whether the checkpoint to which a step on the drives belongs still exists."""
     try:
         page = (checkpoint_of(record) / GLOBAL_NAME).read_bytes()
         return parse(page, GlobalManifest, GLOBAL_NAME).nonce == json.loads(record.data)["nonce"]

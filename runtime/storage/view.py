@@ -1,4 +1,4 @@
-"""A subgroup's state on a drive, mapped into memory at a fixed address for readers."""
+"""Tensors that show a subgroup's state on a drive, mapped into memory at a fixed address."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 
 
 class View:
-    """Tensors that show the latest stored state of a subgroup, mapped from a drive.
+    """Tensors that show a subgroup's latest state on a drive, mapped into memory.
 
-    The mapping is private: changes to the tensors go to no file until they are passed to
-    `ExtentStore.write`, so that no committed extent changes.
+    The mapping is private: changes to the tensors go to no file until they are passed to `ExtentStore.write`,
+    so that no committed state changes.
     """
 
     def __init__(self, layout: Layout, subgroup: int, dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class View:
         self._explained = False
 
     def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
-        """Show another extent (one of several places of a subgroup's state on the drives) in the view's tensors."""
+        """Make the tensors of the view show the state in another place (extent) on the drives."""
         if not self._explained:
             self._explained = True
             _explain(self._memory, self._address, [str(file.path) for file in files])
@@ -65,7 +65,6 @@ def _tensor(memory: mmap.mmap, at: int, size_bytes: int, dtype: torch.dtype) -> 
 
 
 def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:
-    """Register a message to print if the drive fails to deliver a mapped page, which ends the process by SIGBUS."""
     text = (
         f"ebbtide: state on storage could not be read from {', '.join(paths)}: the drive failed "
         "(see dmesg), or the file was truncated. This process ends by SIGBUS. The last checkpoint "

@@ -1,4 +1,4 @@
-"""Threads that move blocks of optimizer state to or from a drive."""
+"""Threads that read blocks of optimizer state from a drive or write them to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as l
 
 
 class Bounce:
-    """An aligned host buffer of one worker thread, allocated on first use."""
+    """The aligned host buffer of one thread that reads or writes a drive, allocated on first use."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -38,7 +38,7 @@ class Bounce:
 
 
 class Telling:
-    """A warning in the log about waiting for a drive, repeated while the wait lasts.
+    """A repeated warning in the log while some code waits for a drive.
 
     Attributes:
         begin_s: Time at which the wait began.
@@ -57,7 +57,11 @@ class Telling:
 
 @contextmanager
 def told_late(what: str) -> Iterator[None]:
-    """Log a warning if a block of code that waits for a drive takes long."""
+    """Log a warning if the block of code, which waits for a drive, takes long.
+
+    Args:
+        what: The operation that the warning names.
+    """
     timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
     timer.daemon = True
     timer.start()
@@ -68,7 +72,7 @@ def told_late(what: str) -> Iterator[None]:
 
 
 class Transfer:
-    """A transfer of several blocks. The thread that created it waits for it, and the first error ends it."""
+    """A read or write of several blocks on a drive. Its creator waits for it, and the first error ends it."""
 
     def __init__(self, blocks: int) -> None:
         self._condition = threading.Condition()
@@ -77,7 +81,7 @@ class Transfer:
         self._progress_s = time.monotonic()
 
     def run(self, job: Job, bounce: Bounce) -> None:
-        """Move one block of a transfer on a worker's thread."""
+        """Read or write one block of the transfer on a worker thread."""
         error = None
         try:
             if self._error is None:
@@ -91,10 +95,10 @@ class Transfer:
             self._condition.notify_all()
 
     def wait(self, what: str, deadline_s: float) -> None:
-        """Wait until the last block of a transfer has arrived. A drive that makes no progress is logged.
+        """Wait until the last block of the transfer is read or written. A drive that makes no progress is logged.
 
         Raises:
-            StorageError: A block failed, or none arrived for ``deadline_s``.
+            StorageError: A block failed, or none was moved for ``deadline_s`` seconds.
         """
         telling = Telling(what, deadline_s)
         with self._condition:
@@ -113,7 +117,7 @@ class Transfer:
 
 
 class Workers:
-    """A pool of ``depth`` threads with one queue, which move blocks to or from a drive.
+    """A pool of ``depth`` threads with one queue, which read or write blocks on a drive.
 
     The threads are daemons: a thread that is stuck in the kernel does not keep the process alive.
     """
@@ -137,7 +141,7 @@ class Workers:
             transfer.run(job, bounce)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Stop the threads that move blocks to or from a drive. Return False if a thread is stuck."""
+        """Stop the threads that read or write blocks on a drive. Return False if a thread is stuck."""
         for _ in self._threads:
             self._queue.put(None)
         end_s = time.monotonic() + timeout_s

@@ -1,1 +1,1 @@
-"""Digests of a training run, taken inside the training process. `tune verify` compares them."""
+"""Records of a training run's state, taken inside the training process. `tune verify` compares them between runs."""

@@ -1,7 +1,7 @@
-"""The file that one rank of a run under `tune verify` writes: a line of JSON per optimizer step.
+"""The file that each rank writes in a run of `tune verify`: one line of JSON per optimizer step.
 
-The first line describes the run, and the second (step 0) the state before the first step. A
-tensor is ``[start, count, total, digest]``, with `ebbtide.runtime.kernels.digest.Digest.packed`.
+The first line describes the run, and the second (step 0) has the state before the first step. A tensor is
+written as ``[start, count, total, digest]``, with `ebbtide.runtime.kernels.digest.Digest.packed`.
 """
 
 import json
@@ -19,11 +19,12 @@ VARIABLE = "EBBTIDE_VERIFY"  # also in `ebbtide.runtime.frontdoor.verified`, whi
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of `tune verify` for every process of a recorded run.
+    """The settings of `tune verify` that every process of a recorded training run gets.
 
     Attributes:
         folder: Folder for the ranks' files.
-        side: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
+        side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or
+            ``no-offload``.
         steps: Number of optimizer steps, after which the process ends.
         seed: Seed of the random generators that a script does not seed itself.
         perturb: If True, flip one bit of one parameter before the first step.
@@ -45,13 +46,13 @@ def current_job() -> Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one named tensor, as a flat view.
+    """A part of one named tensor of the training state, as a flat view.
 
     Attributes:
         name: ``NAME`` for a parameter as the model computes with it, ``NAME/fp32`` for its master.
         values: Elements ``start`` to ``start + len(values)`` of the flattened tensor.
         total: Number of elements of the whole tensor.
-        narrow: Dtype of the parameter, for the part of a master. None otherwise.
+        narrow: Dtype of the model's parameter, if this part belongs to a master. None otherwise.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Piece:
 
 
 class Lines:
-    """One rank's file of a run under `tune verify`. Each call flushes its line to the operating system.
+    """The file that one rank writes in a run of `tune verify`. Each line is flushed to the operating system.
 
     Attributes:
         steps: Number of optimizer steps written.
@@ -75,7 +76,7 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """Write the digests of the training state after one more step. The first call is for the initial state."""
+        """Write the digests of the training state after one more step. The first call writes the initial state."""
         tensors = {piece.name: self._digest(piece) for piece in pieces}
         self.steps += 1
         self._write({"step": self.steps, **scalars, "tensors": tensors})

@@ -1,7 +1,7 @@
 """A recorder of training without DeepSpeed: losses, norms and parameters of torch's own optimizers.
 
-Parameters have no names here. A sharded parameter (FSDP2) is recorded as its rank's shard, so the runs
-that are compared must shard alike.
+A parameter is recorded without its name. A sharded parameter (FSDP2) is recorded as its rank's shard. The
+runs that are compared must therefore divide parameters among ranks in the same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:
-    """Record the first optimizer that takes a step in this process, for `tune verify`.
+    """Record the first torch optimizer that takes a step in this process, for `tune verify`.
 
     Args:
         done: Function to call after the last step.

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO optimizers under a plan: attached to it, with their buffers and steps taken over."""
+"""DeepSpeed's ZeRO optimizers under a plan. The plan takes over the buffers and steps of the engine's optimizer."""

@@ -63,21 +63,23 @@ def initialize(
     checkpoint: CheckpointPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` under a plan: same arguments, same return.
+    """Call ``deepspeed.initialize`` and put the engine under a plan. Arguments and results are DeepSpeed's.
 
-    ``zero_optimization.sub_group_size`` is taken from the plan. If the plan is for pieces of DeepSpeed's
-    subgroups, the config must have the size that the plan names.
+    ``zero_optimization.sub_group_size`` is taken from the plan. If the plan divides DeepSpeed's subgroups into
+    smaller ones, the config must have the size that the plan names.
 
     Args:
-        plan: a `Plan`, its JSON file, or its fields. ``"auto"`` measures the machine (once, the
-            result is cached), watches the first steps, plans and applies; where the config offloads
-            nothing it leaves DeepSpeed alone.
-        config: DeepSpeed's config, a dict or a JSON file (also as ``config_params``).
-        device: ``auto``; ``emulated`` runs real copies to a device that is not there.
-        checkpoint: in the place of the plan's own.
+        plan: A `Plan`, its JSON file, or a dict of its fields. ``"auto"`` measures the machine (once, the
+            result is cached) and the first steps, then makes a plan and switches to it. If the config offloads
+            nothing, ``"auto"`` leaves the engine to DeepSpeed.
+        config: DeepSpeed's config, a dict or a JSON file. It may also be given as ``config_params``.
+        device: ``auto`` selects the device that training uses. ``emulated`` makes real copies to an emulated
+            GPU.
+        checkpoint: Checkpoint settings that replace the plan's.
 
     Raises:
-        ConfigError, PlanError: before the model is touched, naming what to change.
+        ConfigError, PlanError: The config or the plan cannot be used. Raised before the model is touched. The
+            message says what to change.
     """
     import deepspeed
 
@@ -121,10 +123,10 @@ def initialize(
 
 
 def load_plan(plan: PlanLike) -> Plan:
-    """Return a `Plan`, given a plan, the path of its JSON file, or a dict of its fields.
+    """Return a `Plan`, given a `Plan`, the path of its JSON file, or a dict of its fields.
 
     Raises:
-        PlanError: It is not a plan that this version of ebbtide can use.
+        PlanError: This version of ebbtide cannot use the plan.
     """
     if isinstance(plan, Plan):
         return plan
@@ -165,22 +167,22 @@ def attach(
     checkpoint: CheckpointPlan | None = None,
     overlap_forward: bool = True,
 ) -> Any:
-    """Run a live ZeRO engine's optimizer under a plan, and return the engine.
+    """Run the optimizer of an existing DeepSpeed ZeRO engine under a plan, and return the engine.
 
-    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`,
-    whose steps wait for their updates. Host memory falls to 14 bytes per parameter (12 of state, 2 of
-    gradient) plus staging, which is logged. It is at most 16 on the way, since state moves one subgroup
-    at a time.
+    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`, whose
+    steps wait for their updates. DeepSpeed's use of host memory falls to 14 bytes per parameter (12 of state, 2
+    of gradient) plus buffers, which are logged. During the change it is at most 16, since state moves one
+    subgroup at a time.
 
     Args:
-        replan: Adapt the machine's rates to measured steps, and switch to a better plan between steps, on
-            all ranks together. Requires ``machine`` and ``workload``.
-        machine: The machine that the plan was made for. With it and ``workload``, predicted and measured times
-            go to DeepSpeed's monitor.
+        replan: If True, adapt the machine's rates to measured steps, and switch to a better plan between steps,
+            on all ranks together. Requires ``machine`` and ``workload``.
+        machine: The machine that the plan was made for. If it is given with ``workload``, predicted and
+            measured times go to DeepSpeed's monitor.
         workload: The workload that the plan was made for.
         checkpoint: Checkpoint settings that replace the plan's.
-        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for
-            code that reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
+        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that
+            reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
 
     Raises:
         ConfigError: A plan cannot be applied to the engine.
@@ -225,10 +227,6 @@ def _attach_automatically(
     overlap_forward: bool,
     storage: Path | None = None,
 ) -> Any:
-    """Attach with all state on the host, measure a few steps, make a plan and switch to it.
-
-    If host memory cannot hold all state, the rest starts in the folder ``storage``.
-    """
     from ebbtide.runtime.replan.auto import host_plan, plan_later
 
     rule = check_engine(engine)
@@ -253,17 +251,11 @@ def _attach_automatically(
 
 
 def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
-    """Return the smallest subgroup size that a plan may use.
-
-    It is ZeRO-3's own size if ZeRO-3's subgroups cannot be divided: if the optimizer runs its own step,
-    if state is stored, or if DeepSpeed's NVMe swapper holds parameters.
-    """
     whole = stores or rule.own_step or swapped(optimizer)
     return getattr(optimizer, "sub_group_size", 1) if whole else 1
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
-    """Return the subgroup size to use: DeepSpeed's if the plan fits its subgroups, otherwise the plan's."""
     whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     if plan.deepspeed_subgroup_size:
         _check_own_size(plan, whole)
@@ -276,11 +268,6 @@ def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
 
 
 def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
-    """Check that DeepSpeed's subgroups are those that the plan cuts into pieces.
-
-    Raises:
-        PlanError: they are not.
-    """
     if sub_group_size != plan.deepspeed_subgroup_size:
         raise PlanError(
             f"the plan is for pieces of DeepSpeed's subgroups of {plan.deepspeed_subgroup_size} elements "
@@ -292,11 +279,6 @@ def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
 
 
 def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
-    """Check that nothing needs DeepSpeed's subgroups as they are.
-
-    Raises:
-        PlanError: something does.
-    """
     if _finest(optimizer, rule, stores=plan.stores) > plan.subgroup_size:
         raise PlanError(
             "plan.deepspeed_subgroup_size must be absent for this engine: DeepSpeed's subgroups cannot be divided if "
@@ -311,11 +293,6 @@ def _partitions(optimizer: Any) -> list[int]:
 
 
 def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
-    """Return the plan for an optimizer that runs its own step, with every subgroup updated on the CPU.
-
-    Raises:
-        ConfigError: The plan divides a partition that stock DeepSpeed updates as one tensor.
-    """
     largest = max(_partitions(optimizer), default=0)
     name = type(optimizer.optimizer).__name__
     if plan.subgroup_size < largest:
@@ -333,17 +310,16 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Return the session that runs the plan of an attached DeepSpeed engine."""
+    """Return the session, which runs the plan of a DeepSpeed engine to which a plan was attached."""
     return engine.optimizer._ebbtide
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
-    """Switch an attached DeepSpeed engine to another plan (see `Session.switch`)."""
+    """Switch a DeepSpeed engine, to which a plan was attached, to another plan (see `Session.switch`)."""
     session_of(engine).switch(plan)
 
 
 def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
-    """Return a function that writes predicted and measured times to DeepSpeed's monitor, if it is enabled."""
     held = weakref.proxy(engine)
 
     def show(timeline: Timeline, plan: Plan) -> None:
@@ -402,12 +378,11 @@ def _report(session: Session) -> None:
 
 
 def host_bytes(optimizer: Any) -> int:
-    """Return the bytes of host memory that an optimizer under a plan holds: state, gradients, staging."""
+    """Return the bytes of host memory that a DeepSpeed optimizer under a plan uses for state, gradients and buffers."""
     return int(optimizer._ebbtide.host_bytes())
 
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
-    """Install ebbtide's checkpoint engine, and make updates wait for a checkpoint that reads their state."""
     from ebbtide.runtime.checkpoint import install
     from ebbtide.runtime.checkpoint.live_state import LiveState
 
@@ -431,10 +406,10 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
 
 
 def call_after_step(engine: Any, session: Session) -> None:
-    """Wrap the step of a DeepSpeed engine, so that a session runs its functions after the whole step.
+    """Wrap ``engine.step`` of a DeepSpeed engine, so that functions such as checkpoints run after the whole step.
 
-    The step counter and the learning-rate schedule match the state only after the engine's step, not
-    after the optimizer's.
+    Step counter and learning-rate schedule match the optimizer state only after the engine's step. After the
+    optimizer's step they do not yet.
     """
     stock, held = engine.step, weakref.proxy(engine)
 

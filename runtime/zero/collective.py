@@ -1,4 +1,4 @@
-"""Parameter gathers of several ranks: all ranks launch the same gathers in the same order."""
+"""Parameter gathers with several ranks. All ranks must launch the same gathers in the same order."""
 
 import threading
 from collections.abc import Callable
@@ -14,22 +14,24 @@ Gather = Callable[[list[Any]], private.Handle]
 
 
 class CollectiveGathers:
-    """Launches parameter gathers in an order that does not depend on the progress of this rank's updates.
+    """The launch of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
-    Otherwise two ranks could launch two gathers in different orders and hang.
+    Without it, the order would depend on the progress of each rank's updates. Two ranks could then launch two
+    gathers in different orders and hang.
 
-    A gather of parameters for a later module is launched immediately if all ranks know that no update
-    delays it: each rank has waited for a subgroup's update before it took part in the first gather from
-    that subgroup. Every other gather is launched when its module begins. On a GPU the host thread runs a
-    module ahead, so the gather runs during the previous module, and the host does not wait.
+    DeepSpeed requests parameters of later modules in advance. Such a gather is launched immediately if all
+    ranks know that no update delays it. They know this because each rank waits for a subgroup's update before
+    it takes part in the first gather from that subgroup. Every other gather is launched when its module begins.
+    On a GPU the host thread runs a module ahead, so the gather runs during the previous module, and the host
+    does not wait.
 
-    The training thread calls it, and autograd's thread during backward.
+    The training thread calls the methods, and autograd's thread during backward.
 
     Attributes:
-        awaited: Subgroups without any gather since their latest update was launched. All ranks have the
-            same set. Everything here except copies is the same on all ranks.
+        awaited: Subgroups without any gather since their latest update was launched. All ranks have the same
+            set.
         own_precision: True if stock DeepSpeed would have gathered the small parameters after a step or a
-            checkpoint, in their own precision, and not in their module's forward.
+            checkpoint, in their own precision. False if it would gather them in their module's forward.
     """
 
     def __init__(self, partitions: Partitions) -> None:
@@ -42,26 +44,26 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether small parameters are gathered in their own precision, as DeepSpeed does after a step."""
+        """Set whether small parameters are gathered in their own precision, as stock DeepSpeed does after a step."""
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """Note that an update of every subgroup has been launched, so that gathers must wait."""
+        """Note that an update of every subgroup has been launched, so that later gathers must wait for it."""
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
-        """Note that all ranks have waited for the updates of the given parameters."""
+        """Note that all ranks have waited for the updates of the given parameters, so that later gathers need not."""
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
-        """Launch the delayed gathers of the parameters of a module that begins."""
+        """Launch the delayed gathers of the given parameters, because their module begins."""
         self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch or delay the gathers of the given parameters, and return handles to wait for.
+        """Launch or delay the gathers of parameters that DeepSpeed requests. Return handles to wait for.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.
@@ -101,10 +103,6 @@ class CollectiveGathers:
         return self._partitions.subgroup_of.get(param.ds_id) in self.awaited
 
     def _launch_all(self) -> None:
-        """Launch all delayed gathers, because code outside of modules waits for one of them.
-
-        The ranks may wait for different gathers.
-        """
         self._launch(lambda _: True)
 
     def _launch(self, wanted: Callable[[Any], bool]) -> None:
@@ -121,7 +119,7 @@ class _Ask:
     """The parameters that DeepSpeed requested in one call, and their gathers.
 
     Attributes:
-        waiting: Parameters whose gather is not launched yet, in the order of their ids.
+        waiting: Parameters that are not being gathered yet, in the order of their ids.
     """
 
     def __init__(self, partitions: Partitions, gather: Gather, executor: Executor) -> None:
@@ -132,10 +130,6 @@ class _Ask:
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
-        """Delay a gather, and start the copies of the parameters that wait for no update.
-
-        Other copies would wait for their updates and delay later copies.
-        """
         private.mark_in_flight(params)
         self.waiting = params
         self._bring(new)
@@ -147,7 +141,6 @@ class _Ask:
 
     @torch.no_grad()
     def launch(self, params: list[Any]) -> None:
-        """Gather parameters after their updates and copies, on the stream that requested them."""
         private.mark_partitioned(params)
         with private.on_stream(self._stream):
             self._executor.wait_parameters(self._partitions.subgroups(params))
@@ -162,17 +155,12 @@ class _Ask:
 
 
 class _Gathering:
-    """A handle of a single parameter, for which DeepSpeed can wait separately from the others in its request."""
+    """A handle of one parameter that is being gathered. DeepSpeed can wait for this parameter alone."""
 
     def __init__(self, param: Any, ask: _Ask, launch_all: Callable[[], None]) -> None:
         self._param, self._ask, self._launch_all = param, ask, launch_all
 
     def wait(self, **options: Any) -> None:
-        """Wait until the parameter is gathered, and launch its gather if it is delayed.
-
-        Raises:
-            BackgroundError: An update or a copy has failed.
-        """
         if self._param not in self._ask.handles:
             self._launch_all()
         self._ask.handles[self._param].wait(**options)

@@ -1,4 +1,4 @@
-"""The division of DeepSpeed's flat partitions into subgroups."""
+"""The division of each rank's flat ZeRO partitions into the subgroups that a plan updates one by one."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -10,12 +10,15 @@ Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Return each parameter group's partition divided into subgroups, with the sizes of `cut_flat`."""
+    """Divide each parameter group's partition into subgroups of about ``subgroup_size`` elements.
+
+    Args:
+        partitions: Number of elements of each parameter group's partition.
+    """
     return _in_a_row(cut_flat([elements], subgroup_size) for elements in partitions)
 
 
 def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
-    """Return the cuts of these sizes, one behind the other in each group."""
     return [
         (group, offset, elements)
         for group, sizes in enumerate(groups)
@@ -24,18 +27,19 @@ def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Cut every group into parts of at least ``subgroup_size`` (`ebbtide.simulator.workload.pieces_of`).
+    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements, between parameters.
 
     Args:
-        groups: elements of each group's parameters, in order.
+        groups: Number of elements of each group's parameters, in order.
     """
     return _in_a_row(pieces_of(parameters, subgroup_size) for parameters in groups)
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
-    """Return the division of a live ZeRO optimizer's partitions into subgroups.
+    """Return the division of a DeepSpeed ZeRO optimizer's partitions into subgroups.
 
-    ZeRO-3 has divided them with its ``sub_group_size``. They are divided further if ``subgroup_size`` is less.
+    ZeRO-3 has already divided them by its ``sub_group_size``. They are divided further if ``subgroup_size`` is
+    less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if numels is None:
@@ -49,5 +53,5 @@ def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
 
 
 def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:
-    """Return the number of elements of each subgroup of a live ZeRO optimizer, as plans list them."""
+    """Return the number of elements of each subgroup of a DeepSpeed ZeRO optimizer, as a plan lists them."""
     return tuple(n for _, _, n in cuts_of(optimizer, subgroup_size))

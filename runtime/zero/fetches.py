@@ -1,4 +1,4 @@
-"""Copies of one rank's parameter partitions to the GPU, as a replacement of DeepSpeed's gathers."""
+"""Copies of parameters from host memory to the GPU on a single rank, in place of DeepSpeed's gathers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from ebbtide.runtime.zero.checks import private
 
 
 class Partitions:
-    """The memory of each parameter's partition, and copies of partitions from host memory to the GPU.
+    """The memory (host or GPU) that holds each parameter's ZeRO-3 partition, and copies of partitions to the GPU.
 
     Only the training thread uses it.
 
@@ -28,12 +28,14 @@ class Partitions:
         }
 
     def subgroups(self, params: Iterable[Any]) -> list[int]:
-        """Return the subgroups of these parameters in ascending order. Frozen parameters belong to none."""
+        """Return the subgroups that the given parameters belong to, in ascending order. Frozen parameters belong to
+        none.
+        """
         ids = {param.ds_id for param in params}
         return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
 
     def live_on_host(self, param: Any, executor: Executor) -> bool:
-        """Return whether a parameter's partition lives in host memory, so that forward and backward need a copy."""
+        """Return whether a parameter's partition is in host memory, so that forward and backward need a copy of it."""
         if executor.device.unified:
             return False
         subgroup = self.subgroup_of.get(param.ds_id)
@@ -42,9 +44,11 @@ class Partitions:
         return executor.states[subgroup].parameter_location == "host"
 
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
-        """Return the GPU copy of each parameter's partition, with the completions to await before its use.
+        """Start to copy parameters' partitions to the GPU. Return each copy with the operations to wait for before
+        its use.
 
-        This call does not wait. A copy starts as soon as its subgroup's update has ended, in the order of calls.
+        This call does not wait. Each copy starts as soon as the update of its subgroup has ended, in the order of
+        calls.
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}
@@ -64,10 +68,10 @@ class Partitions:
         return executor.device.device_empty(held.numel(), held.dtype)
 
     def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
-        """Start to copy parameters to the device on one rank. Return None if DeepSpeed has to gather them.
+        """Start to copy parameters to the GPU, if this rank holds them whole. Return handles to wait for.
 
-        DeepSpeed can thus request parameters of later modules while their updates still run, and only
-        the module itself waits.
+        DeepSpeed can thus request parameters of later modules while their updates still run. Only the module itself
+        waits. Return None if DeepSpeed has to gather the parameters.
         """
         if not all(map(private.is_whole, params)):
             return None
@@ -79,19 +83,19 @@ class Partitions:
 
 
 class Fetch:
-    """A handle of a parameter that is being copied to the device. DeepSpeed waits for it when its module begins."""
+    """The handle of a parameter that is being copied to the GPU. DeepSpeed waits for it when the module begins."""
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
-        """Create the handle of a parameter that is being copied to the device.
+        """Create the handle of a parameter that is being copied to the GPU.
 
         Args:
-            tensor: Device tensor that holds the parameter once all of ``ends`` have ended.
+            tensor: GPU tensor that holds the parameter once all operations in ``ends`` have ended.
         """
         self._param, self._tensor, self._ends = param, tensor, ends
         self._device = device
 
     def wait(self, **_: Any) -> None:
-        """Make the training streams wait until a parameter is on the device, then show its values.
+        """Make the training streams wait until the parameter is on the GPU, and let the parameter use the copy.
 
         Raises:
             BackgroundError: An update or a copy has failed.
@@ -102,7 +106,7 @@ class Fetch:
 
 
 class Fetches:
-    """Handles of parameters that were requested together. Each parameter can be awaited alone."""
+    """The handles of parameters that DeepSpeed requested together. DeepSpeed can wait for each one alone."""
 
     def __init__(self, fetches: Mapping[Any, private.Handle]) -> None:
         self._fetches = fetches
@@ -111,6 +115,6 @@ class Fetches:
         return self._fetches[param]
 
     def wait(self, **_: Any) -> None:
-        """Wait for all parameters that DeepSpeed requested together."""
+        """Wait until all parameters that DeepSpeed requested together can be used."""
         for fetch in self._fetches.values():
             fetch.wait()

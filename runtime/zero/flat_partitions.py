@@ -1,4 +1,4 @@
-"""DeepSpeed's flat optimizer state, divided into smaller subgroups than DeepSpeed's own."""
+"""DeepSpeed's flat buffers of optimizer state, divided into smaller subgroups than DeepSpeed's own."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -14,15 +14,16 @@ State = tuple[torch.Tensor, ...]  # master and moments
 
 
 class FlatState:
-    """Master parameters and moments in DeepSpeed's flat buffers, in memory that the device can copy from.
+    """The master parameters and moments in DeepSpeed's flat buffers, in memory that the GPU can copy from.
 
-    DeepSpeed's checkpoints and readers use these buffers, so they exist under every plan. Only the
-    training thread uses them.
+    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the training
+    thread uses this object.
 
     Attributes:
         cuts: By subgroup: (index of the fp32 tensor, offset in it, number of elements).
-        shadows: By subgroup: views of the flat buffers if the subgroup's live state is elsewhere.
-        published: True if the shadows hold the same values as the live state.
+        shadows: By subgroup: parts of the flat buffers, if training uses other tensors for the subgroup's
+            state.
+        published: True if these parts hold the same values as the tensors that training uses.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device) -> None:
@@ -33,16 +34,16 @@ class FlatState:
         self._flats = [_adopted(optimizer, master, device) for master in masters]
 
     def state(self, subgroup: int) -> State:
-        """Return views of the flat buffers that hold a subgroup's master parameters and moments."""
+        """Return the parts of DeepSpeed's flat buffers that hold a subgroup's master parameters and moments."""
         group, offset, elements = self.cuts[subgroup]
         return tuple(flat.narrow(0, offset, elements) for flat in self._flats[group])
 
     def moments(self, group: int) -> dict[str, torch.Tensor]:
-        """Return a parameter group's moments in the flat buffers, by DeepSpeed's names."""
+        """Return a parameter group's moments in DeepSpeed's flat buffers, by DeepSpeed's names of the moments."""
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:
-        """Note whether the live state of a subgroup is in DeepSpeed's flat buffers or elsewhere."""
+        """Note whether training uses DeepSpeed's flat buffers for a subgroup's state, or other tensors."""
         flat = self.state(state.index)
         if state.p.data_ptr() == flat[0].data_ptr():
             self.shadows.pop(state.index, None)
@@ -51,9 +52,9 @@ class FlatState:
             self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy state that is elsewhere to DeepSpeed's buffers, for code that reads them.
+        """Copy optimizer state that is in other tensors to DeepSpeed's flat buffers, for code that reads these.
 
-        State that an early update left in host memory stays in DeepSpeed's buffers then.
+        State in the spare buffers of early updates moves there for good.
         """
         session.executor.wait_all()
         if self.published:
@@ -67,7 +68,7 @@ class FlatState:
         self.published = True
 
     def take_back(self, session: Session) -> None:
-        """Copy optimizer state from DeepSpeed's buffers back, after outside code wrote to them (see `publish`)."""
+        """Take over optimizer state that a load has written to DeepSpeed's flat buffers (see `publish`)."""
         self._copy_back(session)
         session.executor.state_loaded()
 
@@ -76,7 +77,10 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Take over changes that outside code may have made to published buffers, before a step's updates."""
+        """Take over changes that other code may have made in DeepSpeed's flat buffers, before a step's updates.
+
+        Such changes are possible after `publish`.
+        """
         if self.published and self.shadows:
             self._copy_back(session)
             early = session.executor.early_updates.wires  # their state is in DeepSpeed's buffers
@@ -84,9 +88,10 @@ class FlatState:
         self.published = not self.shadows
 
     def let_go(self, session: Session) -> None:
-        """Copy all state to DeepSpeed's buffers and release GPU memory, at the end of a session.
+        """Copy all optimizer state to DeepSpeed's flat buffers and release GPU memory, when the plan's execution
+        ends.
 
-        DeepSpeed's objects may be used after the session.
+        DeepSpeed's objects may still be used afterwards.
         """
         for subgroup, shadow in self.shadows.items():
             state = session.executor.states[subgroup]
@@ -97,11 +102,11 @@ class FlatState:
 
 
 class FlatPartitions(FlatState):
-    """The partitions of ZeRO-1 and 2, divided into subgroups without regard to parameter boundaries.
+    """The flat partitions of ZeRO-1 and 2, divided into subgroups without regard to parameter boundaries.
 
     Attributes:
-        slices: By parameter id: the parameter's parts on this rank, in order. Together they are the part that
-            DeepSpeed's `grad_position` gives.
+        slices: By parameter id: the parts of the parameter on this rank, in order. Together they are the part
+            that DeepSpeed's `grad_position` gives.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:
@@ -113,14 +118,14 @@ class FlatPartitions(FlatState):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Look up DeepSpeed's present buffers of this rank's partition of each group's parameters."""
+        """Look up DeepSpeed's present buffers of this rank's partition of each parameter group."""
         groups = self._optimizer.real_dp_process_group
         ranks = [torch.distributed.get_rank(group=group) for group in groups]
         partitions = self._optimizer.parallel_partitioned_bit16_groups
         self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
 
     def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
-        """Return the tensors of a subgroup under ZeRO-1 or 2. Allocate the gradient if none is given."""
+        """Return the tensors of a subgroup under ZeRO-1 or 2. If ``gradient`` is None, allocate one."""
         group, offset, elements = self.cuts[subgroup]
         if gradient is None:
             dtype = _gradient_dtype(self._optimizer, group)
@@ -130,10 +135,10 @@ class FlatPartitions(FlatState):
 
 
 class HostSums(MutableMapping[int, torch.Tensor | None]):
-    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``: gradient sums so far, by parameter id.
+    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``: sums of micro-batches' gradients by parameter id.
 
-    It holds the sums that DeepSpeed computes. For a sum that ebbtide computes, it stores None, and a reader
-    gets a copy of the sum.
+    It holds the sums that DeepSpeed computes. For a sum that ebbtide computes it stores None, and code that
+    reads the entry gets a copy of the sum.
     """
 
     def __init__(self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]) -> None:
@@ -165,7 +170,6 @@ def _copy(to: State, source: State) -> None:
 
 
 def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> State:
-    """Return a master's state in memory that the device can copy from. Only one tensor at a time exists twice."""
     master.data = device.host_adopt(master.data)
     state = optimizer.optimizer.state[master]
     if not optimizer._rule.own_step:
@@ -181,10 +185,6 @@ def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> Stat
 
 
 def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """Release DeepSpeed's fp32 gradients and its 16-bit parameter copies in host memory.
-
-    They take 4 and 2 bytes per parameter.
-    """
     copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     copies[:] = [copy.new_empty(0) for copy in copies]
     _unlink(optimizer)
@@ -193,7 +193,9 @@ def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """Restore the buffers of a DeepSpeed optimizer after a failed attach, so that it continues without a plan."""
+    """Restore the buffers of a DeepSpeed optimizer after a plan could not be attached, so that it trains without
+    one.
+    """
     for master in masters:
         master.grad = torch.zeros_like(master.data)
         state = optimizer.optimizer.state[master]
@@ -206,10 +208,6 @@ def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def _unlink(optimizer: Any) -> None:
-    """Remove DeepSpeed's links from parameters to their state, which would keep all old buffers in memory.
-
-    `EbbtideStage2._link_all_hp_params` renews the links.
-    """
     optimizer.offload_gradient_dict.clear()
     for group in optimizer.bit16_groups:
         for param in group:
@@ -217,7 +215,6 @@ def _unlink(optimizer: Any) -> None:
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
-    """Return the precision of DeepSpeed's gradient sums: fp32 under ZeRO-2 if set, otherwise the parameters'."""
     compact = optimizer._use_compact_grad_partition_buffer(group)
     asked: torch.dtype = optimizer.gradient_accumulation_dtype
     return asked if compact or optimizer.use_grad_accum_attribute else optimizer.dtype

@@ -1,4 +1,4 @@
-"""The waits of code that reads ZeRO-3 parameters. Each reader waits only for its parameter's update."""
+"""Hooks that make code which reads ZeRO-3 parameters wait for their updates. It waits only for those that it needs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,14 +11,14 @@ from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
 
 class Gathers:
-    """The waits before DeepSpeed's parameter gathers, and the copies that replace gathers on one rank.
+    """The waits for updates before DeepSpeed's parameter gathers, and the copies that replace gathers on one rank.
 
     Only the training thread uses it.
 
     Attributes:
         partitions: The memory of each parameter's partition.
-        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves
-            or loads a checkpoint, where small parameters are partitioned like all others.
+        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves or
+            loads a checkpoint, when small parameters must be partitioned like all others.
         moved: True if partitions have moved to other memory since parameters were gathered.
     """
 
@@ -43,13 +43,15 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
-        """Call ``wait`` with the parameters before every ZeRO-3 gather. Return a function that undoes this.
+        """Arrange that ``wait`` is called with the parameters before every ZeRO-3 gather. Return a function that
+        undoes this.
 
-        ``fetch`` may copy parameters to the device instead of a gather (see `private.gate_gathers`).
+        A ``state_dict()`` or a copy of the model gathers nothing and shows the present values. With stock DeepSpeed
+        these are the small parameters, which stay gathered after a step. The hooks therefore make them available
+        first.
 
-        A ``state_dict()`` or a copy of the model, or of a part of it, gathers nothing. It shows the present
-        values, which with stock DeepSpeed are those of the small parameters that stay gathered. These are
-        made available first.
+        Args:
+            fetch: Function that may copy parameters to the GPU in place of a gather (see `private.gate_gathers`).
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
@@ -65,7 +67,7 @@ class Gathers:
         return self.open
 
     def open(self) -> None:
-        """Remove the waits for updates from DeepSpeed's parameter gathers."""
+        """Remove all hooks that make DeepSpeed's parameter gathers wait for updates."""
         self.blank()
         for undo in self._undo:
             undo()
@@ -85,11 +87,12 @@ class Gathers:
             self.show_persistent()
 
     def stand_in(self) -> None:
-        """Show NaN tensors of the right shape for parameters that stock DeepSpeed keeps gathered after a step.
+        """Give NaN tensors of the right shape to the small parameters, which stock DeepSpeed keeps gathered after a
+        step.
 
-        They have values again when a reader gathers them. A Trainer counts ``p.numel()`` after each step, which
-        needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for a new
-        one, so the values are NaN.
+        They get their values when some code gathers them. A Trainer counts ``p.numel()`` after each step, which
+        needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for a new one, so
+        the values are NaN.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:
@@ -97,7 +100,7 @@ class Gathers:
                 parameter.data = stand_in
 
     def show_anew(self) -> None:
-        """Show the new partitions in gathered parameters, after partitions have moved to other memory.
+        """Make gathered parameters use the new memory of their partitions, after partitions have moved.
 
         With several ranks gathered parameters are copies, which stay unchanged.
         """
@@ -113,9 +116,10 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Show the values of small ZeRO-3 parameters again instead of NaN, while no update runs. A collective call.
+        """Give small ZeRO-3 parameters their values again in place of NaN, while no update runs. A collective call.
 
-        The parameters stay partitioned, so that DeepSpeed traces a first forward like every later one.
+        DeepSpeed still treats the parameters as partitioned, so that it records the next forward like every later
+        one.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -125,38 +129,40 @@ class Gathers:
         self._at_rest = True
 
     def blank(self) -> None:
-        """Make small ZeRO-3 parameters look like all other partitioned parameters, as checkpoints require."""
+        """Make small ZeRO-3 parameters empty, like all other partitioned parameters, as DeepSpeed's checkpoints
+        require.
+        """
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
-        """Gather the parameters that stock DeepSpeed keeps gathered between steps. A collective call."""
+        """Gather the small parameters that stock DeepSpeed keeps gathered between steps. A collective call."""
         small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
         if small:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether stock DeepSpeed would keep the small parameters gathered until the next forward."""
+        """Set whether stock DeepSpeed would now keep the small parameters gathered until the next forward."""
         self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
-        """Wait for the updates of the subgroups of parameters that are about to be gathered."""
+        """Wait for the updates of parameters that are about to be gathered."""
         params = [param for param in params if hasattr(param, "ds_id")]
         executor.wait_parameters(self.partitions.subgroups(params))
         # Who asks for one that is gathered already may be the only rank that does.
         self._together.gathered([p for p in params if private.is_partitioned(p)])
 
     def updates_launched(self) -> None:
-        """Note that updates of all parameters have been launched, so that gathers must wait."""
+        """Note that updates of all parameters have been launched, so that later gathers must wait for them."""
         self._together.updates_launched()
 
     def fetch(
         self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
     ) -> Fetches | None:
-        """Copy or gather ZeRO-3 parameters for a module, without waiting for parameters of later modules.
+        """Copy or gather the ZeRO-3 parameters of a module, without waiting for updates of later modules' parameters.
 
-        Return None if DeepSpeed has to gather them now.
+        Return handles to wait for, or None if DeepSpeed has to gather the parameters now.
 
         Args:
             gather: DeepSpeed's own gather.
@@ -169,7 +175,6 @@ class Gathers:
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:
-    """Call ``wait`` before each ``copy.deepcopy`` of a parameter. Return a function that undoes this."""
     copy = type(parameter).__deepcopy__
 
     def __deepcopy__(memo: dict[int, Any]) -> Any:  # noqa: N807 - what `copy` looks for
@@ -181,7 +186,6 @@ def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]
 
 
 def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
-    """Return each parameter with a NaN tensor of its shape. Tensors of one dtype and device share memory."""
     largest: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     floating = [p for p in parameters if p.is_floating_point()]
     for parameter in sorted(floating, key=lambda p: -p.ds_numel):

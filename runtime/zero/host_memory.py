@@ -1,4 +1,4 @@
-"""A check that the host memory for a plan is free, before any of it is allocated."""
+"""A check that enough host memory is free for a plan, before any of it is allocated."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def needed_bytes(
 ) -> int:
     """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.update.footprint`.
 
-    Return 0 for a plan without ``subgroups`` (a hand-written plan), because their sizes are unknown.
+    Return 0 for a plan that does not list its ``subgroups``, because their sizes are unknown.
     """
     if not plan.subgroups:
         return 0
@@ -54,7 +54,7 @@ def needed_bytes(
 def check_host_memory(
     plan: Plan, config: dict[str, Any], available_bytes: int | None = None, client: Any = None
 ) -> None:
-    """Refuse a plan that needs more than this machine's free host memory, for all its ranks together.
+    """Raise an error if all ranks of this machine together need more host memory for a plan than is free.
 
     Args:
         client: The optimizer object that the script passes to DeepSpeed, if any.
@@ -96,15 +96,16 @@ def check_host_memory(
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """Return the plan with every subgroup updated on the CPU from host memory."""
+    """Return the plan changed so that the CPU updates every subgroup, with all state in host memory."""
     hosted: list[Placement] = ["host"] * plan.subgroup_count
     return plan.placed(hosted, staging_slots=0, prefetch=0).with_bits(early=False, sum_on_device=False)
 
 
 def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
-    """Return the bytes per parameter of the master and of the other state, for an optimizer with its own step.
+    """Return the bytes per parameter of the master and of other state, for an optimizer that ebbtide has no kernel
+    for.
 
-    None if ebbtide's kernel runs the optimizer's step.
+    None if ebbtide has a kernel for the optimizer.
 
     Args:
         client: The optimizer object that the script passes to DeepSpeed, if any.
@@ -131,7 +132,6 @@ def _gradient_bytes(config: dict[str, Any]) -> int:
 
 
 def _micro_batches(config: dict[str, Any]) -> int:
-    """Return the number of micro-batches per step. DeepSpeed accepts any two of its three batch sizes."""
     steps, micro = (config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
     if isinstance(steps, int):
         return steps
@@ -147,6 +147,5 @@ def _wire_bytes(config: dict[str, Any]) -> int:
 
 
 def _optimizer(config: dict[str, Any]) -> OptimizerState:
-    """Return the state that the config's optimizer keeps per parameter. Adam's if the optimizer is unknown."""
     name = str((config.get("optimizer") or {}).get("type", "")).lower()
     return OPTIMIZERS.get(name, ADAM)

@@ -1,4 +1,4 @@
-"""Each rank's parts of an engine's parameters and master parameters, as named views without a gather."""
+"""The parts of an engine's parameters and master parameters on each rank, as named views made without a gather."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """Yield this rank's parts of the parameters and of their fp32 masters, after all updates.
+    """Yield this rank's parts of the parameters and of their fp32 masters, once all updates have ended.
 
     This is a collective call under a plan.
 
@@ -23,7 +23,7 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 
 
 def settle(engine: Any) -> None:
-    """Wait until all updates have ended and small parameters have values. No bit of the state changes."""
+    """Wait until all updates have ended and small ZeRO-3 parameters have values. No bit of the state changes."""
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()
 

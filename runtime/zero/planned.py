@@ -27,11 +27,11 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 class PlannedZero:
-    """A base class of DeepSpeed's ZeRO optimizers under a plan, independent of the ZeRO stage.
+    """The base class of DeepSpeed's ZeRO optimizers under a plan, for every ZeRO stage.
 
-    It implements part of `ebbtide.runtime.execution.session.TrainingEngine`. `EbbtideStage3` and
-    `EbbtideStage2` inherit from it before DeepSpeed's own class. It is never constructed:
-    `ebbtide.attach` changes the class of DeepSpeed's live optimizer, after setting ``_rule`` and other fields.
+    It implements part of the interface `ebbtide.runtime.execution.session.TrainingEngine`. `EbbtideStage3` and
+    `EbbtideStage2` inherit from it before DeepSpeed's own class. It is never constructed: `ebbtide.attach`
+    changes the class of DeepSpeed's existing optimizer, after setting ``_rule`` and other fields.
     """
 
     _ebbtide: Session
@@ -66,20 +66,17 @@ class PlannedZero:
         raise NotImplementedError
 
     def _finite_norms(self) -> dict[int, bool]:
-        """Return, by parameter, whether its gradient is finite. An infinity or NaN shows in its float64 norm."""
         self._norms_to_host()
         norms = self.norm_for_param_grads.items()
         return {key: bool(torch.isfinite(norm)) for key, norm in norms}
 
     def _norms_to_host(self) -> None:
-        """Copy all gradient norms to the host in one copy. DeepSpeed then adds them up as usual."""
         norms = self.norm_for_param_grads
         if norms and next(iter(norms.values())).is_cuda:
             values = torch.stack(list(norms.values())).cpu()
             self.norm_for_param_grads = dict(zip(norms, values, strict=True))
 
     def _gradient_scale(self, scaled_norm: torch.Tensor) -> float:
-        """Return one fp32 factor that unscales and clips gradients, as DeepSpeed's `unscale_and_clip_grads` does."""
         combined = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((scaled_norm / self.loss_scale) + 1e-6) / self.clip_grad
@@ -107,7 +104,6 @@ class PlannedZero:
         return cast("Windows", self._ebbtide.host_gradients)
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
-        """Change a gradient as the subgroup's latest update in stock DeepSpeed would. See `Windows.spend`."""
         executor = self._ebbtide.executor
         elements = executor.states[subgroup].elements
         count = self._rule.tail(elements, start, start + len(gradient))
@@ -151,7 +147,7 @@ class PlannedZero:
         ]
 
     def resume_rule(self) -> None:
-        """Continue the update rule as if all previous steps had run in this process."""
+        """Set the optimizer's update rule to its state after all previous steps, as if this process had run them."""
         if self._rule.own_step:
             return
         steps = {int(self.optimizer.state[master]["step"]) for master in self._masters()}
@@ -171,9 +167,10 @@ class PlannedZero:
         return self._gradient_scale(torch.zeros((), dtype=torch.float64))
 
     def early_updates_allowed(self) -> bool:
-        """Return whether early updates may still be right, from the gradient norms so far.
+        """Return whether updates may start before the gradient norm is known.
 
-        Norms on the GPU are not read, because backward would have to end first.
+        False if the gradients so far show that the step clips or overflows. Norms on the GPU are not read, because
+        backward would have to end first.
         """
         norms = self.norm_for_param_grads.values()
         if self.clip_grad <= 0.0 or any(norm.is_cuda for norm in norms):
@@ -184,7 +181,7 @@ class PlannedZero:
     # -- readers -----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Wait for running updates, so that DeepSpeed's own references show the latest step's result."""
+        """Wait for running updates, so that DeepSpeed's own tensors show the latest step's result."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,14 +189,14 @@ class PlannedZero:
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def timeline(self) -> Timeline:
-        """Return the measured timeline of the latest steps, in the simulator's type."""
+        """Return the measured timeline of the latest steps, in the format of the simulator's timeline."""
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
-        """Release GPU memory until `reload_states`: move all optimizer state to host memory.
+        """Move all optimizer state to host memory, so that GPU memory is free until `reload_states`.
 
-        ZeRO-3 parameters move too if ``include`` contains ``lp_params``. Training may continue meanwhile with
-        bit-identical results, because this switches to another plan. Waits for running updates.
+        With ZeRO-3, parameters move too if ``include`` contains ``lp_params``. This waits for running updates and
+        switches to another plan, so training may continue meanwhile, with bit-identical results.
 
         Args:
             include: Members of DeepSpeed's `OffloadStateTypeEnum`. None means all of them.
@@ -212,7 +209,7 @@ class PlannedZero:
         private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:
-        """Undo `offload_states`: return optimizer state and parameters to the memory that the plan gives them."""
+        """Undo `offload_states`: move optimizer state and parameters back to the memory that the plan names."""
         if self._ebbtide.set_aside is not None:
             self._ebbtide.switch(self._ebbtide.set_aside)
             self._ebbtide.set_aside = None
@@ -225,13 +222,13 @@ class PlannedZero:
         super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Remove ebbtide's wrappers from DeepSpeed's own objects."""
+        """Remove ebbtide's wrappers from DeepSpeed's objects. ZeRO-1, 2 and 3 override this method."""
 
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """Build a property for a state attribute of DeepSpeed's optimizer. Reading it waits for running updates.
+    """Build a property for an attribute of DeepSpeed's optimizer, such that reading it waits for running updates.
 
-    Ebbtide's own code reads the attribute through ``__dict__`` instead and does not wait.
+    Ebbtide's own code reads the attribute through ``__dict__``, which does not wait.
 
     Args:
         name: Name of the attribute.
@@ -254,10 +251,11 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
 
 
 def published(name: str, then: str = "") -> Callable[..., Any]:
-    """Build a method that waits for running updates before it calls DeepSpeed's method of the same name.
+    """Build a method for DeepSpeed's optimizer that waits for running updates, then calls DeepSpeed's method
+    ``name``.
 
     Args:
-        then: Name of a method to call afterwards, which adopts the loaded state.
+        then: Name of a method to call afterwards, which takes over the loaded state.
     """
 
     def method(self: PlannedZero, *args: Any, **kwargs: Any) -> Any:
@@ -271,16 +269,16 @@ def published(name: str, then: str = "") -> Callable[..., Any]:
 
 
 def float64_norm(part: torch.Tensor) -> torch.Tensor:
-    """Return the L2 norm of a gradient in float64. On CUDA torch makes a copy, as in stock DeepSpeed."""
+    """Return the L2 norm of a gradient in float64. On CUDA torch makes a float64 copy, as in stock DeepSpeed."""
     if part.device.type == "cpu":
         return torch.tensor(host.norm(part), dtype=torch.float64)
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
 def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy the moments that a checkpoint loader has put into new tensors to the buffers of the live state.
+    """Copy moments that a checkpoint loader has put into new tensors to the tensors that training uses.
 
-    Stock DeepSpeed's checkpoint from before the first update has no moments. They are zero then.
+    A checkpoint that stock DeepSpeed wrote before the first update has no moments. They are set to zero then.
     """
     if rule.own_step:
         return
@@ -298,7 +296,6 @@ def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: d
 
 
 def _in_host_memory(way: Way, *, parameters_too: bool) -> Way:
-    """Return a subgroup's placement changed so that it takes no GPU memory except for its parameters."""
     placement = "host" if RECIPES[way.placement].queue is Queue.DEVICE else way.placement
     moved = Way(placement, "host" if parameters_too else way.parameters, way.early and way.placement == placement)
     return moved.fitted()

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan, with bit-identical results.
 
-Model parameters are plain tensors here, which any code may read without a hook. `step` therefore
-waits for its updates. During `step` all lanes of the plan work at the same time.
+Model parameters are plain tensors under ZeRO-1 and 2, which any code may read without a hook. `step`
+therefore waits for its updates. During `step` CPU, GPU and copies work at the same time.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -26,9 +26,10 @@ DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
-    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer with gradient copies, step and state access under a plan.
+    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan, which changes gradient copies, updates and access to
+    state.
 
-    DeepSpeed uses the same class for both stages.
+    DeepSpeed uses this class for both stages.
     """
 
     _flat: FlatPartitions
@@ -46,7 +47,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Accumulate a reduced gradient where its update will run, with stock DeepSpeed's cases in its order."""
+        """Add a reduced gradient to its sum in the memory where its update will run.
+
+        The cases and their order are those of stock DeepSpeed.
+        """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -58,7 +62,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._windows.before_reuse()
 
     def _take_compact(self, param: Any, group: int, boundary: bool) -> None:
-        """Take the gradient sum that DeepSpeed accumulates in fp32 in its own device buffer."""
         key = self.get_param_id(param)
         self._offload_accumulated_param_ids.add(key)
         if not boundary:
@@ -92,11 +95,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._drop_gradient(param)
 
     def _sums_all(self, param: Any, elements: int) -> bool:
-        """Return whether stock DeepSpeed sums all of a parameter's gradient and not only this rank's part.
-
-        It does if the parameter is shared with another rank or summed in another precision than its own,
-        unless the masters have 16 bits. Stock's own code computes these sums here too.
-        """
         apart = elements != param.numel() or self.use_grad_accum_attribute
         return apart and not self.low_precision_master_weights_and_grads
 
@@ -110,13 +108,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def _copy_to_host(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> None:
-        """Copy a gradient to the subgroups that hold its parameter, and store its norm at the window's end.
-
-        Args:
-            alone: If True, the gradient is not part of DeepSpeed's sums. Stock DeepSpeed does this in a step
-                with a single backward. A later window may continue the sums (after `zero_grad`, or a second
-                backward before the step).
-        """
         totals, position = [], 0
         for piece in self._flat.slices[key]:
             part = gradient.narrow(0, position, piece.elements)
@@ -133,7 +124,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """End the accumulation window at step(), if the script and not DeepSpeed manages accumulation."""
+        """End the accumulation of micro-batches at step(), if the script and not DeepSpeed decides when it ends."""
         for group, params in enumerate(self.params_in_partition):
             for param in params:
                 key = self.get_param_id(param)
@@ -158,23 +149,23 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Record an overflow check of a whole gradient, even if it is shared with another rank.
+        """Check a whole gradient for an overflow, also if the gradient is shared with another rank. Record the
+        result.
 
-        Stock DeepSpeed reads the result from the device for each gradient. Here `has_overflow` reads all
-        results together.
+        Stock DeepSpeed reads each result from the GPU immediately. Here `has_overflow` reads all results together.
         """
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether any gradient is infinite or NaN, which its float64 norm shows."""
+        """Return whether any gradient has an infinity or NaN, which shows in its float64 norm."""
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
             self.local_overflow = True
         return super().has_overflow(partition_gradients)
 
     def step(self, closure: Any = None) -> None:
-        """Run the updates on all lanes. Return when the parameters are new on all ranks.
+        """Run the optimizer's updates as the plan says. Return when the parameters are new on all ranks.
 
         Raises:
             BackgroundError: An update failed in the background.
@@ -205,7 +196,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._overflows.clear()
 
     def _checked_norm(self) -> torch.Tensor | None:
-        """Return the global gradient norm times the loss scale. Set ``self.overflow`` as DeepSpeed's step does."""
         self.overflow = False
         if self.check_grad_overflow:
             self.check_overflow(partition_gradients=self.partition_gradients)
@@ -236,7 +226,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._gather()
 
     def _scale_of(self, norm: torch.Tensor) -> float:
-        """Return one factor that unscales and clips gradients, with the already updated loss scale, as in stock."""
         if is_invalid_grad_norm(norm):
             norm = torch.tensor(float("inf"))
         return self._gradient_scale(norm)
@@ -255,7 +244,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- readers and writers -----------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until DeepSpeed's buffers hold all optimizer state. Parameters are always up to date after a step."""
+        """Wait until DeepSpeed's buffers hold all optimizer state. Parameters are up to date after every step
+        anyway.
+        """
         self.publish()
 
     def publish(self) -> None:
@@ -269,12 +260,14 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._flat.let_go(self._ebbtide)
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Do nothing, since each step has waited for its updates before parameters can be read."""
+        """Do nothing. Under ZeRO-1 and 2 each step has waited for its updates before any code can read parameters."""
         del wait
         return lambda: None
 
     def _link_all_hp_params(self) -> None:
-        """Renew DeepSpeed's links from parameters to their state, with waits for running updates."""
+        """Renew DeepSpeed's links from parameters to their optimizer state. Access through them waits for running
+        updates.
+        """
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         # An optimizer's own first step makes its moments.
@@ -302,7 +295,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         param.set_full_hp_grad = self._with_gradient(param, write_gradient)
 
     def _with_gradient(self, param: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that reads or writes a parameter's fp32 gradient. The gradient is made for the call."""
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             if param._hp_mapping is None:
@@ -323,7 +315,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return gated
 
     def _get_offload_gradient_dict(self) -> None:
-        """Leave out DeepSpeed's views of fp32 gradients. `_with_gradient` fills in one gradient at a time."""
+        """Do nothing where DeepSpeed would make views of all fp32 gradients.
+
+        `_with_gradient` makes the gradient of one parameter when it is accessed.
+        """
         for group, params in enumerate(self.params_in_partition):
             self.offload_gradient_dict[group] = [None] * len(params)
 
@@ -346,10 +341,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- states that go away for a while -----------------------------------------------------
 
     def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
-        """Release GPU memory until `reload_states`, by moving parameters, gradients and optimizer state away.
+        """Move parameters, gradients and optimizer state out of GPU memory until `reload_states`.
 
-        DeepSpeed moves the parameters, and the gradients that it sums on the device. While they are
-        moved, no step can run on a GPU.
+        DeepSpeed's own code moves the parameters, and the gradients that it sums in GPU memory. On a GPU no step
+        can run until these are back.
         """
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()
@@ -365,10 +360,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         super().reload_states()
 
     def _follow_parameters(self) -> None:
-        """Make updates write to DeepSpeed's present parameter buffers, from the next `Session.switch` on.
-
-        That switch releases the old buffers.
-        """
         self.parallel_partitioned_bit16_groups[:] = [
             self.get_data_parallel_partitions(flat, group) for group, flat in enumerate(self.bit16_groups_flat)
         ]
@@ -386,7 +377,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:
-        """Do nothing, since `FlatPartitions` has prepared the buffers."""
+        """Do nothing. `FlatPartitions` has already prepared the buffers."""
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         return self._flat.buffers(subgroup, None if now is None else now.gradient)
@@ -426,7 +417,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
 
 def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:
-    """Turn DeepSpeed's live ZeRO-1 or 2 optimizer into an `EbbtideStage2` that runs a plan."""
+    """Turn DeepSpeed's existing ZeRO-1 or 2 optimizer into an `EbbtideStage2`, which runs a plan."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
     optimizer._overflows = []

@@ -23,7 +23,7 @@ from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's ZeRO-3 optimizer with gradient copies, step and state access under a plan."""
+    """DeepSpeed's ZeRO-3 optimizer under a plan, which changes gradient copies, updates and access to state."""
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
@@ -42,7 +42,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each reduced gradient to the place of its update once. The norm is computed on the device."""
+        """Send each reduced gradient once to the memory where its update will run. Compute its norm on the GPU."""
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:
@@ -65,7 +65,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
-        """End the accumulation window at step(), if the script and not DeepSpeed manages accumulation."""
+        """End the accumulation of micro-batches at step(), if the script and not DeepSpeed decides when it ends."""
         total = self._windows.finish(self._piece(param))
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
 
@@ -83,10 +83,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return bool(flag.item())
 
     def _sums_finite(self) -> bool:
-        """Return whether the gradient sums of all parameters are finite, as stock DeepSpeed checks them.
-
-        A parameter without a gradient in the last micro-batch counts with its earlier sum.
-        """
         windows, finite = self._windows, self._finite_norms()
         for key, piece in windows.slices.items():
             if piece.begun and not piece.touched:
@@ -103,7 +99,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return super()._get_norm_groups()
 
     def step(self, closure: Any = None) -> None:
-        """Launch the optimizer's updates and return. A reader of a parameter waits for the parameter's update.
+        """Start the optimizer's updates and return. Code that reads a parameter later waits for its update.
 
         Raises:
             BackgroundError: An earlier update or checkpoint failed in the background.
@@ -143,12 +139,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.stay_gathered(False)
 
     def _swap_out(self) -> None:
-        """Write new parameters to the place where DeepSpeed's NVMe swapper keeps them: a drive, or host memory."""
         for index in self._swapped:
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Finish the step without gathering persistent parameters. Their first reader gathers them.
+        """Finish the step, but do not gather small parameters as DeepSpeed does. The first code that reads them does.
 
         They belong to many subgroups, so that gathering them here would wait for every update.
         """
@@ -162,7 +157,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     # -- readers and writers -----------------------------------------------------------------
 
     def await_parameters(self, params: Iterable[Any]) -> None:
-        """Wait for the updates of the given parameters before they are gathered."""
+        """Wait for the updates of the given parameters, which are about to be gathered."""
         own = self._ebbtide
         if not own.closed:
             self._gathers.before(params, own.executor)
@@ -175,9 +170,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
-        """Block until every update has ended and small parameters have values. Raise errors of background updates.
+        """Wait until every update has ended and small ZeRO-3 parameters have values. Raise errors of background
+        updates.
 
-        This is a collective call with several ranks.
+        With several ranks this is a collective call.
         """
         self.publish()
         self._gathers.show_persistent()
@@ -222,7 +218,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return self._windows.keep(self._piece(param)), number
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Return the fp32 gradient partitions, by DeepSpeed's subgroup index and then by parameter index."""
+        """Return the fp32 gradients of this rank's partition, by DeepSpeed's subgroup index and then by parameter
+        index.
+        """
         return {
             index: {number: self._get_fp32_grad_state_partition(param, True)[0] for number, param in enumerate(group)}
             for index, group in enumerate(self.fp16_groups)
@@ -246,10 +244,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Show the values of persistent parameters after a checkpoint, but leave them partitioned.
+        """Give small ZeRO-3 parameters their values after a checkpoint, but leave them partitioned for DeepSpeed.
 
-        If they were gathered after a load and not after a step, DeepSpeed would trace a model that reads a
-        parameter outside of its module (``self.embedding.weight``) differently in its second forward.
+        If they were gathered after a load and not after a step, DeepSpeed's recorded order of modules would change
+        in the second forward for a model that reads a parameter outside of its module (``self.embedding.weight``).
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)
@@ -313,7 +311,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.moved |= moved
 
     def settle(self) -> None:
-        """Show the new location of parameters that have moved, and release DeepSpeed's empty flat buffers."""
+        """Make parameters that have moved use their new memory, and release DeepSpeed's empty flat buffers."""
         if self._flat is not None:
             self._flat.published = not self._flat.shadows
         if self._gathers.moved:
@@ -344,7 +342,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return self._of_pieces(steps), scale
 
     def _of_pieces(self, steps: list[UpdateStep]) -> list[UpdateStep]:
-        """Return the step of each subgroup. A piece has that of its whole."""
         return [steps[group] for group, _, _ in self._pieces.cuts]
 
     def _masters(self) -> list[torch.nn.Parameter]:
@@ -372,7 +369,7 @@ def take_over(
     overlap_forward: bool,
     subgroup_size: int,
 ) -> None:
-    """Turn DeepSpeed's live ZeRO-3 optimizer into an `EbbtideStage3` that runs a plan.
+    """Turn DeepSpeed's existing ZeRO-3 optimizer into an `EbbtideStage3`, which runs a plan.
 
     Args:
         subgroup_size: Number of elements of a plan's subgroup. If it is less than DeepSpeed's, the plan's
@@ -400,11 +397,6 @@ def take_over(
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
-    """Check that the masters from which DeepSpeed's NVMe swapper makes parameters are in memory.
-
-    Raises:
-        PlanError: The plan stores some of them on a drive.
-    """
     if plan.count("stored"):
         elements = sum(map(int, optimizer.fp16_partitioned_groups_flat_numel))
         raise PlanError(
@@ -415,7 +407,6 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's norm, bit-identical to DeepSpeed's `_constant_buffered_norm2`."""
     total = None
     for part in gradient.split(250_000_000):
         square = float64_norm(part) ** 2.0

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO-3 buffers, taken over for a plan and restored after a failed attach.
+"""DeepSpeed's ZeRO-3 buffers, taken over for a plan and restored if the plan cannot be attached.
 
-A plan's subgroups are DeepSpeed's own or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`).
-DeepSpeed's norms and checkpoints know only its own subgroups. If the plan's are parts,
-DeepSpeed's fp32 tensors stay whole (`FlatState`), and so do its flat parameters until one part moves.
+A plan's subgroups are DeepSpeed's own or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). DeepSpeed's
+norms and checkpoints know only its own subgroups. If the plan's subgroups are parts, DeepSpeed's fp32
+tensors stay whole (`FlatState`). Its flat parameters stay whole until one part moves to other memory.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 
 
 class Pieces:
-    """The position of each ZeRO-3 parameter in the plan's subgroups.
+    """The position of each ZeRO-3 parameter in the plan's subgroups, which may be parts of DeepSpeed's.
 
     Attributes:
         cuts: By subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
         places: By parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.
-        apart: Parameters of each subgroup, once parts of DeepSpeed's subgroups have moved. DeepSpeed's flat
-            parameters are then empty, and are rebuilt on request (`joined`).
+        apart: A tensor with each subgroup's parameters, once a part of a DeepSpeed subgroup has moved.
+            DeepSpeed's flat parameters are then empty, and are rebuilt on request (`joined`).
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
@@ -47,12 +47,14 @@ class Pieces:
                 self._held[subgroup].append(param)
 
     def params(self, subgroup: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each parameter of a subgroup with its offset and its number of elements."""
+        """Yield each parameter of a subgroup with its offset in the subgroup and its number of elements."""
         for param in self._held[subgroup]:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Return a subgroup's parameters on this rank, or None if DeepSpeed's NVMe swapper holds them."""
+        """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper holds
+        them.
+        """
         if self.apart:
             return self.apart[subgroup]
         return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])
@@ -62,7 +64,7 @@ class Pieces:
         return self._flat()[group].narrow(0, offset, elements)
 
     def move(self, subgroup: int, wire: torch.Tensor) -> None:
-        """Make a tensor the new memory of a subgroup's parameters."""
+        """Make the given tensor the memory of a subgroup's parameters from now on."""
         if self.whole:
             self._flat()[subgroup] = wire
         else:
@@ -75,12 +77,17 @@ class Pieces:
             param.ds_tensor.data = wire.narrow(0, offset, elements)
 
     def part(self) -> None:
-        """Release DeepSpeed's flat parameter tensors if the subgroups' parameters are in separate tensors."""
+        """Release DeepSpeed's flat parameter tensors, if the plan's subgroups have their parameters in separate
+        tensors.
+        """
         if self.apart:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 
     def joined(self) -> list[torch.Tensor]:
-        """Return flat tensors that hold all parameters in host memory, until the next `part`."""
+        """Return flat tensors with all parameters of DeepSpeed's subgroups. They are in host memory if rebuilt.
+
+        They stay valid until the next call of `part`.
+        """
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]
             for number in range(len(self._flat())):
@@ -89,7 +96,7 @@ class Pieces:
         return self._flat()
 
     def take_back(self) -> None:
-        """Copy parameters that DeepSpeed has loaded into its flat tensors (see `joined`) to the subgroups' tensors."""
+        """Copy parameters that DeepSpeed has loaded into its flat tensors to the tensors of the plan's subgroups."""
         for subgroup, wire in enumerate(self.apart):
             group, offset, elements = self.cuts[subgroup]
             if self._flat()[group].numel():
@@ -97,7 +104,7 @@ class Pieces:
         self.part()
 
     def hand_back(self, where: torch.device) -> None:
-        """Rebuild DeepSpeed's flat parameters in the given memory from the subgroups' tensors."""
+        """Rebuild DeepSpeed's flat parameters in the given memory from the tensors of the plan's subgroups."""
         flat = self.joined()
         self.apart = []
         for number, wire in enumerate(flat):
@@ -112,7 +119,7 @@ class Pieces:
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
-    """Return the tensors that DeepSpeed made for a subgroup."""
+    """Return the tensors that DeepSpeed itself made for a subgroup, before any plan."""
     pieces, location = optimizer._pieces, private.parameter_location(optimizer)
     if not pieces.whole:
         state = optimizer._flat.state(subgroup)
@@ -134,13 +141,13 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 
 def swapped(optimizer: Any) -> list[int]:
-    """Return the subgroups with parameters that only DeepSpeed's NVMe swapper holds, on a drive."""
+    """Return the subgroups with parameters that are only on a drive, where DeepSpeed's NVMe swapper keeps them."""
     wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
-    """Point DeepSpeed's references to a subgroup's present tensors. Return whether its parameters have moved.
+    """Make DeepSpeed's references point to a subgroup's present tensors. Return whether its parameters have moved.
 
     The references are the master, the moments, and the views of gradients and parameters.
     """
@@ -164,7 +171,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
 
 
 def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
-    """Return the gradient of a subgroup as one tensor. DeepSpeed's gradient views are parts of it."""
+    """Return the gradients of a subgroup's parameters as one tensor. DeepSpeed's gradient views are parts of it."""
     first, within, _ = next(optimizer._pieces.params(subgroup))
     _, _, elements = optimizer._pieces.cuts[subgroup]
     view = private.gradient_partitions(optimizer)[first.ds_id]
@@ -172,9 +179,9 @@ def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
 
 
 def split_gradients(optimizer: Any, device: Device) -> None:
-    """Give each subgroup its own gradient memory, if the device cannot copy from DeepSpeed's flat buffer.
+    """Give each subgroup its own gradient tensor, if the GPU cannot copy from DeepSpeed's flat gradient buffer.
 
-    This happens before any state is copied. Pages of the flat buffer (2 bytes per parameter) are released
+    This happens before any state is copied. The flat buffer's memory (2 bytes per parameter) is released
     subgroup by subgroup, so that it never exists twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
@@ -198,15 +205,15 @@ def _gradient_at(optimizer: Any, subgroup: int, gradient: torch.Tensor) -> None:
 
 
 def _give_pages_back(part: torch.Tensor) -> None:
-    """Release the memory pages of a part of DeepSpeed's flat gradient buffer, which other parts still use."""
     if part.device.type == "cpu" and not part.is_pinned():
         discard(part.data_ptr(), part.nbytes)
 
 
 def hand_back(optimizer: Any) -> None:
-    """Restore DeepSpeed's own buffers after a failed attach, so that the optimizer continues without a plan.
+    """Restore DeepSpeed's own buffers after a plan could not be attached, so that the optimizer trains without
+    one.
 
-    They are on the host, contiguous, and have fp32 gradients.
+    They are contiguous, in host memory, and include fp32 gradients.
     """
     masters = optimizer.fp32_partitioned_groups_flat
     for master in masters:
@@ -223,7 +230,6 @@ def hand_back(optimizer: Any) -> None:
 
 
 def _join_gradients(optimizer: Any) -> None:
-    """Join the subgroups' gradients in one flat buffer. This undoes `split_gradients`."""
     whole = [elements for _, _, elements in optimizer._pieces.cuts]
     flat = torch.cat([gradient_of(optimizer, i).cpu() for i in range(len(whole))])
     for subgroup, part in enumerate(flat.split(whole)):
@@ -234,7 +240,7 @@ def _join_gradients(optimizer: Any) -> None:
 def drop_flat_parameters(optimizer: Any) -> None:
     """Release DeepSpeed's flat parameter buffers that hold no subgroup's parameters any more.
 
-    DeepSpeed has one on the device, or one per parameter group on the host.
+    DeepSpeed has one such buffer in GPU memory, or one per parameter group in host memory.
     """
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
     kept = {wire.untyped_storage().data_ptr() for wire in wires if wire is not None}
@@ -248,7 +254,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
 
 
 def slices(optimizer: Any) -> dict[int, ZeroSlice]:
-    """Return the part of each parameter in its subgroup on this rank, by parameter id."""
+    """Return which part of each parameter lies in a subgroup of this rank, by parameter id."""
     found = {}
     for group in optimizer.fp16_groups:
         for param in group:

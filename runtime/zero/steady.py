@@ -1,14 +1,14 @@
-"""A switch for DeepSpeed's timer that makes the host wait for the whole device in every step."""
+"""A switch for DeepSpeed's throughput timer, which would make the host wait for the whole GPU in every step."""
 
 from typing import Any
 
 
 def keep_flowing(engine: Any) -> None:
-    """Stop DeepSpeed's `ThroughputTimer` from synchronizing the device, until the engine is destroyed.
+    """Stop DeepSpeed's `ThroughputTimer` from synchronizing the GPU, until the engine is destroyed.
 
-    It synchronizes twice per step, which prevents all overlap. Without this its samples per second come
-    from the host's clock, and agree after the first steps. ZeRO's own waits remain: the end of
-    backward and the norm, which the update needs anyway.
+    The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without
+    synchronization, its samples per second come from the host's clock, and are right after the first steps.
+    ZeRO's own waits remain: for the end of backward and for the gradient norm, which the update needs anyway.
     """
     timer = getattr(engine, "tput_timer", None)
     if timer is None or not getattr(timer.config, "synchronized", False):

@@ -1,4 +1,7 @@
-"""The choice of stored subgroups for a config that offloads state to a drive: as few as memory allows."""
+"""The choice of subgroups to keep on a drive, if the DeepSpeed config offloads optimizer state to a drive.
+
+As few subgroups as host memory allows are chosen.
+"""
 
 import logging
 import os
@@ -24,12 +27,13 @@ logger = logging.getLogger("ebbtide")
 
 
 def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: Path) -> Plan:
-    """Return the plan for the first, measured steps: state in host memory as far as it fits, the rest stored.
+    """Return the plan for the first steps, which are measured: optimizer state in host memory as far as it fits.
 
-    If the folder has an earlier run's steps, the same subgroups are stored.
+    The rest of the state is on a drive. If the folder has steps of an earlier run, the plan puts the same
+    subgroups on the drive as that run.
 
     Raises:
-        StorageError: The folder's pages cannot be read.
+        StorageError: The JSON pages in the folder cannot be read.
     """
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)
@@ -48,7 +52,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups with state on a drive that the newest step in this rank's folder contains."""
+    """Return the subgroups that the newest step in this rank's folder on a drive contains."""
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
@@ -57,7 +61,7 @@ def stored_before(folder: Path) -> frozenset[int]:
 
 
 def host_room_bytes(optimizer: Any) -> int:
-    """Return the free bytes of host memory, plus DeepSpeed's own buffers that the plan will replace."""
+    """Return the free bytes of host memory, plus the bytes of DeepSpeed's buffers that the plan will replace."""
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
@@ -70,11 +74,6 @@ def host_room_bytes(optimizer: Any) -> int:
 def _first_that_fits(
     engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int, choices: Sequence[frozenset[int]]
 ) -> tuple[int, int]:
-    """Return the index of the first choice of stored subgroups that fits in memory, and its most host buffers.
-
-    A buffer is as large as a subgroup, so that few stored subgroups with many buffers save nothing. If
-    nothing fits, return the last choice with one buffer.
-    """
     optimizer = engine.optimizer
     kept = OPTIMIZERS.get(rule.name, ADAM)
 
@@ -94,7 +93,6 @@ def _first_that_fits(
 
 
 def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
-    """Agree on one choice of stored subgroups and one number of host buffers. A collective call of all ranks."""
     import deepspeed.comm as dist
 
     most = torch.tensor([number, -slots], dtype=torch.int64, device=private.training_device())
@@ -103,7 +101,6 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
 
 
 def _spaced(count: int, stored: int) -> frozenset[int]:
-    """Return the given number of evenly spaced subgroups, so that drive access overlaps the other updates."""
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's gradients that remain from one accumulation window (the micro-batches of a step) to the next."""
+"""Gradients that DeepSpeed keeps from one optimizer step's micro-batches to those of the next step."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """The part of a parameter in its subgroup on this rank, with the gradients that DeepSpeed keeps for it.
+    """The part of a parameter in a subgroup of this rank, with the gradients that DeepSpeed keeps for it.
 
-    DeepSpeed keeps two gradients per parameter: the sum of the window's micro-batches, and the fp32
-    gradient that updates apply, which only the last backward of a window renews. The subgroup's gradient
-    buffer holds both as long as they are the same. The fields say where the second one is if they differ.
+    DeepSpeed keeps two gradients per parameter. One is the sum of an accumulation window (the micro-batches of
+    one step). The other is the fp32 gradient that updates apply, which only the last backward of a window
+    renews. The subgroup's gradient buffer holds both as long as they are equal. The fields tell where the
+    second one is if they differ.
 
     Attributes:
-        begun: A gradient arrived in an earlier micro-batch of this window.
-        used: A gradient arrived in the last micro-batch of any window so far.
-        kept: The fp32 gradient as DeepSpeed would hold it, after outside code accessed it or a window did
-            not use the parameter. It then replaces the gradient buffer's elements.
-        summed: DeepSpeed has a sum to continue. Below ZeRO-3 there is none before the first gradient.
+        begun: True if a gradient arrived in an earlier micro-batch of this window.
+        used: True if a gradient arrived in the last micro-batch of any window so far.
+        kept: The fp32 gradient as DeepSpeed would hold it, after other code accessed it or a window did not use
+            the parameter. It then replaces the gradient buffer's elements. Otherwise None.
+        summed: True if DeepSpeed has a sum to continue. Below ZeRO-3 there is none before the first gradient.
         apart: The sum to continue, if the gradient buffer does not hold it.
-        copied: The previous window's gradient is in the subgroup's spare buffer.
-        empty: The gradient buffer is known to be zero. Checking an unused parameter at every step would
-            take a pass over it, and a synchronization on the device.
-        applied: The latest step has applied the gradient in ``kept``.
+        copied: True if the previous window's gradient is in the subgroup's spare buffer.
+        empty: True if the gradient buffer is known to be zero. Checking an unused parameter at every step would
+            take a pass over it, and a synchronization of the GPU.
+        applied: True if the latest step has applied the gradient in ``kept``.
     """
 
     begun: bool = False
@@ -45,12 +46,12 @@ class ZeroSlice(ParameterSlice):
 
 @dataclass
 class Windows(HostGradients[ZeroSlice]):
-    """Gradients that stock DeepSpeed applies again in a later step, reproduced bit by bit.
+    """The gradients of a ZeRO optimizer, including those that stock DeepSpeed applies again in a later step.
 
-    With accumulation, a window's first micro-batches overwrite the previous window's gradient. DeepSpeed
-    applies that gradient again to a parameter that the last micro-batch does not use. It is therefore
-    kept in a spare buffer: a gradient buffer on the host is exchanged with it, one on the device is
-    copied to it.
+    With gradient accumulation, the first micro-batches of a step overwrite the previous step's gradient.
+    DeepSpeed applies that gradient again to a parameter that the last micro-batch does not use. To get the same
+    bits, the gradient is kept in a spare buffer. A gradient buffer in host memory is exchanged with the spare
+    buffer, one in GPU memory is copied to it.
     """
 
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
@@ -64,9 +65,11 @@ class Windows(HostGradients[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store or accumulate a gradient partition. The previous step's gradient is kept if it may be needed.
+        """Store a gradient partition or add it to the sum. Keep the previous step's gradient if it may be needed.
 
         Args:
+            first: True for the first micro-batch of an optimizer step.
+            boundary: True for the last micro-batch of an optimizer step.
             alone: If True, DeepSpeed does not add this gradient to its sum of micro-batches.
         """
         piece.empty = False
@@ -96,7 +99,7 @@ class Windows(HostGradients[ZeroSlice]):
         return super()._sum_so_far(piece, elements)
 
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return the gradient sum to which the next micro-batch is added, after it has arrived. Do not write to it."""
+        """Return the gradient sum to which the next micro-batch is added, once it is complete. Do not write to it."""
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         return self._sum_so_far(piece, piece.elements)
@@ -104,7 +107,6 @@ class Windows(HostGradients[ZeroSlice]):
     # -- what the window before left ---------------------------------------------------------
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Save the previous window's gradient before a gradient arrives that no update may ever apply."""
         subgroup = piece.subgroup
         if self._crosses[subgroup] or self.device.unified:
             # All of the subgroup at once, by reference: what has not arrived yet is left behind.
@@ -128,7 +130,7 @@ class Windows(HostGradients[ZeroSlice]):
         return spare
 
     def make_spares(self) -> None:
-        """Allocate the spares of gradients that micro-batches are added up to at home."""
+        """Allocate spare gradient buffers for all subgroups except those that sum micro-batches in GPU memory."""
         for state in self.states:
             if state.sum is None:
                 self._spare(state.index)
@@ -137,9 +139,6 @@ class Windows(HostGradients[ZeroSlice]):
         return piece.subgroup in self._turned and not piece.begun and not piece.touched
 
     def _previous(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """Return the previous window's gradient if it is in the spare buffer, or None if it is in the gradient
-        buffer.
-        """
         if piece.touched or not (piece.subgroup in self._turned or piece.copied):
             return None
         return self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
@@ -148,7 +147,11 @@ class Windows(HostGradients[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection of the same gradients, kept ones included, for subgroups in other buffers."""
+        """Return a collection with the same gradients, after the subgroups have moved to other buffers for a new
+        plan.
+
+        Gradients that DeepSpeed would apply again are included.
+        """
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
             if piece.kept is not None:
@@ -158,10 +161,10 @@ class Windows(HostGradients[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """Release the spare buffers and the GPU memory for gradient sums.
+        """Release the spare gradient buffers and the GPU memory for sums of micro-batches' gradients.
 
-        The gradient buffer then holds the previous window's gradient. ``apart`` holds the present window's
-        sum, if the window has begun.
+        The gradient buffer then holds the previous step's gradient. If the present step has begun, ``apart`` holds
+        its sum so far.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -183,9 +186,9 @@ class Windows(HostGradients[ZeroSlice]):
     # -- stepping ----------------------------------------------------------------------------
 
     def finish(self, piece: ZeroSlice) -> torch.Tensor:
-        """Make a gradient sum the gradient that the next update applies. Return it after its arrival.
+        """Make a parameter's gradient sum the gradient that the next update applies. Return it once it has arrived.
 
-        Used if accumulation ends at ``step()``, after the last backward.
+        This is used if accumulation ends at ``step()``, after the last backward.
         """
         if piece.unsent:
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
@@ -200,10 +203,10 @@ class Windows(HostGradients[ZeroSlice]):
         return self._host_buffer(piece)
 
     def close_window(self) -> None:
-        """Close the accumulation window, and keep the gradients that DeepSpeed would apply again.
+        """End the accumulation of micro-batches, and keep the gradients that DeepSpeed would apply again.
 
-        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and
-        applies it again.
+        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and applies
+        it again.
         """
         for piece in self.slices.values():
             if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
@@ -219,10 +222,6 @@ class Windows(HostGradients[ZeroSlice]):
         super().close_window()
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
-        """Return DeepSpeed's fp32 gradient of a parameter that the window's last micro-batch did not use.
-
-        None if it equals the gradient buffer.
-        """
         if piece.begun and not piece.used:
             where = self.states[piece.subgroup]
             kept = torch.zeros(piece.elements, dtype=where.p.dtype, device=where.gradient.device)
@@ -232,7 +231,6 @@ class Windows(HostGradients[ZeroSlice]):
         return kept if piece.begun or bool(kept.count_nonzero()) else None
 
     def _apply(self, piece: ZeroSlice, kept: torch.Tensor) -> None:
-        """Change a kept gradient as the latest step has changed the gradients that it applied."""
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
             if self.spend is not None:
@@ -244,7 +242,6 @@ class Windows(HostGradients[ZeroSlice]):
         piece.applied = False
 
     def _widen(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return an unscaled copy of the gradient of the latest window's end, in the master's precision."""
         dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
@@ -252,9 +249,10 @@ class Windows(HostGradients[ZeroSlice]):
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return a parameter's fp32 gradient as DeepSpeed shows it. The next update applies changes to it.
+        """Return a parameter's fp32 gradient as DeepSpeed shows it. If the caller changes it, the next update applies
+        that.
 
-        From a step until the next gradient, it is unscaled and clipped.
+        Between a step and the next gradient, it is the unscaled and clipped gradient of the step.
         """
         if piece.kept is None:
             if piece.begun and not piece.touched:
@@ -269,9 +267,11 @@ class Windows(HostGradients[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Note the gradient scale of a step, and scale the kept gradients, as DeepSpeed does in place.
+        """Note the factor that unscales and clips a step's gradients, and apply it to the kept gradients as DeepSpeed
+        does.
 
-        Here a scaled copy replaces each, because the latest update of an unused parameter may still read it.
+        Each kept gradient is replaced by a scaled copy, because the latest update of an unused parameter may still
+        read it.
         """
         self.last_scale = scale
         if scale is None:
@@ -281,8 +281,9 @@ class Windows(HostGradients[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return a subgroup's element ranges, each with its gradient and scale. One range unless gradients were
-        kept.
+        """Return the ranges of a subgroup's elements, each with the gradient and the scale for its update.
+
+        There is one range unless gradients of earlier steps are kept.
         """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
@@ -302,10 +303,11 @@ class Windows(HostGradients[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """Gradients for 16-bit masters below ZeRO-3, where one buffer holds the sum and the applied gradient.
+    """The gradients for 16-bit masters below ZeRO-3. One buffer holds both the sum and the gradient that updates
+    apply.
 
-    The previous window leaves the buffer unscaled and clipped. A parameter with its first gradient in a
-    later micro-batch continues from that.
+    After a step the buffer holds the unscaled and clipped gradient. A parameter whose first gradient comes in a
+    later micro-batch is added to it.
     """
 
     def accept(
@@ -319,10 +321,10 @@ class OneBuffer(Windows):
         return super().accept(piece, gradient, first=first, boundary=boundary)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Do nothing, since micro-batches replace the previous window's gradient."""
+        """Do nothing. With one buffer, micro-batches replace the previous step's gradient, which need not be kept."""
 
     def make_spares(self) -> None:
-        """Make none: there is one sum."""
+        """Allocate nothing, because micro-batches are summed in the buffer that the update reads."""
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
         kept = self._widen(piece)

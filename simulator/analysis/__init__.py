@@ -1,1 +1,1 @@
-"""Analyses on top of the simulator: lower bounds, checkpoint costs, what-ifs and goodput."""
+"""Analyses that use the simulator: lower bounds of the iteration time, checkpoint costs, what-ifs and goodput."""

@@ -1,4 +1,4 @@
-"""The search for the best setting of a strategy within the available memory."""
+"""The search for an offloading strategy's fastest setting that fits into memory, such as Twin-Flow's ratio."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,12 +27,12 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 @dataclass(frozen=True)
 class Simulated:
-    """A strategy's simulation at one setting.
+    """The result of simulating an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
     Attributes:
-        setting: Options of `build_strategy`.
-        compiled: Schedule that was simulated.
-        lacks: Lack of memory in words. Empty if the strategy fits.
+        setting: Options that were passed to `build_strategy`.
+        compiled: Schedule of ops that was simulated.
+        lacks: Sentence that says how much memory is missing. Empty if the strategy fits into memory.
     """
 
     strategy: str
@@ -47,11 +47,11 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """Return the bytes by kind that a simulated strategy has in use of each memory at its peak."""
+        """Return a simulated strategy's use of each memory at its peak, in bytes by kind (parameters, state ...)."""
         return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
-        """Return a simulated strategy's setting for people, such as ``ratio 0.3``."""
+        """Return the setting of a simulated strategy as text for people, such as ``ratio 0.3``."""
         return ", ".join(
             f"{key}{between}{value:g}"
             if isinstance(value, int | float) and not isinstance(value, bool)
@@ -61,13 +61,13 @@ class Simulated:
 
 
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-    """Return a strategy's schedule for a workload as arrays for the compiled simulator."""
+    """Return an offloading strategy's schedule of ops for a workload, as arrays for the compiled simulator."""
     return compile_schedule(build_strategy(name, workload, **options))
 
 
 @dataclass(frozen=True)
 class _Strategy:
-    """A strategy on one machine, to be simulated at any of its settings."""
+    """An offloading strategy for one workload on one machine, which can be simulated at several settings."""
 
     name: str
     workload: Workload
@@ -76,7 +76,10 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the fastest setting of a strategy that fits, or the one with the smallest lack of memory."""
+        """Return the simulation of a strategy at the fastest setting that fits into memory.
+
+        If none fits, return the one that needs the least additional memory.
+        """
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
             tried += self._early_variants(plain)
@@ -108,9 +111,10 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield simulations of a plan with as many early updates on the host as memory and time allow.
+        """Yield simulations of a plan with as many early updates on the CPU as memory and time allow.
 
-        There is one without early staged updates, and one in which all staged updates are early.
+        An early update starts before the gradient norm is known. In the first variant only the CPU updates early.
+        In the second, all updates on the GPU of state from host memory are early too.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
         silent = work.zero_stage < 3 or machine.unified_memory
@@ -134,9 +138,9 @@ class _Strategy:
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
-    """Return a plan with evenly spread placements and up to `SLOTS` staging buffers.
+    """Return a plan with evenly spread placements and up to `SLOTS` staging buffers in GPU memory.
 
-    A subgroup far larger than the others, such as an embedding's, is not staged, because every staging buffer
+    Subgroups far larger than the others, such as an embedding's, are not staged, because every staging buffer
     would have to be as large.
     """
     plan = shared_plan(workload, device_share, resident_share)
@@ -150,7 +154,10 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 
 
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
-    """Return the plan with as many staging buffers and on-device gradient sums as there is memory for."""
+    """Return the plan with as many staging buffers as fit into GPU memory.
+
+    If micro-batches are accumulated, as many gradient sums as then fit stay in GPU memory too.
+    """
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:
         bare = plan.model_copy(update={"staging_slots": 0})
@@ -175,7 +182,7 @@ def simulated(
     setting: Mapping[str, Any],
     compile_: Compile = compiled,
 ) -> Simulated:
-    """Return a strategy's simulation at one setting, and whether it fits."""
+    """Return the simulation of an offloading strategy at one setting, and whether it fits into memory."""
     return _Strategy(name, workload, machine, limits, compile_).best([setting])
 
 
@@ -187,9 +194,10 @@ def best_setting(
     setting: Mapping[str, Any] | None = None,
     compile_: Compile = compiled,
 ) -> Simulated:
-    """Return the simulation of a strategy at its fastest setting that fits, or at the given setting.
+    """Return the simulation of an offloading strategy at its fastest setting that fits into memory.
 
-    If no setting fits, return the one with the smallest lack of memory.
+    If a setting is given, only that one is simulated. If no setting fits into memory, return the simulation
+    that needs the least additional memory.
 
     Args:
         compile_: Function that builds a schedule from the strategy's name, the workload and the setting.

@@ -1,4 +1,7 @@
-"""The lower bound of an iteration under any plan, by the rules of `ebbtide.simulator.analysis.bounds`."""
+"""The lower bound of a training iteration's time: no plan for the workload can be faster on this machine.
+
+The rules from which the bound follows are in `ebbtide.simulator.analysis.bounds`.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,17 +41,19 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound of an iteration's time under any plan, and the split of parameters that would reach it.
+    """A lower bound of an iteration's time under any plan, and the placement of parameters that would reach it.
 
     Attributes:
-        iteration_s: Steady iteration time that no plan can beat.
-        update_s: Seconds from the gradient norm until the next forward (of its first micro-batch) has ended,
-            without the updates that precede the norm, plus waits in backward.
-        params: Number of this rank's parameters by placement in the split that reaches the bound.
-        binding: Names of resources that are fully used if parameters can be split freely. ``(update)``: used
-            from the end of backward to the end of the next forward. Otherwise over the whole iteration.
-        promising: Numbers of subgroups by placement, and of staging buffers, that come close to the bound,
-            closest first.
+        iteration_s: Time of one iteration in a steady state that no plan can beat.
+        update_s: Time of the updates in that iteration: from the gradient norm to the end of the next forward
+            (of its first micro-batch), plus the time that backward waits. Updates that precede the gradient
+            norm are not included.
+        params: Number of this rank's parameters with each placement, if the bound were reached.
+        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name
+            means that the resource is fully used from the end of backward to the end of the next forward.
+            Otherwise it is fully used in the whole iteration.
+        promising: Combinations of numbers of subgroups (by placement) and of staging buffers that come close to
+            the bound, the closest first.
     """
 
     iteration_s: float
@@ -69,25 +74,26 @@ def bound(
     *,
     enough_s: float | None = None,
 ) -> Bound:
-    """Return the lower bound of an iteration's time for every plan that stays within some memory.
+    """Return the lower bound of an iteration's time for all plans that stay within given memory limits.
 
-    Between the gradient norm and the end of the next forward (of its first micro-batch), all subgroups that
-    wait for the norm are updated, the parameters of the others are copied, and that forward is computed.
-    These may overlap, so the bound also holds for plans without overlap. It is a bound of the steady state: a
-    simulation of three iterations can be shorter if the link falls behind from iteration to iteration.
+    Between the gradient norm and the end of the next forward (of its first micro-batch), three things have to
+    happen: the subgroups that wait for the norm are updated, the new parameters of all others are copied, and
+    that forward is computed. The bound assumes that they overlap, so it also holds for plans without overlap.
+    It is a bound of the steady state. A simulation of three iterations can be shorter if the link to the GPU
+    falls behind from iteration to iteration.
 
     Args:
-        device_bytes: Limit of device memory. None: the machine's.
-        locations: Memory that holds each subgroup's 16-bit parameters. Empty: all on the device. None:
-            anywhere.
-        host_bytes, storage_bytes: Limits of host memory and storage. None: there is enough.
-        early_updates: True if plans may update subgroups before the norm is known, and every early update is
-            right. Gradients may be accumulated on the GPU in either case.
-        enough_s: Iteration time that is enough to prove. No returned bound is higher, and the search for
-            whole subgroups goes on far longer until it is proven. None: as long as planning can wait.
+        device_bytes: Limit of GPU memory. None: all memory of the machine's GPU.
+        locations: Memory that holds each subgroup's 16-bit parameters. Empty: GPU memory for all. None: plans
+            may choose.
+        host_bytes, storage_bytes: Limits of host memory and storage. None: unlimited.
+        early_updates: True if plans may update subgroups before the gradient norm is known. The bound assumes
+            that no such update has to be redone. Plans may accumulate gradients on the GPU in either case.
+        enough_s: Iteration time to prove, at most. The returned bound is not higher than this, and the search
+            for whole numbers of subgroups runs far longer until it is proven. None: a shorter search.
 
     Raises:
-        ValueError: the workload alone does not fit into device memory.
+        ValueError: The workload alone does not fit into GPU memory.
     """
     some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes, early_updates)
     return tightened(fluid_bound(*some), *some, enough_s=enough_s)
@@ -102,12 +108,12 @@ def fluid_bound(
     storage_bytes: float | None = None,
     early_updates: bool = False,
 ) -> Bound:
-    """Return a lower bound of an iteration's time as if parameters could be split freely.
+    """Return a fast lower bound of an iteration's time, as if parameters could be split freely over placements.
 
-    It is at most as high as `bound`, and takes milliseconds.
+    It takes milliseconds, and is at most as high as `bound`, which places whole subgroups.
 
     Raises:
-        ValueError: the workload alone does not fit into device memory.
+        ValueError: The workload alone does not fit into GPU memory.
     """
     some = (workload, machine, device_bytes, locations, host_bytes, storage_bytes)
     problem = _Problem(*some, early_updates=early_updates, pieces=1)
@@ -125,9 +131,9 @@ def fluid_bound(
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return the seconds of an iteration with updates that take no time, or 0 without a network.
+    """Return the seconds of an iteration if updates take no time, or 0 if the workload uses no network.
 
-    The bound's rules know the compute of passes, but not the network that they wait for.
+    The lower bound's linear program knows the GPU's computation, but not the network that it waits for.
     """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):
@@ -152,11 +158,11 @@ def tightened(
     most_nodes: int = NODES_OF_FEW,
     enough_s: float | None = None,
 ) -> Bound:
-    """Return the lower bound of an iteration's time (see `bound`), starting from a known `fluid_bound`.
+    """Return the lower bound of an iteration's time as `bound` does, given the result of `fluid_bound`.
 
     Args:
-        most_nodes: Limit of the search for whole numbers of subgroups. 0: fractions, which takes a fifth of a
-            second.
+        most_nodes: Limit of the search for whole numbers of subgroups. With 0 fractions of subgroups are
+            allowed, and the result takes a fifth of a second.
     """
     if machine.unified_memory:
         return fluid
@@ -180,9 +186,9 @@ def _nodes(count: int) -> int:
 def _in_whole_numbers(
     window: Window, nodes: int, fractions: tuple[float, Floats], least_s: float
 ) -> tuple[float, Floats] | None:
-    """Return a linear program's minimum seconds and solution in whole numbers of subgroups. None without one.
+    """Return the least seconds and the solution of a linear program with whole numbers of subgroups, or None.
 
-    The search stops at ``least_s``.
+    The search stops as soon as it has proven ``least_s``.
     """
     window.rows.upper[window.seconds] = least_s
     solved = window.rows.lowest(window.seconds, nodes)
@@ -194,9 +200,9 @@ def _in_whole_numbers(
 
 
 class NumberedBounds:
-    """Lower bounds for given numbers of subgroups per placement and of staging buffers.
+    """Lower bounds of the iteration time for given numbers of subgroups per placement and of staging buffers.
 
-    All parameters are on the device.
+    All 16-bit parameters are in GPU memory.
     """
 
     def __init__(self, workload: Workload, machine: Machine, device_bytes: float) -> None:
@@ -204,12 +210,12 @@ class NumberedBounds:
         self._problem = _Problem(workload, machine, device_bytes, (), None, None, pieces=count)
 
     def iteration_s(self, numbers: Numbers, slots: int | None) -> float:
-        """Return a lower bound of an iteration's seconds for given numbers of subgroups per placement.
+        """Return a lower bound of the iteration time in seconds for given numbers of subgroups per placement.
 
-        ``inf`` if they do not fit into memory.
+        The result is infinite if the subgroups do not fit into memory.
 
         Args:
-            slots: Number of staging buffers. None: any number.
+            slots: Number of staging buffers (GPU memory for one staged subgroup each). None: any number.
         """
         problem = self._problem
         plain = dict.fromkeys(way.plain for way in problem.model.ways)
@@ -315,13 +321,12 @@ class _Problem:
                 yield solved[0], number, slots, largest_staged
 
     def _staged_ranges(self) -> list[tuple[int, int]]:
-        """Return ranges of subgroup sizes. The largest staged subgroup is in one of them."""
+        """Return ranges of sizes into which the subgroups of a workload are divided, as (smallest, largest)."""
         sizes = np.unique(self.model.workload.subgroups)
         some = np.array_split(sizes, min(len(sizes), MOST_STAGED_RANGES))
         return [(int(each[0]), int(each[-1])) for each in some]
 
     def _rounded(self, x: Floats) -> dict[Placement, int]:
-        """Return whole numbers of subgroups by placement, rounded from their shares of all elements."""
         split = self.by_placement(x * self.model.pieces.size[:, None])
         count, total = len(self.model.workload.subgroups), sum(split.values())
         ends = np.round(count * np.cumsum(list(split.values())) / total).astype(int).tolist()

@@ -1,4 +1,4 @@
-"""The cost of a checkpoint, from simulations of training with and without the checkpoint."""
+"""The cost of a checkpoint, predicted by simulating training with and without the checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _NOTHING = Writing((), {})
 
 @dataclass(frozen=True)
 class _Run:
-    """A simulated schedule, and its times in seconds from the save."""
+    """A simulated schedule of training that contains one checkpoint save. Times count in seconds from that save."""
 
     ops: tuple[Op, ...]
     result: SimResult
@@ -41,7 +41,10 @@ class _Run:
         return float(self.result.end_s[saves[0]])
 
     def norm_s(self) -> float:
-        """Return the seconds from a save to the gradient norm of the next iteration, when updates may begin."""
+        """Return the seconds from a checkpoint save to the gradient norm of the next iteration.
+
+        Updates of that iteration, which overwrite state, begin after the norm.
+        """
         return float(self.result.end_s[self.of(OpKind.NORM, iteration=LEAD_IN)[0]]) - self.save_s()
 
     def backward_end_s(self, iteration: int) -> float:
@@ -54,16 +57,16 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the bytes per second that checkpoint writers reached before the first update was due."""
+        """Return the rate in bytes per second of checkpoint writes that end before the first update after the save."""
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
         busy_s = sum(float(self.result.end_s[i] - self.result.start_s[i]) for i in early)
         return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
 
     def hooks_s(self) -> tuple[float, ...]:
-        """Return the start of each forward and the end of each backward after a save.
+        """Return the times, from a save on, at which a layer's forward begins or its backward ends.
 
-        See `_pass_begins` of `CheckpointedLoop`.
+        At these times the runtime starts copying the next part of resident state to the host for the checkpoint.
         """
         save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
         forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
@@ -73,7 +76,7 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """Return the time at which each subgroup is overwritten for the first time after a save."""
+        """Return the time, from a save on, at which each subgroup's state is overwritten for the first time."""
         save_s, results = self.save_s(), []
         recipes = [RECIPES[placement] for placement in plan.placements]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -85,10 +88,7 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, such that they follow the order of the updates.
-
-    The copies before these updates share one lane.
-    """
+    """Return the times at which updates overwrite subgroups, adjusted so that they follow the order of the updates."""
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
     for one in sorted(due, key=lambda d: rank[d.subgroup]):
@@ -98,7 +98,10 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 
 
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
-    """Return a compiled schedule with checkpoint writers that use neither DRAM nor cores."""
+    """Return a compiled schedule with checkpoint writes that use neither memory bandwidth nor CPU cores.
+
+    The difference to the original schedule is what these writes cost by sharing both with training.
+    """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
     ops[persists, DRAM] = ops[persists, CORES] = 0.0
@@ -106,9 +109,9 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 
 
 def save_seconds(workload: Workload, machine: Machine) -> float:
-    """Return the fixed seconds of a checkpoint save. They grow with the number of tensors named in the files.
+    """Return the seconds that a checkpoint save takes for any amount of data, because it names every tensor.
 
-    There is one tensor for each parameter, and a few for each subgroup's state.
+    There is one tensor for each parameter, and a few for each subgroup's optimizer state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)
@@ -119,10 +122,11 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
 
 
 def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds in which a save copies state to DeepSpeed's own tensors, while training waits.
+    """Return the seconds that training waits in a save while state is copied to DeepSpeed's own tensors.
 
-    Where subgroups are pieces of DeepSpeed's, DeepSpeed's tensors do not hold what is resident, nor, behind each
-    second step, what is updated early.
+    This is needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Then two kinds
+    of state are missing from DeepSpeed's tensors: resident state, and after every second step the state that is
+    updated early.
     """
     if workload.zero_stage < 3 or not workload.state_stays:
         return 0.0
@@ -135,7 +139,7 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
 
 
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
-    """Return the bytes of each subgroup's state that a checkpoint writes. Stored state is already on the drive."""
+    """Return, for each subgroup, the bytes of state that a checkpoint writes. 0 for state that is on a drive."""
     each = workload.optimizer_state.state_bytes
     return [
         0 if RECIPES[placement].state == "storage" else n * each
@@ -144,23 +148,25 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes that a whole checkpoint writes, including the parameters in the model's precision."""
+    """Return the bytes that a checkpoint writes: optimizer state, and the parameters in the model's precision."""
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
 class CheckpointSimulation:
-    """A prediction of the cost of checkpoints under a plan, for any copy budget, limit and number of writers.
+    """A prediction of what checkpoints cost under a plan, for any checkpoint settings.
 
-    It simulates `LEAD_IN` iterations, a save, and `FOLLOWED` more, with and without the checkpoint. The bytes
-    that are copied or waited for depend on when updates are due. These times are first taken from a schedule
-    without writers, and then from one with them.
+    Training is simulated with one checkpoint and without. The simulation has `LEAD_IN` iterations, a save, and
+    `FOLLOWED` further iterations. A subgroup's bytes are copied, or its update waits, if the update is due before
+    these bytes are written. The times at which updates are due come first from a simulation in which the save
+    writes nothing, and then from one with all writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
         """Set up the simulation of checkpoints under a plan.
 
         Args:
-            save_s: Fixed seconds of ``save_checkpoint``. None: from `save_seconds`.
+            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated by
+                `save_seconds`.
         """
         workload = workload.cut_as(plan)
         self.workload, self.plan, self.machine = workload, plan, machine
@@ -171,11 +177,11 @@ class CheckpointSimulation:
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
-        """Return the schedule of training with one checkpoint, to simulate, plot or trace."""
+        """Return the schedule of ops of some training iterations with one checkpoint, to simulate or draw it."""
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
-        """Return the cost of one checkpoint that does not overlap the next one."""
+        """Return the cost of one checkpoint that is fully written before the next one is saved."""
         writing = self.writing(saving)
         compiled = compile_schedule(self._schedule(saving, writing))
         run = self._run(compiled)
@@ -199,9 +205,9 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """Return the seconds that a checkpoint adds after the simulated iterations.
+        """Return the seconds that a checkpoint adds to the iterations after the simulated ones.
 
-        Later iterations are assumed to be slowed like the last simulated one.
+        Each of them is assumed to be slowed as much as the last simulated one, until the checkpoint is written.
         """
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
@@ -219,7 +225,7 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate a save that is only a barrier and writes nothing."""
+        """Simulate training with a save that writes nothing. Only the training thread waits for it."""
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
 
@@ -227,7 +233,7 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """Return the writing order of a checkpoint's bytes, refined in `ROUNDS` simulations."""
+        """Return the order of writing a checkpoint's bytes, refined by `ROUNDS` simulations."""
         paced = min(self.storage, saving.write_bytes_per_s or math.inf)
         rate, stretch = paced, 1.0
         writing = self._ordered(saving, rate, stretch)

@@ -8,10 +8,10 @@ from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
-    """Return the chain of ops without gaps that leads from ``from_s`` to ``to_s`` in a timeline.
+    """Return the chain of ops in a timeline that determines how long it takes from ``from_s`` to ``to_s``.
 
-    An op starts when the last op that it waits for has ended, including its lane's previous op. The chain
-    follows that last one. It does not consider that an op takes longer while it shares a link or DRAM.
+    Each op of the chain starts when the previous one ends. That is the last of the ops that it waits for: its
+    dependencies, and the previous op of its lane. Slowdown by a shared link or shared memory is not considered.
 
     Args:
         timeline: Simulated timeline of the same schedule.

@@ -1,4 +1,4 @@
-"""Drawing of timelines with matplotlib: a row for each lane, a bar for each op.
+"""Drawing of timelines with matplotlib: one row for each lane (such as a copy direction), one bar for each op.
 
 matplotlib is imported inside the functions, because the simulator itself does not need it.
 """
@@ -54,10 +54,10 @@ _PADDING_IN = 0.05
 
 
 def draw_spans(spans: Sequence[Span], title: str, ax: Axes | None = None) -> Axes:
-    """Draw the ops of a timeline as bars, in a row for each lane, and return the matplotlib axes.
+    """Draw the ops of a timeline as bars, and return the matplotlib axes.
 
-    Bars are labelled with their subgroup or layer if the label fits. The time axis is in milliseconds below
-    two seconds, otherwise in seconds.
+    Each lane (a queue of ops, such as a copy direction) is a row. Bars are labelled with their subgroup or layer
+    if the label fits. The time axis is in milliseconds below two seconds, otherwise in seconds.
     """
     if ax is None:
         ax = _new_axes(spans)
@@ -116,7 +116,6 @@ def _inches(ax: Axes, span: Span, scale: float) -> float:
 
 
 def _edges(ax: Axes, bars: Sequence[Span], scale: float) -> dict[str, Any]:
-    """Return the edges of bars: white to separate neighbors, or the bars' own color if they are very narrow."""
     widths = sorted(_inches(ax, s, scale) for s in bars)
     if widths[len(widths) // 2] > 0.06:
         return {"edgecolor": "white", "linewidth": 0.6}

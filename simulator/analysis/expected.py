@@ -1,4 +1,7 @@
-"""The mean iteration time of plans with early updates, which steps that clip have to redo."""
+"""The mean iteration time of plans with early updates, which start before the gradient norm is known.
+
+Early updates assume that the step does not clip. In a step that clips they are wrong and have to be redone.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +18,10 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with the mean iteration time at the workload's clip rate."""
+    """Return a plan's simulation with its mean iteration time, given the fraction of steps that clip.
+
+    In steps that clip, updates that started before the gradient norm was known have to be redone.
+    """
     right = simulate(plan)
     times = step_times(workload, machine, plan, simulate, right)
     if times is None:
@@ -30,10 +36,13 @@ def step_times(
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
 ) -> StepTimes | None:
-    """Return a plan's iteration times with right, without, and with wrong early updates. None if it has none.
+    """Return the iteration times of a plan in steps that do not clip, steps without early updates, and clipping steps.
+
+    An early update starts before the gradient norm is known, and is redone if the step clips. The result is None
+    if the plan has no early updates.
 
     Args:
-        right: The plan's simulation, if it is known.
+        right: Simulation of the plan in steps that do not clip, if it is known.
     """
     if not any(plan.updated_early):
         return None
@@ -48,13 +57,15 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return an iteration's times with right, without, and with wrong early updates.
+    """Return an iteration's times with right early updates, without early updates, and with wrong ones.
 
-    Wrong early updates run during backward, and then all updates follow.
+    An early update starts before the gradient norm is known. It is wrong if the step clips. Then it has
+    lengthened backward in vain, and all updates follow after the norm.
 
     Args:
-        right, plain: Seconds of iteration and backward with right early updates, and without any.
-        late_s: Delay of the updates after wrong early updates. See `late_s`.
+        right: Seconds of the iteration and of its backward if early updates are right.
+        plain: Seconds of the iteration and of its backward without early updates.
+        late_s: Seconds by which wrong early updates delay the updates after the norm. See the function `late_s`.
     """
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
@@ -67,14 +78,16 @@ def early_updates_worth(
     left_bytes: float,
     placement: Placement = "host",
 ) -> int:
-    """Return how many subgroups have enough memory and time for a useful early update.
+    """Return the number of subgroups that can be updated early such that it saves time and fits into memory.
 
-    Host memory must hold their state twice. The last backward must have time for the updates, because an
-    early update that ends after the gradient norm takes longer than it saves.
+    An early update starts before the gradient norm is known. Its state needs host memory twice. The updates must
+    also end within the last backward, because one that ends after the gradient norm costs more time than it
+    saves.
 
     Args:
-        held: Memory usage of the workload.
+        held: Bytes per parameter that the workload needs in each memory.
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
+        left_bytes: Host memory that is free for early updates.
     """
     each = held.early_bytes
     left_s = workload.backward_s / workload.gradient_accumulation_steps
@@ -86,10 +99,11 @@ def early_updates_worth(
 def late_s(
     workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
 ) -> float:
-    """Return an upper limit of the delay, in seconds, that wrong early updates cause for later updates.
+    """Return an upper limit of the delay, in seconds, that wrong early updates cause for updates after the norm.
 
-    Later updates wait for early updates that run when the gradient norm is known. Other early updates are
-    dropped. Staged subgroups that would have been copied meanwhile come later.
+    An early update starts before the gradient norm is known. It is wrong if the step clips. When the norm is
+    known, the update that is running is completed, and wrong updates that have not started are dropped. Staged
+    subgroups that would have been copied to the GPU in the meantime come later.
 
     Args:
         sizes: By placement, the elements of the subgroups that are updated early.
@@ -105,10 +119,12 @@ def late_s(
 def early_update_s(
     workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
 ) -> float:
-    """Return the seconds of the longest op of an early update that runs alone.
+    """Return the seconds of the longest op of an early update, if that op shares nothing with others.
+
+    An early update starts before the gradient norm is known.
 
     Args:
-        threads: Number of threads of the host update. 0: all cores.
+        threads: Number of threads of an update on the CPU. 0: all cores.
     """
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = recipe.steps[: recipe.before_norm]

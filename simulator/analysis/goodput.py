@@ -1,8 +1,8 @@
-"""Goodput: the fraction of time that is useful training, given failures and the cost of checkpoints.
+"""Goodput: the expected fraction of time that is useful training, given failures and the cost of checkpoints.
 
-The job trains and takes a checkpoint in every interval. The checkpoint reaches storage a while later. A
-failure throws the job back to the last checkpoint on storage. Failures are exponential (rate = nodes /
-MTBF of one node) and may also happen during restarts.
+The job saves a checkpoint after every interval. The checkpoint is complete on storage some time later. After
+a failure training restarts from the last complete checkpoint. Failures happen at a constant rate (number of
+nodes / mean time between failures of a node), and also during restarts.
 """
 
 import math
@@ -15,14 +15,14 @@ CHECKFREQ_OVERHEAD = 0.035  # CheckFreq (Mohan et al., FAST 2021): at most 3.5% 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The failures of a whole training job, and the time to restart after each.
+    """The rate of failures of a training job on all its nodes, and the time that a restart takes.
 
     Attributes:
-        mtbf_s: Mean time between failures of the whole job. `math.inf`: it never fails.
+        mtbf_s: Mean time between two failures of the job, in seconds. `math.inf`: it never fails.
         restart_s: Seconds from a failure until training runs again from its checkpoint.
 
     Raises:
-        ValueError: a time is out of its range.
+        ValueError: A time is negative, or the mean time between failures is zero.
     """
 
     mtbf_s: float
@@ -35,20 +35,20 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCost:
-    """The cost of one checkpoint.
+    """The cost of one checkpoint: the time that training loses, and the memory that the checkpoint needs.
 
     Attributes:
-        stall_s: Seconds that the training loop waits: in the save, for copies, and for bytes that must be
-            written before an update.
-        interference_s: Seconds that writing adds to iterations by its memory traffic and cores.
-        persist_s: Seconds from the start of the save until the last byte is durable.
-        slowdown: Relative slowdown of iterations during writing, without waits. 0.02 is 2%.
-        copied_bytes: Bytes copied because their update came first.
-        waited_bytes: Bytes written while an update waits.
-        reserved_bytes: Host memory of the copy budget and the writers' buffers.
+        stall_s: Seconds that training waits: in the save, for copies, and for bytes that must be written before
+            an update may overwrite them.
+        interference_s: Seconds that iterations take longer because writing uses memory bandwidth and CPU cores.
+        persist_s: Seconds from the start of the save until all bytes are on storage.
+        slowdown: Relative slowdown of iterations while the checkpoint is written, without waits. 0.02 means 2%.
+        copied_bytes: Bytes that were copied in host memory because an update was about to overwrite them.
+        waited_bytes: Bytes that were written while an update waited for them.
+        reserved_bytes: Host memory reserved for these copies and for the writers' buffers.
 
     Raises:
-        ValueError: a time is negative or not a number.
+        ValueError: A time is negative or not a number.
     """
 
     stall_s: float
@@ -68,10 +68,11 @@ class CheckpointCost:
         return self.stall_s + self.interference_s
 
     def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
-        """Return the steps between two committed checkpoints and the cost of each, for a save every ``steps``.
+        """Return the number of steps between two completed checkpoints, and the cost of each checkpoint.
 
-        If a checkpoint is still being written when the next one is due, ``busy`` decides: the next one waits or
-        is skipped, or it replaces the first. With "replace" none is ever committed, and the first value is 0.
+        A save is due every ``steps`` iterations. If a checkpoint is still being written then, the policy ``busy``
+        decides. With "wait" the save waits for it. With "skip" there is no save. With "replace" the new checkpoint
+        takes its place. In that case none is ever completed, and the returned number is 0.
         """
         spare_s = steps * iteration_s + self.cost_s - self.persist_s
         if spare_s >= -1e-9 * self.persist_s:
@@ -84,26 +85,28 @@ class CheckpointCost:
         return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
     def fewest_steps(self, iteration_s: float) -> int:
-        """Return the number of iterations until a checkpoint is durable, so that the next one may begin."""
+        """Return the number of iterations that a checkpoint takes to be written, before the next one may start."""
         return max(1, math.ceil((self.persist_s - self.cost_s) / iteration_s * (1 - 1e-12)))
 
 
 def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failures, interval_steps: int) -> float:
     """Return the expected fraction of time, from 0 to 1, that is useful training.
 
-    An exact renewal argument gives the formula. An interval lasts ``L = work + stall + interference``. From
-    one commit to the next takes L, or ``L + persist`` after a failure (the work between taking and committing
-    a checkpoint is lost too). A restart takes ``(exp(R/M) - 1) M``, as it may fail as well. So
+    The formula is exact for failures at a constant rate. M is the mean time between failures, and R the time of a
+    restart. An interval lasts ``L = work + stall + interference``. From one completed checkpoint to the next it
+    takes L, or ``L + persist`` after a failure, because the work done while the last checkpoint was written is
+    lost too. A restart takes ``(exp(R/M) - 1) M`` on average, because it may fail as well. The expected time per
+    interval and the goodput are then
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 
     Args:
         iteration_s: Seconds of a training iteration without any checkpoint.
-        interval_steps: Iterations between two checkpoints. 0: no checkpoint is taken.
+        interval_steps: Iterations between two checkpoints. 0: no checkpoint is saved.
 
     Raises:
-        ValueError: an iteration takes no time, a failing job takes no checkpoint, or a checkpoint takes
-            longer to commit than the interval lasts.
+        ValueError: An iteration takes no time, a job that can fail saves no checkpoint, or writing a checkpoint
+            takes longer than the interval.
     """
     check_positive("iteration_s", iteration_s)
     mtbf_s = failures.mtbf_s
@@ -126,14 +129,14 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
 
 
 def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Failures) -> int:
-    """Return the number of iterations between two checkpoints with the highest expected goodput.
+    """Return the number of iterations between two checkpoints that gives the highest expected goodput.
 
-    Goodput has one maximum over the interval. So the result is one of the two whole numbers around
-    `optimal_interval`, but not less than a commit needs. For a job that never fails it is 0 (only when the
-    user saves).
+    Goodput has a single maximum over the interval. The result is therefore one of the two whole numbers next to
+    `optimal_interval`. The interval is never shorter than writing a checkpoint takes. For a job that never fails
+    the result is 0: no checkpoint is needed except those that the user saves.
 
     Raises:
-        ValueError: as in `expected_goodput`.
+        ValueError: An argument is refused by `expected_goodput`.
     """
     check_positive("iteration_s", iteration_s)
     if math.isinf(failures.mtbf_s):
@@ -145,13 +148,13 @@ def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Fail
 
 
 def optimal_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return the exact seconds of work between two checkpoints that maximize goodput.
+    """Return the seconds of work between two checkpoints that give the highest expected goodput.
 
-    They are the root of ``x = 1 - exp(-x - cost/M)`` with ``x = work/M`` (Lambert's W in disguise; Daly, FGCS
-    2006). Neither restarts nor the time to commit change them.
+    They are the solution of ``x = 1 - exp(-x - cost/M)`` with ``x = work/M``, where M is the mean time between
+    failures (Daly, FGCS 2006). The time of a restart and the time to write a checkpoint do not change them.
 
     Raises:
-        ValueError: the cost is negative, or the mean time between failures is not > 0.
+        ValueError: The cost is negative, or the mean time between failures is not > 0.
     """
     check_positive("mtbf_s", mtbf_s)
     check_not_negative("cost_s", cost_s)
@@ -168,19 +171,26 @@ def optimal_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return Young's checkpoint interval in seconds (CACM 1974): ``sqrt(2 d M)``."""
+    """Return Young's checkpoint interval in seconds, ``sqrt(2 d M)`` (CACM 1974).
+
+    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures.
+    """
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's checkpoint interval in seconds (FGCS 2006), first order: ``sqrt(2 d M) - d``, at least 0."""
+    """Return Daly's first-order checkpoint interval in seconds, ``sqrt(2 d M) - d``, at least 0 (FGCS 2006).
+
+    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures.
+    """
     return max(0.0, young_interval(cost_s, mtbf_s) - cost_s)
 
 
 def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
-    """Return CheckFreq's checkpoint interval in iterations.
+    """Return the number of iterations between two checkpoints according to CheckFreq.
 
-    It is the shortest whose overhead stays within CheckFreq's limit and whose writes keep up.
+    It is the smallest number for which checkpoints cost no more than CheckFreq's limit, and for which each
+    checkpoint is written before the next one.
     """
     steps = math.ceil(cost.cost_s / (CHECKFREQ_OVERHEAD * iteration_s) * (1 - 1e-12))
     return max(cost.fewest_steps(iteration_s), steps)

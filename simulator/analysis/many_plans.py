@@ -1,7 +1,7 @@
-"""Fast prediction of many plans of one workload on one machine, for the tuner's search.
+"""Fast prediction of many plans for one workload on one machine, for the search of the best plan.
 
-`PlanSweep` gives the result of ``simulate_fast(build_schedule(workload, plan), machine)`` without any
-`Op` object: ebbtide's schedule is built as arrays and simulated there.
+`PlanSweep` gives the result of ``simulate_fast(build_schedule(workload, plan), machine)`` without creating a
+Python object for each op: the schedule is built and simulated as arrays.
 """
 
 import threading
@@ -40,14 +40,6 @@ MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of u
 
 
 class _Scratch(threading.local):
-    """Buffers for one schedule as arrays. All sweeps of a thread share them.
-
-    Attributes:
-        ops: Row of each op.
-        after_first: Position in ``after`` at which each op's waits begin.
-        start_s, end_s: Start and end of each op.
-    """
-
     def __init__(self) -> None:
         self._allocate(0, 0)
 
@@ -58,7 +50,6 @@ class _Scratch(threading.local):
         self.start_s, self.end_s = np.zeros(ops), np.zeros(ops)
 
     def of(self, ops: int, waits: int) -> "_Scratch":
-        """Return a thread's buffers, enlarged if they lack room for a number of ops and waits."""
         if ops > len(self.ops) or waits > len(self.after):
             self._allocate(max(ops, len(self.ops)), max(waits, len(self.after)))
         return self
@@ -68,13 +59,16 @@ _SCRATCH = _Scratch()
 
 
 class PlanSweep:
-    """A fast predictor of many plans of one workload on one machine. Each thread needs its own."""
+    """A fast predictor of the iteration time and memory of many plans, for one workload on one machine.
+
+    Each thread needs its own predictor.
+    """
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
-        """Prepare the prediction of plans.
+        """Prepare the prediction of plans for a workload on a machine.
 
         Raises:
-            ValueError: the machine lacks a rate that the workload needs.
+            ValueError: The machine lacks a rate that the workload needs.
         """
         self.workload, self.machine, self.iterations = workload, machine, iterations
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
@@ -121,15 +115,15 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """Return one plan's predicted times and memory peaks as an array with `COLUMNS`.
+        """Return the predicted times and memory peaks of one plan, as an array in the order of `COLUMNS`.
 
         Args:
-            placement: Codes of the subgroups' ways of being updated (`Way.code`): shape (subgroups,).
-            issue: Order of the updates, as in `Plan.issue_order`. None: forward order.
+            placement: For each subgroup, the code of its way of being updated (`Way.code`): shape (subgroups,).
+            issue: Subgroups in the order of their updates, as in `Plan.issue_order`. None: order of the layers.
 
         Raises:
-            PlanError: the number of placements is not the number of subgroups, or prefetch is not possible
-                without staging buffers.
+            PlanError: The number of placements is not the number of subgroups, or a prefetch is requested without
+                staging buffers.
         """
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
@@ -167,21 +161,24 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Return numbers and sizes of subgroups (`tally`), separately for normal and for early updates."""
+        """Return a plan's numbers and sizes of subgroups by way of updating, as `tally` does.
+
+        The first value is for updates that wait for the gradient norm, the second for early ones.
+        """
         waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of elements in subgroups that accumulate gradients on the GPU.
+        """Return the number of parameters with gradients that a plan accumulates in GPU memory.
 
-        0 if the training accumulates no gradients in host memory.
+        It is 0 if the training accumulates no gradients in host memory.
         """
         if not self.held.sums:
             return 0.0
         return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
 
     def evaluate_plan(self, plan: Plan) -> Floats:
-        """Return a plan's predicted times and memory peaks as an array with `COLUMNS`."""
+        """Return the predicted times and memory peaks of a plan, as an array in the order of `COLUMNS`."""
         return self.evaluate(
             np.array([way.code for way in plan.ways], np.int8),
             plan.staging_slots,
@@ -193,12 +190,11 @@ class PlanSweep:
         )
 
     def result(self, plan: Plan) -> SimResult:
-        """Return the figures of one plan, without the times of its ops."""
+        """Return the predicted times and memory peaks of a plan, without the times of single ops."""
         none = np.zeros(0)
         return result(self.evaluate_plan(plan), none, none)
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
-        """Return the recorded passes for a set of parameter locations, and the parameter bytes not on the device."""
         away = placement >= PARAMETERS_ON_HOST
         key = (away.tobytes(), overlaps)
         if key not in self._programs:

@@ -1,4 +1,4 @@
-"""The use of memory by kind (parameters, state, gradients ...) at the peak of a simulated iteration."""
+"""The use of memory at the peak of a simulated iteration, by kind: parameters, state, gradients and others."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
-    """Return, for each memory of a simulated schedule, the bytes of each kind in use at the memory's peak.
+    """Return the bytes of each kind (parameters, state ...) that a simulated schedule uses at the peak of each memory.
 
     Kinds without bytes are left out.
     """
@@ -28,11 +28,6 @@ def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
 
 
 def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free: int) -> list[int]:
-    """Return the bytes of each of `KINDS` that ops hold at the moment when they hold most.
-
-    If ops start and end at the same moment, ends come first, as in the engines. An op without duration ends
-    after its own start.
-    """
     ops = schedule.ops
     starts, ends = (np.flatnonzero(ops[:, column]) for column in (alloc, free))
     lasts = simulated.end_s[ends] > simulated.start_s[ends]
@@ -52,6 +47,5 @@ def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free:
 
 
 def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:
-    """Return, for each op, the position in `KINDS` of the kind of memory that it allocates or frees."""
     table = [KINDS.index(kind_of(kind)) for kind in kernel.KINDS]
     return np.array([table[number] for number in ops[:, kernel.KIND].astype(int)], dtype=np.int64)

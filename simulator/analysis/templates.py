@@ -1,8 +1,7 @@
-"""Reuse of built schedules that differ only in times, for a service with sliders.
+"""Reuse of schedules that differ only in times, for the web page, where users change values with sliders.
 
-A strategy's options and the workload's sizes determine the ops and their waits. A layer's times and
-activations, the pipeline's idle time and the memory in use throughout are written into the arrays of an
-earlier schedule with the same structure.
+The ops of a schedule and their dependencies follow from a strategy's options and the workload's sizes. If
+only times or memory change, they are written into the arrays of an earlier schedule with the same ops.
 """
 
 from collections import OrderedDict
@@ -51,7 +50,7 @@ _WORKLOAD_STRUCTURE = tuple(name for name in Workload.model_fields if name not i
 
 
 def structure(workload: Workload) -> Hashable:
-    """Return a key that is equal for workloads with the same ops and waits in their schedules."""
+    """Return a key that is equal for two workloads if their schedules have the same ops and dependencies."""
     return (
         *(getattr(workload, name) for name in _WORKLOAD_STRUCTURE),
         bool(workload.pipeline_idle_s),
@@ -60,7 +59,7 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """Return the values, by name, that may differ between workloads with the same schedule structure."""
+    """Return, by name, the values of a workload that may change while its schedule keeps the same ops."""
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -73,16 +72,17 @@ def times(workload: Workload) -> dict[str, Hashable]:
 
 @dataclass
 class Template:
-    """A compiled schedule that can be reused for other times, with the rows of each layer.
+    """A compiled schedule with replaceable times, to reuse it for another workload with the same ops.
 
     Attributes:
-        made_for: Times that the schedule contains.
-        rows: By the kind of ops whose times change, their rows and the layer of each.
-        beside: Bytes by kind of device memory that the schedule holds throughout, without the workload's
-            base.
-        gone_bytes: Bytes of that base's parameters that are in host memory.
-        checked: Names of `times` whose reuse was compared with a real build and found right.
-        fixed: True if a real build had times in other places too. Such schedules are never reused.
+        made_for: Times for which the schedule was built, by name (see `times`).
+        rows: For each name, the rows of the ops with such a time, and the layer of each row.
+        beside: Bytes of GPU memory that the schedule uses throughout an iteration, by kind. The workload's own
+            base memory is not included.
+        gone_bytes: Bytes of parameters in that base memory that are in host memory instead.
+        checked: Names of times that were replaced once, and compared with a newly built schedule without a
+            difference.
+        fixed: True if such a comparison found a difference. The template is then never reused.
     """
 
     compiled: CompiledSchedule
@@ -95,7 +95,7 @@ class Template:
 
     @classmethod
     def of(cls, schedule: Schedule, workload: Workload) -> Self:
-        """Return the reusable template of a schedule that was built for a workload."""
+        """Return a template, a compiled schedule with replaceable times, from the schedule of a workload."""
         result: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
         for op in schedule.ops:
             name = _WRITTEN.get((op.kind, op.lane, op.rate))
@@ -115,19 +115,16 @@ class Template:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that a schedule template takes in memory."""
+        """Return the bytes of host memory that a reusable schedule (template) takes."""
         made = self.compiled
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the times that differ between a workload and a schedule template."""
+        """Return the names of the times that differ between a workload and the one that a template was built for."""
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
-        """Return a template's schedule with the times and memory of another workload.
-
-        The other workload has the same schedule structure.
-        """
+        """Return a template's schedule with the times and the memory of another workload with the same ops."""
         forward_s = np.array([layer.forward_s for layer in workload.layers])
         backward_s = np.array([layer.backward_s for layer in workload.layers])
         kept = np.array([layer.activation_bytes for layer in workload.layers], dtype=np.float64)
@@ -157,7 +154,6 @@ _WRITTEN = {
 
 
 def _without_ops(schedule: Schedule) -> CompiledSchedule:
-    """Return a compiled schedule without its op objects, which contain the times of one workload."""
     return replace(compile_schedule(schedule), schedule=replace(schedule, ops=()))
 
 
@@ -168,27 +164,29 @@ def _equal(one: CompiledSchedule, other: CompiledSchedule) -> bool:
 
 
 def _whole(value: Any) -> str:
-    """Return a strategy's option as text that differs for different options."""
     return value.digest if isinstance(value, Plan) else repr(value)
 
 
 class Templates:
     """A cache of the latest schedule templates that fit into ``most_bytes``. Each thread needs its own.
 
-    A strategy may put times where no template expects them. So the first schedule in which a time differs is
-    always built and compared. A template is reused only for times that were found right.
+    A template is reused for another time only after a test. The first schedule in which this time differs is
+    built as usual, and compared with the template's. The reason is that a strategy may use a time in places where
+    a template does not replace it.
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
-        """Create an empty cache. ``build``: a function such as `build_strategy`."""
+        """Create an empty cache of schedule templates. ``build`` builds a schedule, such as `build_strategy`."""
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 
     def compiled(self, name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-        """Return a strategy's compiled schedule for a workload, from a template if possible, without op objects.
+        """Return the compiled schedule of a strategy for a workload, from a cached template if possible.
+
+        It contains arrays, but no op objects.
 
         Raises:
-            ValueError: as in `build_strategy`.
+            ValueError: `build_strategy` refuses the strategy or an option.
         """
         given = tuple(sorted((key, _whole(value)) for key, value in options.items()))
         key = (name, given, structure(workload))
@@ -209,7 +207,6 @@ class Templates:
         return built
 
     def _keep(self, key: Hashable, template: Template) -> None:
-        """Keep a template and drop the oldest ones. A template that would displace most others is not kept."""
         if template.size_bytes > self._most_bytes // 4:
             return
         self._held[key] = template

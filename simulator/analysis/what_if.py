@@ -1,4 +1,4 @@
-"""Simulations of what-if questions: all combinations of strategies, memory sizes and rates."""
+"""Simulations for what-if questions: every combination of given strategies, memory sizes and rates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IN_WORKLOAD = {
 
 @dataclass(frozen=True)
 class Point:
-    """A combination of a strategy, a memory size and changed values, to be simulated for a what-if."""
+    """A point of a what-if: one strategy with one GPU memory size and one value for each changed field."""
 
     strategy: str
     options: Mapping[str, Any]
@@ -63,44 +63,44 @@ def what_if(
     planner: Planner | None = None,
     **changes: Sequence[float],
 ) -> pd.DataFrame:
-    """Simulate every combination of the given values and return a row per point.
+    """Simulate every combination of given strategies, memory sizes and rates, and return a table of results.
 
     >>> table = what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
     ...                 gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
     >>> len(table)
     8
 
-    Strategies with a setting (Twin-Flow's ratio, the stride, ebbtide's placements) are taken at
-    their best within the memory, unless options are given; ebbtide's is the plan of ``planner``, or else
-    the best evenly spread one.
+    The table has one row for each combination. A strategy with a setting, such as Twin-Flow's ratio, is
+    simulated at its fastest setting that fits into memory, unless options are given. For the strategy "ebbtide"
+    that is the plan which ``planner`` returns, or without a planner the best plan with evenly spread placements.
 
     Args:
-        strategies: names of `STRATEGIES`, or (name, options of `build_strategy`).
-        gpu_memory_bytes: device memory per rank; None: the machine's. As in a plan, a margin of it
-            and of host memory stays free (`ebbtide.simulator.limits.Limits`).
-        n_jobs: processes, as joblib means it. Within ``joblib.parallel_config("dask")`` (or ray)
-            the points go to that cluster.
-        progress: a progress bar; None: from 50 points on.
-        planner: Returns ebbtide's plan for a workload on a machine, or None if nothing fits. `ebbtide.what_if`
-            gives the one that every entry point decides with.
-        **changes: values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the
-            workload (``ranks_per_node``, ``clip``, ``clip_rate``: of steps that clip, where updates
-            may begin before the norm, ``gradient_accumulation_steps``: so many micro-batches of the
-            same size, each with its forward and backward).
+        strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`.
+        gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU
+            and host memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
+        n_jobs: Number of worker processes, as in joblib. Within ``joblib.parallel_config("dask")`` (or ray) the
+            simulations run on that cluster.
+        progress: True to show a progress bar. None: only if there are 50 simulations or more.
+        planner: Function that returns ebbtide's plan for a workload on a machine, or None if no plan fits.
+            `ebbtide.what_if` passes the planner of `tune plan`.
+        **changes: Values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the workload:
+            ``ranks_per_node``, ``clip``, ``clip_rate`` (fraction of steps that clip; plans may then update
+            before the gradient norm is known) and ``gradient_accumulation_steps`` (number of micro-batches of
+            the same size per step).
 
     Returns:
-        Columns: ``strategy``, ``setting``, ``gpu_memory_bytes``, one per change, ``fits`` and
-        ``reason`` (what it does not fit into), ``iteration_s``, ``forward_s``, ``backward_s``,
-        ``step_s``, ``update_s``, ``loop_s`` (outside the three phases), ``device_peak_bytes``,
-        ``host_peak_bytes``, ``lower_bound_s`` (no plan can be faster; with a ``clip_rate``
-        none that updates before the norm either), ``tokens_per_s``.
-        After Ctrl-C: the rows finished so far, with ``.attrs["interrupted"]`` set and a warning.
+        A table with the columns ``strategy``, ``setting``, ``gpu_memory_bytes``, one column per change,
+        ``fits``, ``reason`` (the memory that is missing, if it does not fit), ``iteration_s``, ``forward_s``,
+        ``backward_s``, ``step_s``, ``update_s``, ``loop_s`` (time outside forward, backward and step),
+        ``device_peak_bytes``, ``host_peak_bytes``, ``lower_bound_s`` (no plan can be faster; if a ``clip_rate``
+        is given, this includes plans with early updates) and ``tokens_per_s``. After Ctrl-C it has the rows that
+        were finished, and ``.attrs["interrupted"]`` is True.
 
-    A field whose values all give the same times and peaks is told by a warning.
+    A warning names each field whose values all give the same times and memory peaks.
 
     Raises:
-        ValueError: an unknown strategy, option or field, a value out of its range, nothing to
-            simulate, or a field that cannot change anything.
+        ValueError: A strategy, an option or a field is unknown, a value is out of its range, there is nothing to
+            simulate, or a field cannot change any result.
     """
     _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}
@@ -186,10 +186,10 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination of strategies, memory sizes and changed values.
+    """Yield every combination of the strategies, memory sizes and changed values of a what-if.
 
     Raises:
-        ValueError: no strategy or size, or an impossible one.
+        ValueError: No strategy or no memory size is given, or one of them is impossible.
     """
     if isinstance(strategies, str):
         strategies = [strategies]
@@ -227,9 +227,9 @@ def _run(
     shown: bool,
     planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the table rows of all combinations of a what-if.
+    """Return the rows of a what-if's table, one for each combination of values.
 
-    Results are collected in parts, so that an interrupt keeps finished rows.
+    The simulations run in several groups, so that finished rows remain if the user interrupts them.
     """
     from joblib import Parallel, delayed
 
@@ -252,8 +252,6 @@ def _workers(pool: Any) -> int:
 
 
 class _Bar:
-    """A progress bar for a what-if, or nothing."""
-
     def __init__(self, total: int, shown: bool) -> None:
         self._total, self._shown = total, shown
 
@@ -273,7 +271,7 @@ class _Bar:
 
 
 def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
-    """Return one row."""
+    """Simulate one point of a what-if, and return its row of the table."""
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
     decides = planner is not None and point.strategy == "ebbtide" and not point.options
@@ -309,9 +307,9 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 
 
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
-    """Return a copy of the workload with other values for some fields.
+    """Return a copy of a workload with other values for some fields.
 
-    With more micro-batches it has more tokens per iteration.
+    If it has more micro-batches per step, its number of tokens per iteration grows accordingly.
     """
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
@@ -333,7 +331,7 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
 
 
 def _told_bound_s(plan: Plan | None) -> float:
-    """Return the bound at the subgroup size of a plan. ``inf``: none is known."""
+    """Return the lower bound of the iteration time that a plan records, or ``inf`` if it records none."""
     told = None if plan is None else plan.prediction
     return math.inf if told is None else told.lower_bound_s
 

@@ -1,1 +1,1 @@
-"""The engines that simulate a schedule on a machine: a readable reference, and one compiled by numba."""
+"""The engines that simulate a schedule of ops on a machine: a readable one, and a fast one compiled by numba."""

@@ -1,4 +1,4 @@
-"""The folder of what is made once and used again: compiled kernels, compiled simulators, measured machines."""
+"""The folder for ebbtide's reusable files: compiled code and measured machines."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Return ``EBBTIDE_CACHE`` if set, otherwise ``$XDG_CACHE_HOME/ebbtide``.
+    """Return the folder for reusable files: ``EBBTIDE_CACHE`` if set, otherwise ``$XDG_CACHE_HOME/ebbtide``.
 
-    If nothing can be written there, as in a container with a read-only home or without one, it is a folder
-    of this user among the temporary files.
+    If the folder cannot be written to, as in a container with a read-only home directory, return a folder of the
+    current user in the directory for temporary files.
     """
     explicit = os.environ.get("EBBTIDE_CACHE")
     if explicit:
@@ -25,7 +25,7 @@ def cache_dir() -> Path:
 
 
 def takes_files(folder: Path) -> bool:
-    """Return whether a folder is there, or can be made, and can be written to."""
+    """Return True if a folder exists or can be created, and files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -35,7 +35,7 @@ def takes_files(folder: Path) -> bool:
 
 @lru_cache
 def _temporary(among: str) -> Path:
-    """Return a folder that only this user can have made: code is loaded from it."""
+    """Return a temporary folder that only the current user can write to, because code is loaded from it."""
     folder = Path(among) / f"ebbtide-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

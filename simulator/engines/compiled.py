@@ -1,7 +1,7 @@
-"""The compiled simulator, which gives the results of `simulate` thousands of times a second.
+"""The compiled simulator. It gives the same results as `simulate`, thousands of times per second.
 
-It is imported by itself (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it
-loads numba. Without numba it gives the same results, slowly.
+Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
+numba. Without numba it gives the same results, but slowly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COPIED = {  # column -> the op's field that stands there as it is
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """The main figures of a simulated schedule: times and memory peaks. Fields mean the same as in `Timeline`."""
+    """The times and memory peaks of a simulated schedule. The fields have the same meaning as those of `Timeline`."""
 
     iteration_s: float
     forward_s: float
@@ -53,7 +53,7 @@ class SimResult:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the seconds of an iteration's phases, as `Timeline.phases` does."""
+        """Return the seconds of a simulated iteration's phases (forward, backward ...), as `Timeline.phases` does."""
         return {
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
@@ -65,12 +65,13 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchedule:
-    """A schedule as arrays, compiled once to be simulated on many machines.
+    """A schedule of ops as arrays, converted once and then simulated on any number of machines.
 
     Attributes:
-        ops: Array of shape (n, kernel.OP_COLUMNS).
-        after_first, after: Op i waits for after[after_first[i]:after_first[i + 1]].
-        rate_keys: Entries that the RATE column indexes: a rate's name, and the cores of a host update.
+        ops: One row for each op: shape (n, kernel.OP_COLUMNS).
+        after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
+        rate_keys: Entries to which the column RATE refers: name of a rate, and for a CPU update the number of
+            cores.
     """
 
     schedule: Schedule
@@ -107,10 +108,10 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
 
 def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> SimResult:
-    """Predict an iteration's times and memory peaks on a machine with the compiled simulator.
+    """Predict the times and memory peaks of a schedule on a machine, with the compiled simulator.
 
     Raises:
-        ValueError: the machine lacks a rate that the schedule needs.
+        ValueError: The machine lacks a rate that the schedule needs.
     """
     if isinstance(schedule, Schedule):
         schedule = compile_schedule(schedule)
@@ -135,7 +136,7 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return a simulation's result from a summary row of the compiled simulator."""
+    """Return the result of a simulation, given the summary row that the compiled simulator wrote."""
     return SimResult(
         iteration_s=float(summary[kernel.ITERATION_S]),
         forward_s=float(summary[kernel.FORWARD_S]),
@@ -153,18 +154,21 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return a machine's rates in the order of a compiled schedule's rate_keys."""
+    """Return a machine's rates as an array, in the order of a compiled schedule's ``rate_keys``."""
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
-    """Return one rank's capacities on a machine in the order of kernel.CAPACITIES. Unknown ones are infinite."""
+    """Return the capacities that one rank has on a machine, as an array in the order of kernel.CAPACITIES.
+
+    A capacity is a shared resource, such as DRAM bandwidth. Unknown capacities are infinite.
+    """
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in kernel.CAPACITIES])
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """Return a machine's figures that the compiled simulator needs in addition to rates and capacities."""
+    """Return the machine's values, other than rates and capacities, that the compiled simulator needs."""
     return np.array(
         [
             machine.cpu_cores,
@@ -178,7 +182,7 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the timeline of a run of the compiled simulator, for plots and comparisons, without memory samples."""
+    """Return the timeline of ops that the compiled simulator computed, without memory in use."""
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

@@ -1,4 +1,4 @@
-"""Compilation of functions by numba. Without numba the same functions run as slower plain Python."""
+"""Compilation of Python functions by numba. Without numba the functions run as ordinary, slower Python."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ except ImportError:  # pragma: no cover - numba is a dependency; this is the way
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function with numba, cached on disk, such that it releases the GIL while it runs.
+    """Compile a function with numba and cache the result on disk. The compiled function releases the GIL.
 
-    Fast maths is off, because the results must equal those of the reference engine.
+    Fast maths is off, because the results must be identical to those of the reference simulator.
     """
     return _compiled(function)
 
 
 def uncounted(function: Function) -> Function:
-    """Compile a function with numba like `compiled`, but without reference counts of arrays.
+    """Compile a function with numba as `compiled` does, but without counting references to arrays.
 
-    This is for functions that allocate no array and run in loops, in which counting takes longer than the
-    arithmetic. Their callers hold the arrays.
+    Such functions run in inner loops, where counting would take longer than their arithmetic. They must not
+    allocate arrays, and their callers must keep the arrays alive.
     """
     return _compiled(function, **_UNCOUNTED)
 
@@ -53,10 +53,9 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def _built_in(function: Callable[..., object]) -> str:
-    """Return a digest of all code and constants compiled into a function that its own file does not show.
+    """Return a hash of all code and constants outside a function's own file that are compiled into the function.
 
-    These are constants of other modules, functions of other files, and this file's settings. numba checks
-    only the function's own file, and would otherwise run an outdated compilation.
+    numba's cache checks only the function's own file. Without this hash it would run outdated code.
     """
     spaces = _reached(function.__globals__, {})
     texts = [
@@ -71,7 +70,6 @@ def _built_in(function: Callable[..., object]) -> str:
 
 
 def _reached(known: Names, found: dict[str, Names]) -> dict[str, Names]:
-    """Return, by file, the names of a module and of all modules with compiled functions that it uses."""
     if known["__file__"] not in found:
         found[known["__file__"]] = known
         for value in [*known.values()]:
@@ -88,7 +86,6 @@ def _is_compiled(value: object) -> bool:
 
 @contextmanager
 def _cached_below(name: str) -> Iterator[None]:
-    """Set numba's cache folder to a subfolder of this name within the context."""
     settings: Any = config
     before, here = settings.CACHE_DIR, Path(__file__).parent
     own = here / "__pycache__" if os.access(here, os.W_OK) else cache_dir()

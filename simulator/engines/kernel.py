@@ -1,9 +1,9 @@
-"""The reference simulator's arithmetic on arrays, for simulating many schedules.
+"""The arithmetic of the reference simulator on arrays, to simulate many schedules fast.
 
-``ops`` has one row for each op and the columns that the constants below define. Everything here is
-compiled by numba if numba is installed, so it consists of loops over arrays. Code that runs for each
-event allocates nothing. Sums run over lanes in the order of `Lane`, as in
-`ebbtide.simulator.engines.reference`, so that both engines agree to the last bits.
+The array ``ops`` has one row for each op, and its columns are defined by constants. All functions are
+compiled by numba if it is installed, so they consist of loops over arrays. Code that runs for each event
+allocates no memory. Sums over lanes (such as copy directions) are computed in the order of `Lane`, as in
+`ebbtide.simulator.engines.reference`, so that both simulators give identical results.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
 class _Notes(NamedTuple):
-    """The working arrays of one simulated run.
+    """The working arrays of one simulation.
 
     Attributes:
-        queue: Ops by lane, in issue order.
-        met, ended: For each op, the number of satisfied waits, and whether the op has ended.
-        head, queue_end: For each lane, the position of its next op in the queue, and the end of its part.
-        busy, running, bits, left: For each lane, whether an op runs, which op, its class as part of a key,
-            and its remaining time at full speed.
+        queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
+        met, ended: For each op, the number of its dependencies that have ended, and whether it has ended itself.
+        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops there.
+        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op as part
+            of a cache key, and the op's remaining seconds at full speed.
         growing, room: Arrays for `_max_min`.
-        classes, known: For each lane, the number of its known classes of demands, and the demands of each
-            class.
+        classes, known: For each lane, the number of classes of ops with the same use of capacities, and that use
+            for each class.
     """
 
     queue: Ints
@@ -110,7 +110,6 @@ def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
 
 @uncounted
 def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand: Floats) -> None:
-    """Write an op's use of each capacity at full speed into its lane's row of ``demand``."""
     lane = int(ops[i, LANE])
     for c in range(CAPACITY_COUNT):
         demand[lane, c] = 0.0
@@ -139,10 +138,10 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 
 @uncounted
 def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
-    """Write max-min fair speeds of running ops, as `ebbtide.simulator.engines.sharing.max_min_speeds` does.
+    """Write the max-min fair speeds of the running ops, as `ebbtide.simulator.engines.sharing.max_min_speeds` does.
 
     Args:
-        growing, room: Working arrays that are overwritten. ``room`` has a row for each of R_*.
+        growing, room: Working arrays, which are overwritten. ``room`` has a row for each constant R_*.
     """
     count = 0
     for i in range(LANE_COUNT):
@@ -168,7 +167,6 @@ def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growin
 
 @uncounted
 def _fill_step(growing: Ints, demand: Floats, speed: Floats, room: Floats) -> float:
-    """Return how much all growing ops can speed up together, and write their total use to ``room``."""
     step = np.inf
     for c in range(CAPACITY_COUNT):
         room[R_LOAD, c] = 0.0
@@ -193,7 +191,6 @@ def _stops(i: int, demand: Floats, room: Floats) -> bool:
 
 @uncounted
 def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
-    """Return the number (from 1) of a lane's class of ops with these demands, or 0 if there are too many."""
     count = classes[lane]
     for j in range(count):
         same = True
@@ -211,10 +208,7 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 @uncounted
 def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
-    """Return whether all ops that an op waits for have ended.
-
-    The position of the search is kept, so that each wait is checked once.
-    """
+    """Return True if all ops that an op waits for have ended. Ops that were found to have ended are not asked again."""
     first, last = met[i], after_first[i + 1]
     while first < last and ended[after[first]]:
         first += 1
@@ -224,7 +218,7 @@ def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> boo
 
 @uncounted
 def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
-    """Set the speeds of all running ops, from a cache if ops with the same demands ran together before."""
+    """Set the speeds of all running ops. They are cached for combinations of ops with the same use of capacities."""
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:
@@ -239,7 +233,6 @@ def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
 
 @uncounted
 def _fill_queues(ops: Floats, notes: _Notes) -> None:
-    """Sort ops by lane in issue order, and note where each lane's part of the queue begins and ends."""
     head, end = notes.head, notes.queue_end
     for i in range(ops.shape[0]):
         end[int(ops[i, LANE])] += 1
@@ -265,13 +258,15 @@ def run(
     start_s: Floats,
     end_s: Floats,
 ) -> tuple[float, float]:
-    """Write the start and the end of each op, and return the peaks of device and host memory above the base.
+    """Simulate a schedule: write the start and end of each op, and return the peaks of device and host memory.
+
+    The peaks do not include memory that is in use throughout the schedule.
 
     Args:
-        ops: Array of shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
-        rates: Full speeds, indexed by an op's RATE.
-        capacity: Capacities in the order of CAPACITIES.
-        machine: Machine's figures, see M_*.
+        ops: One row for each op: shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
+        rates: Full speeds. The column RATE of an op is an index into this array.
+        capacity: Shared capacities, such as DRAM bandwidth, in the order of CAPACITIES.
+        machine: Other values of the machine, see the constants M_*.
         start_s, end_s: Output arrays of shape (n,).
     """
     count, lanes = ops.shape[0], LANE_COUNT
@@ -392,7 +387,7 @@ def _phase(kind: int) -> int:
 
 @compiled
 def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
-    """Return an iteration's seconds as `Timeline.iteration_s` does, or -1 with fewer than two backward passes."""
+    """Return the seconds of an iteration as `Timeline.iteration_s` does, or -1 if fewer than two backwards ran."""
     ends = np.full(iterations, -1.0)
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _BACKWARD:
@@ -407,7 +402,7 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the seconds of one iteration's phases to a summary row, as `Timeline.phases` computes them."""
+    """Add the seconds of an iteration's phases (forward, backward, ...) to a summary row, as `Timeline.phases` does."""
     previous = np.inf
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:
@@ -434,7 +429,7 @@ def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, sum
 
 @compiled
 def summarise(ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats) -> None:
-    """Write the iteration time, the phases and the makespan of a simulated run into ``summary``."""
+    """Write the iteration time, the phases and the total time of a simulated schedule into the array ``summary``."""
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return

@@ -1,8 +1,9 @@
-"""The builder of ebbtide's schedule as arrays, compiled by numba.
+"""The builder of a plan's schedule as arrays, compiled by numba.
 
-It writes the schedule of `ebbtide.simulator.schedules.ebbtide` into the arrays that
-`ebbtide.simulator.engines.kernel` simulates, without `Op` objects. Passes come from a recorded iteration
-(`ebbtide.simulator.schedules.tape`), the ops of gradients and updates from the recipes.
+It writes the same ops as `ebbtide.simulator.schedules.ebbtide`, but into the arrays that
+`ebbtide.simulator.engines.kernel` simulates, without `Op` objects. The ops of forward and backward come from
+a recorded iteration (`ebbtide.simulator.schedules.tape`). The ops of gradients and updates come from recipes,
+the op sequences for each way of updating a subgroup.
 """
 
 from __future__ import annotations
@@ -58,14 +59,15 @@ _N_COUNTS = 10
 
 @dataclass(frozen=True)
 class RecipeArrays:
-    """The recipes (op sequences) of all ways of updating a subgroup as arrays, for one workload.
+    """The ops of a subgroup's gradient and update as arrays, for all ways of updating, for one workload.
 
     Attributes:
-        rows: Steps as rows like in ``ops``, with WORK and DRAM per parameter, and then each step's waits and
-            buffers (see T_*): shape (steps, OP_COLUMNS + 5).
-        ways: By `Way.code`, the rows of the update's steps, before and after the gradient norm, and of the
-            gradient's steps: shape (2 * PARAMETERS_ON_HOST, 5), see W_*.
-        threaded: Rows whose CORES are the plan's threads.
+        rows: One row for each op, with the columns of a schedule's ``ops``: shape (ops, OP_COLUMNS + 5). WORK and
+            DRAM are per parameter. The last columns are what the op waits for and which buffers it uses, see the
+            constants T_*.
+        ways: For each `Way.code`, the range of rows of the update's ops before the gradient norm, after it, and
+            of the gradient's ops: shape (2 * PARAMETERS_ON_HOST, 5), see the constants W_*.
+        threaded: Rows of ops that run on the plan's CPU threads.
     """
 
     rows: Floats
@@ -91,7 +93,7 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return the op rows of all ways of updating subgroups, for a number of host threads. 0: all cores."""
+        """Return the rows of `RecipeArrays` for a number of CPU threads of the updates. 0: all cores."""
         rows = self.by_threads.get(threads)
         if rows is None:
             rows = self.by_threads[threads] = self.rows.copy()
@@ -115,13 +117,13 @@ def _waits(step: Step) -> list[int]:
 
 
 class Program(NamedTuple):
-    """A recorded training iteration as arrays.
+    """A recorded training iteration as arrays. Its entries are ops, and places where a plan's ops are added.
 
     Attributes:
-        places: Array of shape (places + 1, X_COLUMNS), see X_*. Place p refers to refs[places[p,
-            X_REFS]:places[p + 1, X_REFS]].
-        rows: Ops of the places: shape (places, OP_COLUMNS).
-        parts: Number of parts of gradients.
+        places: One row for each entry and one for the end: shape (entries + 1, X_COLUMNS), see the constants X_*.
+            Entry p waits for refs[places[p, X_REFS]:places[p + 1, X_REFS]].
+        rows: Op of each entry: shape (entries, OP_COLUMNS).
+        parts: Number of gradient parts. A part is one layer's contribution to one subgroup's gradient.
     """
 
     places: Ints
@@ -159,7 +161,7 @@ def _op_row(op: Op) -> Floats:
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
     """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
 
-    The shape is (2, 3, kinds): for subgroups that wait for the gradient norm, and for early updates.
+    The shape is (2, 3, ways): first for subgroups that wait for the gradient norm, then for early updates.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
@@ -177,8 +179,6 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
 
 
 class _Given(NamedTuple):
-    """The arguments of `build`, the function that writes a plan's schedule as arrays."""
-
     rows: Floats
     ways: Ints
     sizes: Floats
@@ -192,19 +192,20 @@ class _Made(NamedTuple):
     """The state of a schedule that is being built as arrays.
 
     Attributes:
-        ops, after_first, after: See `ebbtide.simulator.engines.kernel.run`.
-        n: Counters, see _N_*.
-        done: Latest op of each place, and then the ops that places refer to (`Place.refs`). -1 if none.
-        on_host: By subgroup, the op that brought its gradient to the host.
-        early, begun: By subgroup, the last op of an update that began before the norm, and the number of its
-            ops.
-        sums: By part of a gradient, the op that brought the part to the host.
-        complete: By subgroup, whether its gradient of this step is complete.
-        coming: Subgroups that are to take a buffer before the norm, in order.
-        sent: Device-to-host copies of gradients.
-        head, tail: By kind of buffer, where the free buffers begin and end in ``free``.
-        left: By kind of buffer, the number that `_add_first` may still assign.
-        free: By kind of buffer, the ops after which each is free. The first is taken first.
+        ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
+        n: Counters, see the constants _N_*.
+        done: Latest op of each entry of the recorded iteration, followed by the ops that entries may wait for
+            (`Place.refs`). -1 if there is no op yet.
+        on_host: For each subgroup, the op that copied its gradient to the host.
+        early, begun: For each subgroup, the last op of its update that was added before the gradient norm, and
+            the number of such ops.
+        sums: For each part of a gradient, the op that copied it to the host.
+        complete: For each subgroup, whether its gradient of this step is complete.
+        coming: Subgroups that take a buffer before the gradient norm, in order.
+        sent: Ops that copy gradients to the host, in order.
+        head, tail: For each kind of buffer, the range of free buffers in ``free``.
+        left: For each kind of buffer, the number that `_add_first` may still give to a subgroup.
+        free: For each kind of buffer, the ops after which each buffer is free, in the order of their use.
     """
 
     ops: Floats
@@ -248,7 +249,7 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op for a number of elements to the schedule's arrays. It waits until its buffer is free."""
+    """Append an op for a number of elements to a schedule that is built as arrays, and wait for a free buffer."""
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])
@@ -263,11 +264,6 @@ def _add(made: _Made, given: _Given, row: int, size: float) -> int:
 
 @uncounted
 def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previous: int) -> int:
-    """Append steps of a subgroup's update in order. The first one waits for ``previous``.
-
-    Returns:
-        The last op.
-    """
     for row in range(first, last):
         waits = int(given.rows[row, T_WAITS])
         if waits & _WAIT_NORM:
@@ -284,10 +280,6 @@ def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previo
 
 @uncounted
 def _make_room(made: _Made, op: int, left: float) -> float:
-    """Return the bytes of gradients in flight after a new copy to the host, and note the copies to wait for.
-
-    It does the same on arrays as `EbbtideLoop._make_room`.
-    """
     n, sent = made.n, made.sent
     sent[n[_N_SENT]] = op
     n[_N_SENT] += 1
@@ -304,7 +296,6 @@ def _make_room(made: _Made, op: int, left: float) -> float:
 
 @uncounted
 def _add_pass(made: _Made, program: Program, place: int) -> None:
-    """Append an op of the recorded training iteration to the schedule's arrays."""
     if int(program.rows[place, kernel.KIND]) in _ISSUED:
         _wait(made, made.n[_N_ROOM])
         made.n[_N_ROOM] = -1
@@ -315,15 +306,6 @@ def _add_pass(made: _Made, program: Program, place: int) -> None:
 
 @uncounted
 def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: int, left: float) -> float:
-    """Append the ops for a part of a subgroup's gradient. After the last part, start an early update.
-
-    Args:
-        place: Row of ``places``, see `Program` and X_*.
-        left: Bytes of gradients in flight before.
-
-    Returns:
-        The bytes of gradients in flight after it.
-    """
     s, part = places[place, X_SUBGROUP], places[place, X_PART]
     added_to, boundary = places[place, X_ADDED_TO], places[place, X_BOUNDARY]
     way, op = given.placement[s], behind
@@ -347,7 +329,6 @@ def _add_gradient(made: _Made, given: _Given, places: Ints, place: int, behind: 
 
 @uncounted
 def _update_early(made: _Made, given: _Given, s: int) -> None:
-    """Append the ops of a subgroup's early update, if its gradient is complete."""
     way = given.placement[s]
     first, before = given.ways[way, W_FIRST], given.ways[way, W_BEFORE]
     begun = made.begun[s]
@@ -360,7 +341,6 @@ def _update_early(made: _Made, given: _Given, s: int) -> None:
 
 @uncounted
 def _come_in(made: _Made, given: _Given) -> None:
-    """Append the next copies of state to the GPU, as far as staging buffers are free. See `Issue.come_in`."""
     n = made.n
     while n[_N_CAME] < n[_N_COMING]:
         s = made.coming[n[_N_CAME]]
@@ -381,7 +361,6 @@ def _begin_early(made: _Made, given: _Given, s: int, behind: int) -> None:
 
 @uncounted
 def _prefetch(made: _Made, given: _Given, behind: int) -> None:
-    """Start copying staged subgroups to the GPU, as `EbbtideLoop.prefetch` does."""
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
     n[_N_BEGIN] = behind
@@ -398,7 +377,6 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
-    """Append the ops that begin before the next optimizer step, such as reads of stored state."""
     n = made.n
     n[_N_COMING] = n[_N_CAME] = 0
     _add_first(made, given, P_AHEAD)
@@ -409,7 +387,6 @@ def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _add_first(made: _Made, given: _Given, first: int) -> None:
-    """Note the subgroups that take a buffer before the gradient norm, within the plan's limits."""
     left = 0
     for kind in range(made.left.size):
         made.left[kind] = given.plan[first + kind]
@@ -481,15 +458,15 @@ def build(
     after_first: Ints,
     after: Ints,
 ) -> int:
-    """Write a plan's schedule into arrays, as `build_schedule` does with objects, and return its number of ops.
+    """Write a plan's schedule into arrays, and return the number of its ops. `build_schedule` builds it as objects.
 
     Args:
         rows, ways: Arrays of `RecipeArrays`.
-        sizes, placement: Elements of each subgroup, and its `Way.code`.
-        issue: All subgroups in the plan's order.
+        sizes, placement: For each subgroup, the number of its elements, and its `Way.code`.
+        issue: All subgroups in the order of their updates.
         arrival: All subgroups in the order in which their gradients become complete.
-        plan: Settings of the plan, see P_*.
-        ops, after_first, after: Output arrays.
+        plan: Settings of the plan, see the constants P_*.
+        ops, after_first, after: Output arrays, see `ebbtide.simulator.engines.kernel.run`.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]

@@ -1,4 +1,4 @@
-"""The reference simulator, which replays a schedule on a machine op by op."""
+"""The reference simulator, which computes step by step when each op of a schedule runs on a machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETE
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
-    """Predict the timeline of a schedule on a machine: when each op runs.
+    """Simulate a schedule on a machine, and return its timeline: the start and end of each op.
 
-    Each lane runs its ops in order. An op starts when its lane is free and all ops that it waits for have
-    ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and storage by
-    max-min fairness (`ebbtide.simulator.engines.sharing`).
+    Each lane, such as a copy direction, runs its ops one after the other. An op starts when its lane is free and
+    all ops that it waits for have ended. Ops that run at the same time share DRAM, the link, the CPU cores, the
+    GPU and storage by max-min fairness (`ebbtide.simulator.engines.sharing`).
 
     Raises:
-        ValueError: the machine lacks a rate that the schedule needs, or an argument has the wrong type.
+        ValueError: The machine lacks a rate that the schedule needs, or an argument has the wrong type.
     """
     for name, value, kind in (("schedule", schedule, Schedule), ("machine", machine, Machine)):
         if not isinstance(value, kind):
@@ -36,10 +36,11 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """Return the capacities per second that one of ``ranks`` equal ranks has on a node.
+    """Return the shared capacities, such as DRAM bandwidth, that each of ``ranks`` equal ranks has on a node.
 
-    Cores are not divided among ranks if a GPU computes. Updates are limited by DRAM, and a rank's own cores
-    can use its whole share of DRAM, so dividing both would count the other ranks twice.
+    They are per second. CPU cores are divided among the ranks only if forward and backward run on them. Otherwise
+    DRAM limits the updates, and fewer cores than a rank's share can already use a rank's share of DRAM. Dividing
+    both would count the other ranks twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
@@ -63,12 +64,12 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 
 def rate_of(op: Op, machine: Machine) -> float:
-    """Return a machine's full speed for an op, in the op's unit per second."""
+    """Return the rate of an op that runs alone on a machine, in the op's unit per second."""
     return machine.op_rate(op.rate, op.cores)
 
 
 def latency_of(op: Op, machine: Machine) -> float:
-    """Return the fixed seconds of an op: its own latency, and that of a copy or a kernel launch."""
+    """Return the latency of an op in seconds. It includes the machine's latency of a copy or a kernel launch."""
     latency = op.latency_s
     if op.lane in _COPY_LANES:
         latency += machine.copy_latency_s
@@ -78,7 +79,7 @@ def latency_of(op: Op, machine: Machine) -> float:
 
 
 def alone_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of an op that runs alone on a machine."""
+    """Return the seconds that an op takes on a machine if no other op runs."""
     if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
         return 0.0
     if not op.work:
@@ -87,10 +88,10 @@ def alone_s(op: Op, machine: Machine) -> float:
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """Return an op's use of each of a node's capacities at full speed, per second.
+    """Return the amount of each of a node's capacities, such as DRAM bandwidth, that an op uses at full speed.
 
-    Rates were measured with one rank alone on the node. So a single op never uses more DRAM traffic than the
-    node's triad rate, whatever bytes are counted for it.
+    It is per second. The op's rate was measured with one rank alone on the node. So a single op never uses more
+    DRAM bandwidth than the measured one of the node, whatever number of bytes is counted for the op.
     """
     if duration_s <= 0:
         return {}

@@ -1,4 +1,4 @@
-"""Max-min fair sharing of a node's capacities among the ops that run at the same time."""
+"""Max-min fair sharing of a node's capacities, such as DRAM bandwidth, among ops that run at the same time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 
 def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
-    """Return the max-min fair speed of each op, from 0 to 1 (full speed), if all of them run at the same time.
+    """Return the max-min fair speeds of ops that run at the same time, from 0 to 1 (full speed).
 
-    All ops speed up together until a capacity is full (progressive filling). The ops that use it stay at that
-    speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
+    All ops speed up together until a capacity is full (progressive filling). The ops that use this capacity keep
+    their speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
 
     Args:
-        demands: For each op, its use of each capacity at full speed, per second.
-        capacities: Capacities per second. A capacity that is not named is unlimited.
+        demands: For each op, the amount of each capacity that it uses at full speed, per second.
+        capacities: Size of each capacity, per second. A capacity that is not named is unlimited.
     """
     speeds = [0.0] * len(demands)
     left = dict(capacities)

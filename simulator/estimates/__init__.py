@@ -1,1 +1,1 @@
-"""Machines and workloads estimated without a measurement: from presets, and from models' configs."""
+"""Machines and workloads that are estimated, not measured: from presets, and from the configs of models."""

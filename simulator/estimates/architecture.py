@@ -1,4 +1,7 @@
-"""Readers of models: Hugging Face configs, torch modules, or plain descriptions. They work offline."""
+"""Readers that find the sizes of a model's layers from a Hugging Face config, a torch module or a description.
+
+They need no network.
+"""
 
 import json
 import math
@@ -38,21 +41,22 @@ Model = Any  # an `Architecture`, a config, a name, a file or a torch module: to
 
 
 def architecture(model: Model) -> Architecture:
-    """Read the architecture of a model, offline.
+    """Read the architecture of a model: the sizes of its layers and their parameters. It needs no network.
 
     Args:
         model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta``
             device), a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it),
-            or a plain description. Transformers builds families that `ebbtide.simulator.estimates.families`
-            does not have. A plain description has the keys ``layers, hidden, heads, vocabulary`` and, if they
-            are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied, positions,
-            norm_params, norms, experts, experts_per_token``. Other layers have a ``layout`` instead of
-            ``gated``, ``fused`` and ``norms``: their parameters in order, by the names in
-            `ebbtide.simulator.estimates.blocks`, such as ``"norm qkv o norm up down"``.
+            or a description. Configs of families that `ebbtide.simulator.estimates.families` does not know are
+            built by the transformers library. A description has the keys ``layers, hidden, heads, vocabulary``.
+            Other keys are needed if the model differs from Llama: ``kv_heads, head_size, ffn, gated, fused,
+            bias, tied, positions, norm_params, norms, experts, experts_per_token``. If layers have other parts,
+            give ``layout`` instead of ``gated``, ``fused`` and ``norms``. It lists the parts in the order of
+            their parameters, by the names in `ebbtide.simulator.estimates.blocks`, such as
+            ``"norm qkv o norm up down"``.
 
     Raises:
-        ModelError: the file cannot be read, the family is not known (or only to transformers, which is not
-            installed), or a key is missing or wrong.
+        ModelError: The file cannot be read, a key is missing or wrong, or the family is unknown. A family that
+            only transformers knows needs transformers to be installed.
     """
     if isinstance(model, Architecture):
         return model
@@ -85,7 +89,7 @@ def _known(name: str) -> str:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the dict of a Hugging Face config or of a Hugging Face model's config. Keep other values."""
+    """Return the dict of a Hugging Face config, or of a Hugging Face model's config. Return other values unchanged."""
     candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
     for config in candidates:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
@@ -146,12 +150,12 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Return Llama's width of a gated MLP: two thirds of four times the hidden size, up to a multiple of 256."""
+    """Return the default width of a gated MLP in Llama: 8/3 of the hidden size, rounded up to a multiple of 256."""
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text part of a multimodal model's config. The other parts are not estimated."""
+    """Return the config of the text part of a multimodal model. Its other parts are not estimated."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or any(name in config for name in KEYS["layers"]):
         return config
@@ -194,7 +198,7 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the layout of a described model's layers: Llama's, changed by the description's flags."""
+    """Return the names of the parts of a layer (norm, qkv ...) in a described model, by default those of Llama."""
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
@@ -213,17 +217,17 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a DeepSpeed config and not a model's config."""
+    """Return True if a JSON object is a DeepSpeed config, and False if it is a model's config."""
     return not _DEEPSPEED.isdisjoint(config) and not is_model(config)
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a model's config: it has a family, or layers and their size."""
+    """Return True if a JSON object is a model's config: it names a family, or has layers and their size."""
     return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return the reason why a quantized model is not planned, or an empty string if it is not quantized."""
+    """Return a sentence why training a quantized model cannot be planned. Empty if the model is not quantized."""
     given = config.get("quantization_config")
     if not given:
         return ""

@@ -1,6 +1,7 @@
-"""The architecture of a model as blocks of parameters, in the order of registration in its modules.
+"""The architecture of a model as blocks (embedding, layers, head) with their parameters.
 
-The order matters, because DeepSpeed ends subgroups at borders of parameters.
+Parameters have the order in which the model's modules register them. DeepSpeed cuts the optimizer state into
+subgroups in this order, at borders of parameters.
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +13,18 @@ from ebbtide.simulator.rules import RuleError
 
 
 class ModelError(RuleError):
-    """An error for a model description or config that cannot be used. The message names the key."""
+    """An error for a model's description or a config that cannot be used. The message names the wrong key."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a model's parameters: a unit of forward and backward.
+    """A block of a model (embedding, layer or head), which is a unit of forward and backward.
 
     Attributes:
-        params: Elements of each parameter, in order.
-        split: Whether tensor parallelism divides each parameter. The others are on every rank.
-        flops_per_token: Flops of a forward per token, without attention scores.
-        attention: Number of heads times head size: the cost of a token's scores per position of the sequence.
+        params: Number of elements of each parameter, in order.
+        split: For each parameter, whether tensor parallelism divides it. The others are whole on every rank.
+        flops_per_token: Floating-point operations of a forward per token, without attention scores.
+        attention: Number of heads times head size. It determines the cost of a token's attention scores.
     """
 
     name: str
@@ -39,12 +40,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model's block, such as a matrix or a norm, with its parameters.
+    """A part of a layer, such as a matrix or a norm, with its parameters.
 
     Attributes:
-        params: Elements of each parameter.
-        flops: Flops of a forward per token.
-        split: Whether tensor parallelism divides the parameters.
+        params: Number of elements of each parameter.
+        flops: Floating-point operations of a forward per token.
+        split: True if tensor parallelism divides the parameters.
     """
 
     params: tuple[int, ...]
@@ -57,7 +58,7 @@ class Architecture(ABC):
     """The architecture of a decoder-only transformer, or of another stack of layers that predicts tokens.
 
     Attributes:
-        tied: True if the head uses the embedding's weights.
+        tied: True if the output head and the embedding share their weights.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Return a model's blocks: the embedding, the layers, and the last norm with the head."""
+        """Return the blocks of a model: the embedding, the layers, and the last norm together with the head."""
 
     @property
     def elements(self) -> int:
@@ -80,7 +81,7 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """An architecture read from a model's modules. See `ebbtide.simulator.estimates.modules`."""
+    """An architecture that was read from a model's torch modules. See `ebbtide.simulator.estimates.modules`."""
 
     held: tuple[Block, ...]
 
@@ -90,16 +91,18 @@ class BuiltArchitecture(Architecture):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedArchitecture(Architecture):
-    """An architecture described by a few numbers and the layout of its layers.
+    """An architecture described by a few numbers and by the list of parts of a layer.
 
     Attributes:
-        layout: Parts of a layer in the order of its parameters, by the names in `PARTS`.
-        embedding, head: Parts before and after the layers, by the names in `PARTS`.
+        layout: Names of the parts of a layer (see `PARTS`), in the order of their parameters.
+        embedding, head: Names of the parts before the first layer and after the last one (see `PARTS`).
         bias: Groups of parts with a bias: ``qkv``, ``out``, ``mlp``, ``router``, ``head``.
-        norm_params: Number of parameter tensors per norm: 0, 1 (RMS) or 2 (layer norm: weight and bias).
-        positions: Number of learned position embeddings. 0 with rotary ones.
-        experts, experts_per_token: Number of experts per layer, and per token. 0: a dense MLP.
-        shared_ffn: Width of the expert that every token uses. ``ffn`` is the width of the other experts.
+        norm_params: Number of parameter tensors of a norm: 0, 1 (RMS norm) or 2 (layer norm: weight and bias).
+        positions: Number of learned position embeddings. 0 for rotary embeddings.
+        experts, experts_per_token: Number of experts in a layer, and number of them that a token uses. 0 experts
+            mean a dense MLP.
+        ffn: Width of the MLP, or of an expert.
+        shared_ffn: Width of the additional expert that every token uses.
     """
 
     head_size: int
@@ -181,10 +184,10 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return the part of a layer with all its experts.
+    """Return the part of a layer that consists of all its experts.
 
     Args:
-        fused: True if there is one parameter for each kind of matrix.
+        fused: True if one parameter contains a kind of matrix (such as the up projection) of all experts.
     """
 
     def part(arch: DescribedArchitecture) -> Part:

@@ -1,9 +1,9 @@
-"""The duration of collectives inside a node, and the bytes that they bring in from other nodes.
+"""The duration of collective operations inside a node, and the bytes that they bring in from other nodes.
 
-All-gather and reduce-scatter run as rings, as in NCCL: everything except a rank's own part passes each
-rank's port once. An all-reduce is a reduce-scatter and an all-gather (Patarasu and Yuan, Bandwidth
-optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as slow as its slowest hop.
-NCCL's trees for all-reduces between nodes bring no fewer bytes into the busiest node.
+All-gather and reduce-scatter run as rings, as in NCCL: all data except a rank's own part passes each rank's
+port once. A ring is as slow as its slowest hop. An all-reduce is a reduce-scatter followed by an all-gather
+(Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). Between nodes
+NCCL may use trees for an all-reduce. They bring no fewer bytes into the busiest node.
 """
 
 import math
@@ -22,14 +22,14 @@ LATENCY_S = 2e-5  # of one collective in a node: launch and one round of a ring
 
 @dataclass(frozen=True)
 class Links:
-    """The bandwidth of a GPU's links to the other GPUs in its node."""
+    """The bandwidth, in bytes per second, of a GPU's links to the other GPUs of its node."""
 
     port_bytes_per_s: float
     pair_bytes_per_s: float | None = None
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """Return the links between a machine's GPUs: NVLink if available, otherwise PCIe through host memory."""
+        """Return the links between the GPUs of a machine: NVLink if it has it, otherwise PCIe through host memory."""
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
             slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
@@ -37,16 +37,16 @@ class Links:
         return cls(EFFICIENCY * port.median, EFFICIENCY * pair.median if pair else None)
 
     def bytes_per_s(self, ranks: int) -> float:
-        """Return a GPU's bandwidth in a ring of several ranks.
+        """Return the bandwidth that each GPU has in a ring of several ranks.
 
-        If GPUs are wired in pairs, a ring of two has only the pair's wires.
+        If NVLink connects the GPUs in pairs, a ring of two GPUs can use only the link of the pair.
         """
         if self.pair_bytes_per_s is None:
             return self.port_bytes_per_s
         return min(self.port_bytes_per_s, self.pair_bytes_per_s * max(1, ranks - 1))
 
     def gather_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of ``size_bytes`` among ``ranks`` ranks."""
+        """Return the seconds of an all-gather or reduce-scatter of ``size_bytes`` among ``ranks`` ranks of a node."""
         return ring_s(size_bytes, ranks, self.bytes_per_s(ranks))
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
@@ -54,26 +54,25 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds of one round through a ring of ranks, given the rate of its slowest hop."""
+    """Return the seconds that data needs to pass once through a ring of ranks, given the rate of the slowest hop."""
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
 
 def passed_on(size_bytes: float, ranks: int) -> float:
-    """Return the bytes that a ring's all-gather brings to each rank: all but the rank's own part.
+    """Return the bytes that an all-gather in a ring brings to each rank: all data except the rank's own part.
 
-    As many bytes enter each node, because a ring through all ranks enters each node once.
+    The same number of bytes enters each node, because a ring through all ranks enters each node once.
     """
     return (ranks - 1) / ranks * size_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The assignment of a job's ranks to nodes.
+    """The assignment of a training job's ranks to nodes.
 
-    Nodes are filled one after the other. Ranks are numbered along tensor parallelism first, then data
-    parallelism, then pipeline stages, as in Megatron-LM and DeepSpeed's ``PipeModelDataParallelTopology``.
-
-    Traffic between nodes takes as long as the node with the most incoming bytes.
+    Nodes are filled one after the other. Ranks are numbered first along tensor parallelism, then data
+    parallelism, then pipeline stages, as in Megatron-LM and in DeepSpeed's ``PipeModelDataParallelTopology``.
+    Traffic between nodes takes as long as in the node that receives the most bytes.
     """
 
     gpus_per_node: int
@@ -96,16 +95,19 @@ class Layout:
 
     @property
     def ring_in_node(self) -> int:
-        """Return the largest number of ranks that one of ZeRO's rings has in a single node."""
+        """Return the largest number of ranks in a single node that belong to the same ring of ZeRO's collectives."""
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
-        """Return one rank's part of the bytes that enter its node while each of ZeRO's rings gathers ``size_bytes``."""
+        """Return a rank's share of the bytes that enter its node while ZeRO gathers ``size_bytes``.
+
+        Each of ZeRO's rings, one for each tensor-parallel rank, gathers this number of bytes.
+        """
         rings = self._rings_entering()
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 
     def _rings_entering(self) -> int:
-        """Return the largest number of ZeRO's rings that enter one node of this pipeline stage from other nodes."""
+        """Return the largest number of ZeRO's rings that enter a node of this pipeline stage from other nodes."""
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node
@@ -122,7 +124,7 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the largest number of tensor-parallel groups that are only partly in one node, or 0."""
+        """Return how many of a node's tensor-parallel groups also have ranks on other nodes, at most. 0: none."""
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

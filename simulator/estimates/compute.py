@@ -1,10 +1,10 @@
-"""The seconds that a GPU computes on one block of a transformer, from the block's shapes.
+"""The seconds that a GPU computes on one block of a transformer (embedding, layer or head), from its shapes.
 
-Matrix products run at the rate that large products sustain, and never faster than their operands pass
-through device memory. Attention has its own rate: its products are small, with a softmax between them.
-The kernels between products (norms, activations, residuals, rotary embedding, the loss) are limited by
-device memory alone. Their traffic depends on their implementation: fused or compiled kernels read and
-write each tensor once, PyTorch's own modules do so for every operation.
+Matrix products run at the rate of large products, but never faster than GPU memory delivers their operands.
+Attention has its own rate, because its products are small and a softmax lies between them. Device memory
+alone limits the kernels between products: norms, activations, residuals, rotary embedding and the loss. Their
+memory traffic depends on their implementation. Fused or compiled kernels read and write each tensor once,
+PyTorch's own modules do so for every operation.
 """
 
 import math
@@ -43,13 +43,13 @@ LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over a block: a forward, or a backward without recomputation.
+    """The cost of a forward, or of a backward without recomputation, through a block of a model.
 
     Attributes:
-        products: Cost of the matrix products relative to a forward's.
-        scores: Cost of the attention scores relative to a forward's.
-        traffic: Memory traffic between products relative to a forward's, by kind of kernels.
-        loss: Position of the pass's bytes per logit in `LOSS_BYTES`.
+        products: Cost of the matrix products, relative to those of a forward.
+        scores: Cost of the attention scores, relative to those of a forward.
+        traffic: For each kind of kernels, the memory traffic between matrix products, relative to a forward's.
+        loss: Index into `LOSS_BYTES` of this pass's memory traffic per logit.
     """
 
     products: float
@@ -64,7 +64,7 @@ BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, 
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU rates and the settings of kernels that determine a block's compute time, together with its shape."""
+    """A GPU's rates, and the training settings that determine how long it computes on a block of given shape."""
 
     flops_per_s: float
     attention_flops_per_s: float
@@ -77,7 +77,7 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
-        """Return the GPU rates of a machine for training with the given settings."""
+        """Return the GPU rates of a machine, for a training with the given settings."""
         return cls(
             machine.rate("device_flops_per_s"),
             machine.rate("attention_flops_per_s"),
@@ -87,7 +87,10 @@ class Device:
         )
 
     def seconds(self, block: Block, shape: "Shape", part: Pass) -> float:
-        """Return the seconds of one pass over one micro-batch of a block. An embedding takes no time."""
+        """Return the seconds that a GPU needs for one micro-batch's forward or backward through a block.
+
+        An embedding takes no time.
+        """
         if not block.flops_per_token:
             return 0.0
         seconds = part.products * self._products_s(block, shape)
@@ -102,7 +105,7 @@ class Device:
         return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
-        """Return the flops of attention scores and of their products with values.
+        """Return the floating-point operations of attention scores, and of multiplying them with the values.
 
         Flash attention skips the masked half of a causal sequence.
         """
@@ -112,7 +115,7 @@ class Device:
     def _product_bytes(self, block: Block, shape: "Shape") -> float:
         """Return the bytes of the weights, inputs and outputs of a block's matrix products.
 
-        One side of each matrix is the hidden size.
+        The hidden size is assumed as one dimension of each matrix.
         """
         hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
@@ -123,7 +126,7 @@ class Device:
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
     def _traffic_bytes(self, shape: "Shape") -> float:
-        """Return the bytes of memory traffic between a forward's matrix products, including stored attention scores."""
+        """Return the bytes of GPU memory traffic between a forward's matrix products, with stored attention scores."""
         split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
         share = 1 - split + split / self.tensor_parallel
         moved = self.wire_bytes * PASSES[self.kernels] * share * shape.tokens * shape.hidden
@@ -140,7 +143,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a micro-batch: the model's hidden size and heads, and the numbers of tokens."""
+    """The shape of a micro-batch: the model's hidden size and number of heads, and the numbers of tokens."""
 
     hidden: int
     heads: int
@@ -149,20 +152,21 @@ class Shape:
 
 
 def overlapped_s(*parts_s: float) -> float:
-    """Return the seconds of activities that overlap partly: between the longest of them and their sum.
+    """Return the seconds of activities that overlap partly: more than the longest of them, less than their sum.
 
-    The root of the sum of squares is exact if one dominates, and 1.4 times the longest if two are equal.
-    Neither limit holds for a training loop: each layer's first kernel waits for its gather, and the host runs
-    ahead of the device only by a bounded number of launches.
+    The result is the root of the sum of squares. It equals the longest if that dominates, and is 1.4 times the
+    longest of two equal ones. Full overlap is not reached in training: the first kernel of each layer waits for
+    the gather of the layer's parameters, and the host can launch only a bounded number of kernels ahead.
     """
     return math.sqrt(sum(part * part for part in parts_s))
 
 
 def run_ahead_s(device_s: float, issued_s: float) -> float:
-    """Return the seconds of kernels that the host launches ahead of the device: little more than the longer one.
+    """Return the seconds to run kernels on the GPU that the host launches ahead of the GPU.
 
-    The host waits for the device only if it is ahead by a bounded number of launches. The device waits for
-    the host only if it has no work left. The third root of the sum of cubes is 1.26 times the longer if both
-    are equal.
+    The result is a little more than the longer of two times: the GPU's, and the host's for launching.
+
+    The host waits for the GPU only if it is ahead by a bounded number of launches, and the GPU waits for the host
+    only if it has no work left. The result is the third root of the sum of cubes: 1.26 times two equal times.
     """
     return math.cbrt(device_s**3 + issued_s**3)

@@ -1,4 +1,4 @@
-"""The training settings in a DeepSpeed config, with ``"auto"`` resolved as Hugging Face resolves it."""
+"""The training settings in a DeepSpeed config. Values ``"auto"`` are resolved as Hugging Face resolves them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,19 +75,19 @@ def deepspeed_fields(
     precision: WireDtype | None = None,
     zero_stage: int | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `ebbtide.simulator.estimates.job.Job` from a DeepSpeed config.
+    """Return the fields of `ebbtide.simulator.estimates.job.Job` that a DeepSpeed config determines.
 
-    ``"auto"`` is resolved as in Hugging Face's integration: batch sizes and precision from the arguments
-    here, buckets from the hidden size, clipping by its Trainer's default (on).
+    Values ``"auto"`` are resolved as in Hugging Face's integration. Batch sizes and precision come from the
+    arguments here, buckets from the hidden size, and clipping from the Trainer's default (on).
 
     Args:
-        hidden: Hidden size of the model, for automatic bucket sizes.
-        ranks: Data-parallel ranks, for ``train_batch_size``.
-        zero_stage: ZeRO stage if the config has none.
+        hidden: Hidden size of the model, for bucket sizes that are ``"auto"``.
+        ranks: Number of data-parallel ranks, to divide ``train_batch_size``.
+        zero_stage: ZeRO stage to assume if the config has none.
 
     Raises:
-        ModelError: the file cannot be read, a plan does not apply to the stage or optimizer, sizes contradict
-            each other, or a value is ``"auto"`` and no argument gives it.
+        ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch sizes
+            contradict each other, or a value is ``"auto"`` and no argument gives it.
     """
     read = loaded(config)
     resolver = _Resolver(read)
@@ -120,7 +120,7 @@ def deepspeed_fields(
 
 
 def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> list[str]:
-    """Return the keys of a DeepSpeed config that a simulation ignores, so that they can be reported."""
+    """Return the keys of a DeepSpeed config that a simulation ignores, so that the user can be told."""
     keys = {*config}
     for name in _PARTLY_READ:
         keys |= {f"{name}.{key}" for key in section(config, name)}
@@ -128,16 +128,16 @@ def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> 
 
 
 def default_clipping(installed: str | None = None) -> float:
-    """Return DeepSpeed's default for ``gradient_clipping``: 0 (no clipping) before 0.19.3, 1 since then.
+    """Return DeepSpeed's default for ``gradient_clipping``: 0 (no clipping) before version 0.19.3, 1 since then.
 
     Args:
-        installed: DeepSpeed's version. None: the installed version, or the newest.
+        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
     """
     return 1.0 if at_least((0, 19, 3), installed) else 0.0
 
 
 class _Resolver:
-    """The values of a DeepSpeed config with ``"auto"`` replaced, and notes about each replacement."""
+    """A reader of a DeepSpeed config that replaces ``"auto"`` by a value, and notes each replacement."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -158,14 +158,14 @@ class _Resolver:
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """Return a size in ZeRO's section of a DeepSpeed config, by its name with or without ``stage3_``."""
+        """Return a size from the section ``zero_optimization``, by its key with or without the prefix ``stage3_``."""
         zero = self.section(ZERO)
         short = key.removeprefix("stage3_")
         name = short if key not in zero and short in zero else key
         return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
     def count(self, key: str, given: int | None) -> int | None:
-        """Return a batch size from a DeepSpeed config, otherwise the given one, otherwise None."""
+        """Return a batch size from a DeepSpeed config. If the config has none, return the given one, or None."""
         value = self.config.get(key)
         if value is None or value == AUTO:
             if given is not None and value == AUTO:
@@ -183,9 +183,9 @@ class _Resolver:
         return value
 
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
-        """Return the micro-batch size and the accumulation steps of a DeepSpeed config.
+        """Return the micro-batch size and the number of accumulation steps that a DeepSpeed config determines.
 
-        DeepSpeed's rule: train_batch_size = micro-batch size x accumulation steps x ranks.
+        DeepSpeed's rule is: train_batch_size = micro-batch size x accumulation steps x ranks.
         """
         micro = self.count("train_micro_batch_size_per_gpu", micro)
         steps = self.count("gradient_accumulation_steps", steps)
@@ -213,7 +213,7 @@ class _Resolver:
         return micro or 1, steps or 1
 
     def stage(self, given: int | None) -> ZeroStage:
-        """Return the ZeRO stage of a DeepSpeed config, otherwise the given one, otherwise 3."""
+        """Return the ZeRO stage of a DeepSpeed config. If the config has none, return the given one, or 3."""
         zero = self.section("zero_optimization")
         stage = zero.get("stage")
         if stage is None:
@@ -234,7 +234,7 @@ class _Resolver:
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:
-        """Return the name in `OPTIMIZERS` of a DeepSpeed config's optimizer. The default is Adam."""
+        """Return the name of a DeepSpeed config's optimizer, as in `OPTIMIZERS`. The default is Adam."""
         kind = str(self.section("optimizer").get("type", "AdamW"))
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:
@@ -245,10 +245,10 @@ class _Resolver:
         return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
-        """Return the precision of a DeepSpeed config: bf16, fp16 or fp32.
+        """Return the precision of training under a DeepSpeed config: bf16, fp16 or fp32.
 
-        If it is ``"auto"``, or there is no config, return the given one, otherwise bf16. If the config enables no
-        16-bit precision, return the given one, otherwise fp32.
+        If the config has ``"auto"``, or there is no config, the given precision is returned, or bf16 if none is
+        given. If the config enables no 16-bit precision, the given precision is returned, or fp32.
         """
         names: tuple[tuple[str, WireDtype], ...] = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]

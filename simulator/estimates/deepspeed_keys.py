@@ -1,4 +1,4 @@
-"""Reading of DeepSpeed configs: the keys that DeepSpeed knows, and the values that they may have."""
+"""Reading of DeepSpeed configs, with a check of their keys and values."""
 
 import json
 import re
@@ -85,14 +85,13 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return a checked DeepSpeed config from its file or from a mapping. Empty if there is none.
+    """Return the contents of a DeepSpeed config, checked. The result is empty if there is no config.
 
-    Values are converted as DeepSpeed converts them: numbers and booleans given as strings, and ``"auto"`` for
-    a default.
+    Values are converted as DeepSpeed converts them: numbers and booleans may be given as strings, and ``"auto"``
+    stands for a default.
 
     Raises:
-        ModelError: the file cannot be read, DeepSpeed's schema refuses a key, or a value is not allowed for
-            its key.
+        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed for its key.
     """
     if isinstance(config, (str, Path)):
         config = read_file(config)
@@ -109,10 +108,10 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Return a DeepSpeed config from its file, read as Hjson: comments and trailing commas are allowed.
+    """Return a DeepSpeed config from its file, which may have comments and trailing commas (Hjson).
 
     Raises:
-        ModelError: the file cannot be read or is not an object. The message names the file.
+        ModelError: The file cannot be read, or does not contain an object. The message names the file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -132,8 +131,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of a DeepSpeed config with its values converted as DeepSpeed's own schemas convert them.
 
-    ``"auto"`` means that no value is given, except for sizes that transformers fills in. "1" is read as a
-    number, "true" as a boolean, and the old ``zero_optimization: true`` as ZeRO-1.
+    A value ``"auto"`` is removed, except for sizes that transformers fills in. The string "1" becomes a number,
+    "true" a boolean, and the old ``zero_optimization: true`` becomes ZeRO-1.
     """
     made = dict(config)
     if isinstance(made.get(ZERO), bool):
@@ -161,7 +160,7 @@ def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key of a config, or None if it is absent or null."""
+    """Return the value at a key of a DeepSpeed config, with dots for nested keys. None if it is absent or null."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -169,16 +168,16 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object at a dotted key of a config, or an empty mapping if it is absent."""
+    """Return the object at a key of a DeepSpeed config, with dots for nested keys. Empty if it is absent."""
     result: Mapping[str, Any] = at(config, key) or {}
     return result
 
 
 def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
-    """Return whether the installed DeepSpeed has at least the given version.
+    """Return True if the installed DeepSpeed has at least the given version.
 
     Args:
-        installed: DeepSpeed's version. None: the installed version. If there is none, the newest is assumed.
+        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
     """
     installed = installed or _installed_version()
     if installed is None:
@@ -188,7 +187,7 @@ def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
 
 @cache
 def _installed_version() -> str | None:
-    """Return the installed version of DeepSpeed. Cached, because the lookup reads the package's files."""
+    """Return the installed version of DeepSpeed. The result is cached, because finding it reads package files."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -224,12 +223,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Return the known config key with almost this spelling. Cached, because searches repeat it often."""
+    """Return the known config key that is spelled most like the given key. Results are cached."""
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
-    """Return the keys of a config section that the installed DeepSpeed knows. Empty if DeepSpeed is missing."""
+    """Return the keys of a config section that the installed DeepSpeed knows. Empty if DeepSpeed is not installed."""
     try:
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:
@@ -247,9 +246,10 @@ def _of_installed(where: str) -> set[str]:
 
 
 class _Kind:
-    """The allowed values of a config key: a rule in words, and the pydantic type that DeepSpeed's schema uses.
+    """The values that a key of a DeepSpeed config may have: a rule in words, and a pydantic type that checks it.
 
-    ``auto``: "auto" is also allowed. ``flag``: the command-line option with the same meaning.
+    The attribute ``auto`` tells that "auto" is allowed too. ``flag`` is the command-line option of `tune` with
+    the same meaning.
     """
 
     def __init__(self, rule: str, type_: Any, *, auto: bool = False, flag: str = "") -> None:
@@ -257,17 +257,17 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """Return a config value as pydantic converts it, or unchanged if pydantic cannot convert it."""
+        """Return the value of a config key as pydantic converts it to the key's type, or unchanged if that fails."""
         try:
             return self._type.validate_python(value)
         except ValidationError:
             return value
 
     def check(self, key: str, value: Any) -> None:
-        """Check a config value with pydantic. Booleans given as text are refused.
+        """Check the value of a key of a DeepSpeed config. Booleans given as text are refused.
 
         Raises:
-            ModelError: the value is not allowed for its key.
+            ModelError: The value is not allowed for its key.
         """
         if self.auto and value == AUTO:
             return
@@ -280,7 +280,6 @@ class _Kind:
 
 
 def _no_switch(value: Any) -> Any:
-    """Refuse booleans, which pydantic would accept as 0 or 1."""
     if isinstance(value, bool):
         raise ValueError  # noqa: TRY004 - which pydantic hears
     return value

@@ -1,9 +1,8 @@
-"""Families of models by ``model_type``: layouts that configs do not tell, and the flags that change them.
+"""Families of models, by the ``model_type`` of their configs: the parts of a layer, which configs do not list.
 
-They are read without transformers, which knows further families (`ebbtide.simulator.estimates.modules`).
-
-Layouts are those of the newest stable transformers (its modules' order of registration). There a mixture
-of experts has one parameter for each kind of matrix of all experts.
+They are read without the transformers library, which knows further families
+(`ebbtide.simulator.estimates.modules`). The parts have the order in which the modules of the newest stable
+transformers register them. There one parameter holds a kind of matrix of all experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,9 +119,9 @@ _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
 
 def family_numbers(config: Config) -> Numbers | None:
-    """Return the numbers that a Hugging Face config's model family adds to those under their usual keys.
+    """Return the numbers that follow from a Hugging Face config's model family, such as the parts of a layer.
 
-    None if the family is not known here, or if a key says that the model is built differently.
+    The result is None if the family is unknown here, or if a key tells that the model differs from its family.
     """
     family = str(config["model_type"])
     same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
@@ -143,7 +142,6 @@ def _bias(family: str, config: Config) -> frozenset[str]:
 
 
 def _mixture(config: Config) -> Numbers:
-    """Return the widths of a mixture's experts, which have their own config keys."""
     widths = {"ffn": "moe_intermediate_size", "shared_ffn": "shared_expert_intermediate_size"}
     return {own: config[key] for own, key in widths.items() if config.get(key)}
 
@@ -167,7 +165,7 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Return the numbers of a Falcon model (7B, the newer 40B and 180B, or RefinedWeb) from its config's flags."""
+    """Return the numbers of a Falcon model from its config: the 7B model, the newer 40B and 180B, or RefinedWeb."""
     heads = config.get("num_attention_heads")
     newer = bool(config.get("new_decoder_architecture"))
     keys = config.get("num_kv_heads") if newer else 1 if config.get("multi_query", True) else heads

@@ -1,8 +1,9 @@
-"""The estimate of one rank under ZeRO-1 or 2: whole parameters, and a flat slice of the optimizer state.
+"""The estimate of one rank's training under ZeRO-1 or 2.
 
-DeepSpeed concatenates all parameters of a group and gives each rank an equal slice. The estimate is for
-the first rank, whose layers' gradients backward completes last. All ranks wait for it at the gradient
-norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
+Under these stages a rank has all parameters, and a slice of the optimizer state. DeepSpeed concatenates all
+parameters of a group, and gives each rank a slice of equal size. The estimate is for the first rank: backward
+completes the gradients of its layers last, and all ranks wait for it at the gradient norm. Source:
+``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
 """
 
 import math
@@ -21,9 +22,9 @@ START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alig
 
 
 class FlatRank(Rank):
-    """One rank of a training job under ZeRO-1 or 2.
+    """One rank of a training job under ZeRO-1 or 2, with the estimate of its times and memory.
 
-    Gradients are all-reduced by buckets. Parameters are gathered only at the end of a step.
+    Gradients are all-reduced bucket by bucket. Updated parameters are gathered only at the end of a step.
     """
 
     def workload(self) -> Workload:
@@ -51,10 +52,10 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _laid_out(self) -> list[tuple[int, int]]:
-        """Return (layer, elements) of each parameter in the order of DeepSpeed's flat buffer.
+        """Return the (layer, elements) of each parameter, in the order of DeepSpeed's flat buffer for ZeRO-1 and 2.
 
-        ``round_robin_gradients`` distributes parameters over the ranks in turn. ``parameter_alignment`` starts
-        each parameter at a multiple of ALIGNMENT_BYTES.
+        ``round_robin_gradients`` distributes the parameters over the ranks in turn. With ``parameter_alignment`` each
+        parameter starts at a multiple of ALIGNMENT_BYTES.
         """
         found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
         if self.job.round_robin:
@@ -66,9 +67,9 @@ class FlatRank(Rank):
         return found
 
     def slice_elements(self, elements: int) -> int:
-        """Return the elements of each rank's slice of the flat buffer.
+        """Return the number of elements in each rank's slice of DeepSpeed's flat buffer for ZeRO-1 and 2.
 
-        All slices are equally large, and begin at a multiple of START_ALIGNMENT elements.
+        All slices have the same size. Each begins at a multiple of START_ALIGNMENT elements.
         """
         ranks = self.job.data_parallel
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
@@ -76,13 +77,13 @@ class FlatRank(Rank):
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
     def issue_s(self, block: Block) -> float:
-        """Return the host seconds to launch a block's forward under ZeRO-1 or 2, without ZeRO-3's hooks."""
+        """Return the host's seconds to launch a block's forward under ZeRO-1 or 2, without ZeRO-3's hooks."""
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return the number of elements that a rank holds of each of a block's parameters.
+        """Return the number of elements that a rank holds of each of a block's parameters under ZeRO-1 or 2.
 
-        ZeRO-1 and 2 do not divide parameters.
+        These stages do not divide parameters among data-parallel ranks.
         """
         tensor = self.job.tensor_parallel
         return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
@@ -97,9 +98,9 @@ class FlatRank(Rank):
         return 0.0
 
     def reduce_s(self, block: Block) -> float:
-        """Return the seconds to reduce a block's gradients, per micro-batch.
+        """Return the seconds of reducing a block's gradients over the ranks, per micro-batch.
 
-        ZeRO-1 reduces once per step. Its time is divided by the number of micro-batches.
+        ZeRO-1 reduces once per step. This time is divided by the number of micro-batches.
         """
         size = self.whole_elements(block) * self.job.gradient_bytes
         once = self.links.all_reduce_s(size, self.layout.ring_in_node)
@@ -110,12 +111,12 @@ class FlatRank(Rank):
     def reduced_beside(self) -> float:
         """Return the fraction of gradient reductions that overlaps with backward.
 
-        It is 0 for ZeRO-1, which reduces after backward.
+        It is 0 under ZeRO-1, which reduces after backward.
         """
         return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's part of the bytes that enter its node for a block: by gathers (0), and by the all-reduce."""
+        """Return a rank's share of the bytes that enter its node for a block: by gathers (0), and by the all-reduce."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return 0, int(2 * self.layout.entering_bytes(size))
 
@@ -128,13 +129,12 @@ class FlatRank(Rank):
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Return the bytes that waiting gradients add to the memory peak of a backward.
+        """Return the bytes that gradients waiting for their reduction add to the GPU memory peak of a backward.
 
-        ZeRO-1 keeps all gradients until the step's only reduction. ZeRO-2 keeps a slice's gradients if it
-        accumulates them in a wider type than it reduces, otherwise a buffer for the largest parameter's. If
-        ZeRO-1 accumulates in a wider type, it does so after each backward, with all gradients in both types.
-
-        Gradients are created while activations are freed, so only their addition to the peak counts.
+        ZeRO-1 keeps all gradients until the single reduction of a step. ZeRO-2 keeps the gradients of a rank's slice
+        if it accumulates them in a wider data type than it reduces. Otherwise it keeps a buffer for the largest
+        parameter's gradient. If ZeRO-1 accumulates in a wider type, it converts after each backward, and then holds
+        all gradients in both types. Activations are freed while gradients appear, so only what exceeds them counts.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

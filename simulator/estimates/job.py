@@ -1,4 +1,4 @@
-"""The training job: a model and its training settings, parsed once and used by all estimates."""
+"""The training job: a model with its training settings, from which all estimates are made."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,10 @@ _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
 class Job(Training):
-    """A training job from flags, a DeepSpeed config, a request or Python. It estimates workloads on machines."""
+    """A training job: a model and its training settings. It can estimate its workload on a machine.
+
+    It is created from command-line flags, a DeepSpeed config, a web request or Python.
+    """
 
     @classmethod
     def of_deepspeed(
@@ -47,15 +50,15 @@ class Job(Training):
         zero_stage: int | None = None,
         **shape: Any,
     ) -> Self:
-        """Return the training job of a model and a DeepSpeed config, which may contain ``"auto"``.
+        """Return the training job that consists of a model and a DeepSpeed config, which may contain ``"auto"``.
 
         Args:
             model: See `architecture`.
-            micro_batch, accumulation, precision, zero_stage: Values that the config leaves open.
+            micro_batch, accumulation, precision, zero_stage: Values to use where the config has none or ``"auto"``.
             shape: Other fields of a job.
 
         Raises:
-            ModelError: a description, config or value that cannot be used. The message names the key.
+            ModelError: The model's description, the config or a value cannot be used. The message names the key.
         """
         if precision is not None and precision not in WIRE_BYTES:
             raise ModelError(f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}")
@@ -73,10 +76,10 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """Return the training job with other values. ``offload`` may be one of `OFFLOADS`.
+        """Return a copy of the training job with other values. ``offload`` may be a name from `OFFLOADS`.
 
         Raises:
-            ModelError: a value cannot be used.
+            ModelError: A value cannot be used.
         """
         word = knobs.get("offload")
         if not isinstance(word, str):
@@ -101,9 +104,10 @@ class Job(Training):
             raise ModelError(first.told, first.key) from None
 
     def deepspeed(self) -> dict[str, Any]:
-        """Return a DeepSpeed config for a training job: the given one, changed by the job's values.
+        """Return the DeepSpeed config of a training job: the config that it was created from, with the job's values.
 
-        If none was given, the config enables bf16, as all of `tune` does. A config without it trains in fp32.
+        If the job was not created from a config, the returned one enables bf16, because all commands of `tune` assume
+        it. DeepSpeed would otherwise train in fp32.
         """
         given = self.config.get(ZERO) or {}
         zero: dict[str, Any] = {
@@ -126,7 +130,7 @@ class Job(Training):
         """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
 
         Raises:
-            ModelError: the machine lacks a rate that the job needs.
+            ModelError: The machine lacks a rate that the estimate needs.
         """
         if machine.device_flops_per_s is None:
             raise ModelError(
@@ -157,9 +161,9 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return the reason why no plan can be made for a DeepSpeed config, or an empty string.
+    """Return the reason why no plan can be made for a DeepSpeed config, or an empty string if one can be made.
 
-    Reasons are keys that training under a plan refuses, or that the simulation of a plan lacks.
+    The reason is a key of the config with which training under a plan is not possible or cannot be simulated.
     """
     own_step = own_step_key(config)
     if own_step:
@@ -207,22 +211,22 @@ def workload_from_model(
     >>> work.params
     6738415616
 
-    Parameters are counted exactly and divided into subgroups as DeepSpeed divides them. Times are estimates:
-    matrix products at the machine's ``device_flops_per_s`` (2 flops per weight and token forward, twice that
-    backward, plus the recomputed forward with checkpointing, plus causal attention scores). Activations
-    follow Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the real model (`tune
-    profile`) is more exact.
+    Parameters are counted exactly and divided into subgroups as DeepSpeed divides them. Times are estimates.
+    Matrix products run at the machine's ``device_flops_per_s``. They need 2 flops per weight and token in forward
+    and twice that in backward, plus the recomputed forward with activation checkpointing. Causal attention scores
+    are added. Activation memory follows Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the
+    real model (`tune profile`) is more exact.
 
     Args:
         model: See `architecture`.
-        ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values win over the defaults.
-        activation_checkpointing: ``full`` keeps only each layer's input and computes the layer again in
-            backward. ``selective`` does so for every other layer.
+        ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
+        activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in
+            backward. ``selective`` does so for every other layer, ``none`` for no layer.
         job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,
             pipeline_parallel, stage, sequence_parallel, flash_attention, kernels, fused_loss.
 
     Raises:
-        ModelError: a description or config that cannot be used. The message names the key.
+        ModelError: A description, a config or a value cannot be used. The message names the key.
     """
     if activation_checkpointing not in get_args(Checkpointing):
         raise ModelError(

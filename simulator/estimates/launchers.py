@@ -1,10 +1,10 @@
-"""The launchers of a job's ranks, and the number of OpenMP threads that each gives to a rank.
+"""The launchers of a training job's ranks, and the number of OpenMP threads that each gives to a rank.
 
-DeepSpeed's updates on the host run on OpenMP threads: as many as a rank may use cores, unless
-``OMP_NUM_THREADS`` says otherwise. `torchrun` sets that variable to 1 if a node has more than one rank
-and the variable is unset (``torch/distributed/run.py``). `accelerate launch` starts its ranks by torchrun
-and does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `srun` and a plain interpreter
-leave the variable alone. ebbtide's own updates do not depend on it.
+DeepSpeed's updates on the CPU run on OpenMP threads. Their number is ``OMP_NUM_THREADS`` if it is set,
+otherwise the number of cores that the rank may use. `torchrun` sets the variable to 1 if it is unset and a
+node has more than one rank (``torch/distributed/run.py``). `accelerate launch` starts its ranks by torchrun
+and does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `srun` and plain Python do not set
+it. ebbtide's own updates do not depend on it.
 """
 
 from typing import Literal, get_args
@@ -17,7 +17,7 @@ ONE_THREAD: tuple[Launcher, ...] = ("torchrun", "accelerate")
 
 
 def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: int) -> int | None:
-    """Return the threads of one rank's host updates in DeepSpeed. None: as many as there are cores.
+    """Return the number of threads of DeepSpeed's updates on the CPU, for one rank. None: as many as cores.
 
     Args:
         omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: the launcher decides.
@@ -28,6 +28,6 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 
 
 def started(workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None) -> Workload:
-    """Return a workload with the number of OpenMP threads that another launcher would give to its ranks."""
+    """Return the workload as another launcher would run it: with the number of OpenMP threads that it sets."""
     threads = stock_threads(launcher, omp_threads, workload.ranks_per_node)
     return workload.model_copy(update={"stock_threads": threads})

@@ -1,4 +1,4 @@
-"""Architectures read from torch modules, which transformers builds from a config without values."""
+"""The reading of architectures from torch modules, which transformers builds from a config without weights."""
 
 import json
 import sys
@@ -29,13 +29,13 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and woul
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a language model from its config, built by transformers without values.
+    """Return the architecture of a language model from its config. transformers builds it without weights.
 
-    The architecture has each parameter in its order. Per token each matrix is multiplied with once. Of a
-    mixture's experts only those that a token uses are counted.
+    It lists every parameter in order. Flops are counted as if each token multiplied each matrix once. Of a
+    mixture's experts, only those that a token uses are counted.
 
     Raises:
-        ModelError: transformers is not installed, does not know the family or cannot build the model.
+        ModelError: transformers is not installed, does not know the family, or cannot build the model.
     """
     return _built(json.dumps(config, sort_keys=True, default=str))
 
@@ -77,16 +77,15 @@ def _built(text: str) -> Architecture:
 
 
 def is_module(model: object) -> bool:
-    """Return whether an object is a ``torch.nn.Module``. False if torch is not loaded."""
+    """Return True if an object is a ``torch.nn.Module``. This check does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def built_from(module: Any) -> Architecture:
-    """Return the architecture of a torch module that no Hugging Face config describes, live or on ``meta``.
+    """Return the architecture of a torch module that has no Hugging Face config, live or on the ``meta`` device.
 
-    The layers are the elements of the module's largest list. Attention scores are counted for heads of size
-    64.
+    The elements of the module's largest list are taken as the layers. Heads are assumed to have 64 elements.
     """
     import torch
 
@@ -120,7 +119,7 @@ def _elements(module: Any) -> int:
 
 
 def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
-    """Return a model's parameters in lists: before the first layer, for each layer, and after the last layer."""
+    """Return lists of a model's parameters: before the first layer, for each layer, and after the last layer."""
     owner: dict[int, int] = {}  # of what several layers share, the first one
     for number, layer in enumerate(layers, start=1):
         for parameter in layer.parameters():
@@ -136,10 +135,10 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class that builds a language model from a config, with an encoder if it has one.
+    """Return the transformers class that builds a language model (with or without an encoder) from a config.
 
     Raises:
-        ModelError: the config is of an encoder alone, such as BERT.
+        ModelError: The config describes an encoder only, such as BERT.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -156,7 +155,7 @@ def model_class(config: Any) -> Any:
 
 
 def _as_float(given: dict[str, Any]) -> Any:
-    """Convert the JSON object that transformers writes for a number such as infinity."""
+    """Return a number that transformers has written as a JSON object, such as infinity."""
     return float(given["__float__"]) if set(given) == {"__float__"} else given
 
 
@@ -172,10 +171,7 @@ class _Reader:
         self.model, self.config = model, config
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture of a transformers model.
-
-        The embedding block comes before the first layer, the head after the last layer.
-        """
+        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head."""
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -200,7 +196,7 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the modules of a model's longest list, which are its layers. An encoder's layers come first."""
+        """Yield the layers of a model, which are the modules of its longest list. Layers of an encoder come first."""
         import torch
 
         parts = [self.model]
@@ -211,7 +207,10 @@ class _Reader:
             yield from max(lists, key=_elements)
 
     def flops(self, layer: Any) -> float:
-        """Return the flops of a layer per token: two for each element of a matrix, none for embedding tables."""
+        """Return the floating-point operations of a layer per token: two for each element of its matrices.
+
+        Embedding tables need none.
+        """
         import torch
 
         tables = {id(m.weight) for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
@@ -223,7 +222,7 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the fraction of a parameter that a token uses. It is below 1 for a mixture's experts."""
+        """Return the fraction of a parameter's elements that a token uses. It is below 1 for a mixture's experts."""
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:
@@ -252,7 +251,10 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """Return the value of `Block.attention` for a layer, or 1 for a layer without attention."""
+        """Return the number of heads times head size of a layer (`Block.attention`).
+
+        It is 1 for a layer without attention.
+        """
         if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
             return 1
         heads, mine = self._number(("num_attention_heads",)) or 1, ("v_head_dim", "head_dim")

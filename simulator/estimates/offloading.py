@@ -1,4 +1,4 @@
-"""The offloads in a DeepSpeed config, their simulation, and the reasons why a plan cannot replace them."""
+"""The offload settings in a DeepSpeed config, and what they mean for a simulation and for a plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,22 +30,22 @@ _ASYNC_GRADIENTS, _WIDE_PARAMETERS, _PINNED_PARAMETERS = (0, 19, 5), (0, 14, 1),
 
 @dataclass(frozen=True)
 class Offloading:
-    """The offloads that a DeepSpeed config asks for.
+    """The offload settings in a DeepSpeed config.
 
     Attributes:
         optimizer: ``offload_optimizer.device``. None: the config has no such section.
         parameters: ``offload_param.device``.
         activations: ``activation_checkpointing.cpu_checkpointing``.
         pipelined: ``offload_optimizer.pipeline_read`` or ``pipeline_write``.
-        ratio: ``offload_optimizer.ratio`` (Twin-Flow): fraction of the state that is offloaded.
+        ratio: ``offload_optimizer.ratio`` (Twin-Flow): fraction of the optimizer state that is offloaded.
         pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
         pinned_parameters: ``offload_param.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
         zenflow: True if the config has the section ``zenflow``.
-        storage: Folder under ``offload_optimizer.nvme_path`` for a plan's stored state.
+        storage: Folder in ``offload_optimizer.nvme_path`` where a plan's stored state is kept.
         given: True if there is a config at all.
-        torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the host.
-        deepspeed: DeepSpeed's version. None: the installed version, or the newest.
+        torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the CPU.
+        deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
     """
 
     optimizer: str | None = None
@@ -64,26 +64,32 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the config's key for an offload that cannot be simulated with a plan, or an empty string."""
+        """Return the key of an offload in a DeepSpeed config that cannot be simulated together with a plan.
+
+        The result is empty if there is none.
+        """
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
         return f"{_ACTIVATIONS} (true)" if self.activations else ""
 
     @property
     def beyond_state(self) -> str:
-        """Return the config's key for an offload other than optimizer state in host memory, or an empty string."""
+        """Return the key of an offload in a DeepSpeed config other than optimizer state in host memory.
+
+        The result is empty if there is none.
+        """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
         return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
-        """Return the arguments of `ebbtide.simulator.build_strategy` that simulate DeepSpeed under this config.
+        """Return the arguments of `ebbtide.simulator.build_strategy` that simulate DeepSpeed with these settings.
 
-        Without a config it is DeepSpeed's offload of optimizer state, as the baseline of a plan.
+        Without a config they simulate DeepSpeed's offload of optimizer state, which is the baseline of a plan.
 
         Raises:
-            ModelError: An offload that is not simulated (parameters on NVMe, ZenFlow), or that DeepSpeed lacks (a
-                ``ratio`` below ZeRO-3).
+            ModelError: An offload is not simulated (parameters on NVMe, ZenFlow), or DeepSpeed does not have it at
+                this ZeRO stage (a ``ratio`` below ZeRO-3).
         """
         self._check(zero_stage)
         if self.beyond_state:
@@ -110,18 +116,18 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return whether DeepSpeed's host thread waits for ZeRO-3's gradients and converts them to fp32."""
+        """Return True if DeepSpeed's host thread waits for ZeRO-3's gradients and converts them to fp32 itself."""
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 
     @property
     def _copies(self) -> dict[str, Any]:
-        """Return the options of ZeRO-3's strategies that depend on DeepSpeed's version and on the optimizer."""
+        """Return the options for simulating ZeRO-3 offload that depend on DeepSpeed's version and the optimizer."""
         blocks = {"async_gradients": False} if self._blocks else {}
         return {**blocks, **({"torch_adam": True} if self.torch_adam else {})}
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options of ``zero_offload`` that depend on DeepSpeed's version, pinning and the optimizer."""
+        """Return the options for simulating ZeRO-1 or 2 offload: by DeepSpeed's version, pinning and the optimizer."""
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
             found["parameters"] = "fresh_16_bit"
@@ -153,7 +159,7 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Return the config's offload keys that influence a simulation at a ZeRO stage."""
+        """Return the offload keys of a DeepSpeed config that influence a simulation at a ZeRO stage."""
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
@@ -168,19 +174,19 @@ class Offloading:
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
-    """Read the offloads that a DeepSpeed config asks for.
+    """Return the offload settings in a DeepSpeed config.
 
     Args:
-        deepspeed: DeepSpeed's version. None: the installed version, or the newest.
+        deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
 
     Raises:
-        ModelError: the file cannot be read, or DeepSpeed does not have a key or value.
+        ModelError: The file cannot be read, or DeepSpeed does not know a key or refuses a value.
     """
     return replace(offloading_of(loaded(config), deepspeed), given=config is not None)
 
 
 def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offloading:
-    """Return the offloads that a DeepSpeed config asks for, from a config that `loaded` has read."""
+    """Return the offload settings in a DeepSpeed config that `loaded` has already read and checked."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
@@ -210,22 +216,22 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
-    """Return a section of ZeRO's config, or its equivalent if only the former boolean key is set."""
+    """Return an offload section of a DeepSpeed config. If only the former boolean key is set, return its equivalent."""
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
 
 
 def default_pinning(installed: str | None = None) -> bool:
-    """Return whether DeepSpeed pins its buffers if ``pin_memory`` is absent. It does since 0.19.5.
+    """Return True if DeepSpeed pins its offload buffers when ``pin_memory`` is absent: since version 0.19.5.
 
     Args:
-        installed: DeepSpeed's version. None: the installed version, or the newest.
+        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
     """
     return at_least((0, 19, 5), installed)
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string."""
+    """Return the reason why a DeepSpeed config leaves a plan nothing to do, or an empty string if there is none."""
     stage = at(config, f"{ZERO}.stage") or 0
     if stage == 0:
         return f"{ZERO}.stage is 0, so nothing is partitioned over the ranks"
@@ -235,7 +241,7 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of DeepSpeed's ``offload_optimizer`` that a plan replaces, each with an explanation."""
+    """Return the keys of DeepSpeed's ``offload_optimizer`` that have no effect under a plan, each with the reason."""
     state = section(config, STATE)
     found = {}
     ratio = state.get("ratio")
@@ -253,9 +259,9 @@ def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plan_obstacle(config: Mapping[str, Any]) -> str:
-    """Return the reason why training under a plan refuses a DeepSpeed config, or an empty string.
+    """Return the reason why training with a DeepSpeed config cannot use a plan, or an empty string if it can.
 
-    It names the key to change. Stage, device and optimizer are not checked here, but by the callers.
+    The reason names the key to change. ZeRO stage, device and optimizer are not checked here.
     """
     zero = section(config, ZERO)
     if zero.get("zenflow") is not None:
@@ -284,8 +290,9 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the DeepSpeed key that makes the optimizer run its own step under a plan, or an empty string.
+    """Return the DeepSpeed key, if any, that makes the optimizer run its own step under a plan.
 
-    With such a key all of the state is in host memory, so that there is no plan to search.
+    With such a key all optimizer state is in host memory, so there is no plan to search. Empty without such a
+    key.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

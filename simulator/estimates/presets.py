@@ -1,8 +1,7 @@
 """Presets: machines from data sheets and published figures, with a source for each value.
 
-They are estimates for what-if questions. A plan for training should use a measured machine (`tune
-profile`), or a preset corrected with the user's own runs (`tune calibrate`). No value here was fitted to
-iteration times.
+They are meant for what-if questions. For training, use a measured machine (`tune profile`), or correct a
+preset with runs of your own (`tune calibrate`). No value was fitted to published iteration times.
 """
 
 import math
@@ -55,13 +54,13 @@ PRESETS = SHEETS
 
 
 def preset(name: str) -> Machine:
-    """Return a machine from data sheets and published figures, by its preset's name.
+    """Return a machine from data sheets and published figures, by the name of its preset.
 
     >>> round(preset("h200").device_memory_bytes / 2**30, 1)
     139.8
 
     Raises:
-        ValueError: there is no such preset. The message lists all presets.
+        ValueError: There is no such preset. The message lists all presets.
     """
     name = spelled(name, SHEETS, "machine preset", key="machine")
     sheet = SHEETS[name]
@@ -93,7 +92,7 @@ def preset(name: str) -> Machine:
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
-    """Return the limits of a machine's rates from its GPU's data sheet, by the names of `Machine`'s fields.
+    """Return upper limits of a machine's rates from its GPU's data sheet, by the names of `Machine`'s fields.
 
     Empty if there is no data sheet of this GPU.
     """
@@ -110,7 +109,6 @@ def preset_names() -> tuple[str, ...]:
 
 
 def _value(median: float, source: Source, detail: str, spread: tuple[float, float] | None = None) -> Quantity:
-    """Return a quantity with quartiles at ``spread`` times the median. None: the usual spread of its source."""
     low, high = spread or _SPREAD[source]
     return Quantity(median=median, q1=low * median, q3=high * median, n=1, source=source, detail=detail)
 
@@ -147,9 +145,9 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
-    """Return the host rates of one rank alone on a preset's node.
+    """Return the rates of CPU updates and host memory for one rank that is alone on a preset's node.
 
-    The fused update kernel is assumed to use as much memory bandwidth as DeepSpeed's separate passes do.
+    ebbtide's fused update kernel is assumed to reach the memory bandwidth of DeepSpeed's separate passes.
     """
     drawn = _drawn_bytes_per_s(sheet)
     return {
@@ -170,7 +168,7 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
-    """Return the rate of DeepSpeed's host update on one core.
+    """Return the rate of DeepSpeed's CPU update on one core, in parameters per second.
 
     One core uses no more memory bandwidth than all cores.
     """
@@ -181,9 +179,9 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """Return the memory bandwidth of a published host update, without the time of its unpinned parameter copy.
+    """Return the memory bandwidth of a published CPU update, without the time of its unpinned parameter copy.
 
-    That copy is limited by one core, or by DRAM if the ranks leave little bandwidth.
+    One core limits that copy, or DRAM if the ranks leave little bandwidth.
     """
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
@@ -191,11 +189,11 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the memory bandwidth of one rank's host update: as published, otherwise one NUMA node's.
+    """Return the memory bandwidth that one rank's CPU update uses, as published, or that of one NUMA node.
 
-    A figure published for several concurrent ranks is a lower limit for one rank alone. On the H100 node that
-    is half of a NUMA node's bandwidth. The only published figure of a single rank (A100) is half of its
-    socket's. So half is assumed there, although it was not published.
+    A figure published for several concurrent ranks is a lower limit for a rank that runs alone. For the preset of
+    the H100 node it is half of a NUMA node's bandwidth. The only published figure of a single rank (A100) is half
+    of its socket's. So half is assumed there too.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
@@ -218,7 +216,7 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
     """Return the share of DRAM and link bandwidth that each of several concurrent ranks has.
 
-    Shares of DRAM are as published, shares of links follow from their wiring.
+    Shares of DRAM follow from published updates, shares of links from the wiring of the GPUs.
     """
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:
@@ -230,7 +228,7 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return each rank's share of the memory bandwidth, by number of ranks, from published host updates."""
+    """Return each rank's share of the memory bandwidth, by number of concurrent ranks, from published CPU updates."""
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():
         if ranks > 1:

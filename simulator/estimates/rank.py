@@ -1,4 +1,4 @@
-"""The estimate of one rank's share of a training job under ZeRO-3: parameters, times, activations and bytes."""
+"""The estimate of one rank of a training job under ZeRO-3: its parameters, times, activations and bytes."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ LOSS_PARTS = 8  # of a fused or chunked loss: torchtune's and Liger's default fo
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a training job under ZeRO-3, with the estimate of its workload."""
+    """One rank of a training job under ZeRO-3, with the estimate of its times and memory."""
 
     job: Training
     machine: Machine
@@ -101,9 +101,9 @@ class Rank:
 
     @cached_property
     def stage_blocks(self) -> list[Block]:
-        """Return the model's blocks in the simulated pipeline stage.
+        """Return the blocks (embedding, layers, head) of a model that are in the simulated pipeline stage.
 
-        The embedding is in the first stage, the head in the last.
+        The first stage has the embedding, the last stage the head.
         """
         p, blocks = self.job, self.arch.blocks()
         inner = blocks[1:-1]
@@ -120,14 +120,17 @@ class Rank:
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return the number of elements of each of a block's parameters that one rank holds.
+        """Return the number of elements that one rank holds of each parameter of a block (embedding, layer or head).
 
         Tensor parallelism divides parameters first, then ZeRO.
         """
         return _partitions(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
-        """Return the workload's layers for a sequence of blocks. Each distinct shape is computed only once."""
+        """Return the layers of a workload, with their times and sizes, for a sequence of a model's blocks.
+
+        Blocks with equal shapes are computed only once.
+        """
         by_shape: dict[Block, Layer] = {}
         layers = []
         for block in blocks:
@@ -146,7 +149,7 @@ class Rank:
         return _gathers(whole, again, self.job.gather_rules)
 
     def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
-        """Return the `persistent_params` and `regathered_params` of each block's layer."""
+        """Return, for each block of a model, the `persistent_params` and `regathered_params` of its layer."""
         if self.job.zero_stage < 3:
             return [{}] * len(blocks)
         gathers = self.gathers(blocks)
@@ -156,9 +159,10 @@ class Rank:
         ]
 
     def live_params(self, blocks: Sequence[Block]) -> int | None:
-        """Return the largest number of gathered elements under ZeRO-3 with a single data-parallel rank.
+        """Return the largest number of parameter elements that ZeRO-3 gathers at once on a single data-parallel rank.
 
-        Otherwise return None. With several data-parallel ranks gathered parameters are part of `base_bytes`.
+        The result is None in other cases. With several data-parallel ranks, `base_bytes` includes gathered
+        parameters.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
@@ -178,7 +182,7 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return the GPU's rates for a training job: its precision, kernels and tensor parallelism."""
+        """Return the GPU rates of a machine for a training job's precision, kernels and tensor parallelism."""
         p = self.job
         return Device.of(
             self.machine,
@@ -191,33 +195,33 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of one micro-batch: the model's hidden size and heads, and the numbers of tokens."""
+        """Return the shape of one micro-batch: numbers of tokens, and the model's hidden size and number of heads."""
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
-        """Return the seconds of a block's forward of one micro-batch on the device, with tensor-parallel exchanges."""
+        """Return the seconds of a block's forward on the GPU for one micro-batch, with tensor-parallel exchanges."""
         return self.device.seconds(block, self.shape, FORWARD) + self.tensor_exchange_s(block)
 
     def device_backward_s(self, block: Block) -> float:
-        """Return the seconds of a block's backward of one micro-batch on the device, including recomputation."""
+        """Return the seconds of a block's backward on the GPU for one micro-batch, including recomputation."""
         computed = self.device.seconds(block, self.shape, BACKWARD) + 2 * self.tensor_exchange_s(block)
         return computed + self.again(block) * self.device_s(block)
 
     def again(self, block: Block) -> float:
-        """Return the fraction of a block's forward that its backward computes again."""
+        """Return the fraction of a block's forward that its backward computes again (activation checkpointing)."""
         return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
-        """Return the seconds of a block's forward of one micro-batch.
+        """Return the seconds of a block's forward for one micro-batch.
 
-        The device's compute, the gathers in the node and the host's launches overlap.
+        Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches overlap.
         """
         return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
-        """Return the seconds of a block's backward of one micro-batch.
+        """Return the seconds of a block's backward for one micro-batch.
 
-        The device's compute, the gathers and reductions in the node, and the host's launches overlap.
+        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
         """
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         reduced, beside = self.reduce_s(block), self.reduced_beside
@@ -226,7 +230,7 @@ class Rank:
         return computed + self.averaging_s(block) + (1 - beside) * reduced
 
     def averaging_s(self, block: Block) -> float:
-        """Return the seconds of GPU memory traffic to reduce a block's gradients."""
+        """Return the seconds of GPU memory traffic that reducing a block's gradients causes."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
@@ -234,9 +238,9 @@ class Rank:
     def reduced_beside(self) -> float:
         """Return the fraction of gradient reductions that overlaps with backward.
 
-        Gathers and reductions belong to one process group, and NCCL runs them in the order of their issue. A full
-        bucket is reduced immediately. Backward's next parameters, except prefetched ones, are gathered after it
-        (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. A
+        reduction starts as soon as the gradient bucket is full. The parameters that backward needs next are gathered
+        after it, except those that were prefetched (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
         ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
         if not self.job.overlaps_comm:
@@ -245,35 +249,35 @@ class Rank:
         return min(1.0, ahead / max(1, bucket))
 
     def issue_s(self, block: Block) -> float:
-        """Return the host seconds to launch a block's forward.
+        """Return the seconds that the host needs to launch the kernels of a block's forward.
 
-        A layer has a dozen modules, the embedding and the head have one each.
+        A layer has a dozen modules. The embedding and the head have one each.
         """
         return self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
 
     @property
     def module_issue_s(self) -> float:
-        """Return the host seconds to launch the forward of one of a layer's modules."""
+        """Return the seconds that the host needs to launch the forward of one module of a layer."""
         issue = self.machine.layer_issue_s
         return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     def parameters_s(self, block: Block) -> float:
-        """Return the seconds to gather a block's parameters for one pass."""
+        """Return the seconds of gathering a block's parameters for one forward or backward."""
         return self.gather_s(block, self.wire)
 
     def reduce_s(self, block: Block) -> float:
-        """Return the seconds to reduce a block's gradients of one micro-batch."""
+        """Return the seconds of reducing a block's gradients of one micro-batch over the ranks."""
         return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
-        """Return the seconds of ZeRO's all-gather, or reduce-scatter, of a block among the ranks of one node."""
+        """Return the seconds of ZeRO's all-gather or reduce-scatter of a block among the ranks of one node."""
         size = self.whole_elements(block) * element_bytes
         return self.links.gather_s(size, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
-        """Return the seconds of tensor parallelism's two all-reduces per layer and pass.
+        """Return the seconds of tensor parallelism's two all-reduces in a layer's forward.
 
-        If a tensor-parallel group spans nodes, they go over the network.
+        If a tensor-parallel group has ranks on several nodes, the all-reduces use the network.
         """
         if not block.attention:
             return 0.0
@@ -289,15 +293,15 @@ class Rank:
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's part of the bytes that enter its node for a block: per gather and per reduction."""
+        """Return a rank's share of the bytes that enter its node for a block: for a gather, and for a reduction."""
         part = self.layout.entering_bytes(self.whole_elements(block))
         beside = self.exchange_beside_bytes(block) if part else 0.0
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """Return a rank's part of the bytes per pass that tensor-parallel exchanges bring into its node.
+        """Return a rank's share of the bytes that tensor-parallel exchanges bring into its node for a block.
 
-        They occupy the network that ZeRO's gathers need. The mean of forward and backward counts for both.
+        These bytes occupy the network that ZeRO's gathers need. The mean of forward and backward is used for both.
         """
         if not block.attention:
             return 0.0
@@ -314,9 +318,10 @@ class Rank:
         return WIRE_BYTES[self.job.precision]
 
     def activation_bytes(self, block: Block) -> int:
-        """Return the bytes that a block's forward keeps in GPU memory for its backward.
+        """Return the bytes that the forward of a block (embedding, layer or head) keeps in GPU memory for backward.
 
-        By Korthikanti et al., a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h with recomputation.
+        According to Korthikanti et al. (arXiv 2205.05198), a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h
+        bytes with recomputation: sequence s, micro-batch b, hidden size h, heads a.
         """
         unit = self.tokens * self.arch.hidden * self.wire / 2
         if block.name == "head":
@@ -328,10 +333,10 @@ class Rank:
         return int(again * inputs + (1 - again) * self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
-        """Return the bytes of the head's logits beyond what backward's buckets cover.
+        """Return the bytes of the output head's logits in GPU memory, beyond what gradient buckets already account for.
 
-        The forward has two widened copies of the logits. The backward has one, and the gradient of the head's
-        weights. A fused loss keeps only a part of the logits at a time.
+        In forward there are two copies of the logits in fp32. In backward there is one, and the gradient of the
+        head's weights. A fused loss keeps only a part of the logits at a time.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
@@ -349,16 +354,16 @@ class Rank:
         return unit * (whole + STORED_SPLIT / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the device bytes in use throughout an iteration.
+        """Return the bytes of GPU memory that are in use throughout an iteration.
 
-        They are for parameters, gathered parameters, both gradient buckets, and the activations of the layer that
-        was recomputed last.
+        They hold parameters, gathered parameters, both gradient buckets, and the activations of the last recomputed
+        layer.
         """
         held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
         return held + sum(self.base_parts(blocks).values())
 
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
-        """Return the device bytes by kind that are in use throughout an iteration, without gradient buckets."""
+        """Return the bytes of GPU memory by kind that are in use throughout an iteration, without gradient buckets."""
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
         if self.job.recompute:  # its activations stay until the next iteration's take their place
@@ -373,9 +378,9 @@ class Rank:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """Return the number of parameter elements that are gathered on the device.
+        """Return the largest number of parameter elements that are gathered in GPU memory.
 
-        They are limited by ``stage3_max_live_parameters``. Embedding and head are never released.
+        ``stage3_max_live_parameters`` limits it. Embedding and head are never released, and come on top.
         """
         if self.job.data_parallel == 1:
             return 0
@@ -388,7 +393,7 @@ class Rank:
         return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
 
     def backward_bytes(self) -> int:
-        """Return the bytes of gradients that wait for their bucket, and of the largest gradient's fp32 copy."""
+        """Return the bytes of gradients that wait for their bucket, and of the fp32 copy of the largest gradient."""
         blocks = self.stage_blocks
         largest = max(n for block in blocks for n in self.partitions(block))
         return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
@@ -408,9 +413,9 @@ class Rank:
 
 @lru_cache(maxsize=64)
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
-    """Return DeepSpeed's gathers, with each parameter treated as a module.
+    """Return how often DeepSpeed gathers each parameter in a forward and its backward.
 
-    Each block is a module too, and so is the model. The model's backward comes before all others.
+    Each parameter is treated as a module of its own, so is each block, and so is the whole model.
     """
     modules: list[list[Module]] = [
         [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)

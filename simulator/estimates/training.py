@@ -1,4 +1,4 @@
-"""The settings of a training job, with their checks."""
+"""The settings of a training job, and the checks of their values."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
@@ -72,31 +72,34 @@ class Training(BaseModel):
     Attributes:
         architecture: Model that is trained.
         sequence: Tokens per sample.
-        micro_batch: Samples per rank and pass.
+        micro_batch: Samples per rank and forward pass.
         accumulation: Micro-batches per optimizer step.
-        data_parallel: Number of ZeRO's ranks. The whole job has data x tensor x pipeline GPUs.
-        stage: Simulated pipeline stage. 0: the first.
-        sequence_parallel: True to divide along the sequence what tensor parallelism does not divide.
-        offload: Location of state, parameters and activations.
-        recompute: True if each layer keeps only its input and is computed again in backward (activation
-            checkpointing).
-        recompute_share: Fraction of recomputed layers (1: full, 0.5: selective, every other layer).
-        flash_attention: True if attention scores are never stored.
-        kernels: ``fused`` for fused or compiled kernels between matrix products (Megatron-LM, torch.compile,
-            Liger), ``eager`` for PyTorch's own (the transformers library without changes).
-        fused_loss: True if logits and loss are computed by one kernel, or chunk by chunk.
-        precision: Data type of parameters, and of gradients as they are reduced.
-        gradient_bytes: Bytes per accumulated gradient.
+        data_parallel: Number of data-parallel ranks, among which ZeRO partitions. The whole job has
+            data_parallel x tensor_parallel x pipeline_parallel GPUs.
+        stage: Number of the pipeline stage to simulate. 0: the first.
+        sequence_parallel: True if activations that tensor parallelism does not divide are divided along the
+            sequence.
+        offload: Memory that holds optimizer state, parameters and activations.
+        recompute: True if only the input of each layer is kept, and the layer is computed again in backward
+            (activation checkpointing).
+        recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
+        flash_attention: True if attention scores are never stored in memory.
+        kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled
+            (Megatron-LM, torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
+        fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.
+        precision: Data type of parameters, and of gradients when they are reduced.
+        gradient_bytes: Bytes per element of an accumulated gradient.
         clip: Norm to which gradients are clipped. 0: no clipping.
         clip_rate: Fraction of steps that clip gradients or overflow. None if unknown: see
             `Workload.expected_clip_rate`.
-        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's keys of similar names, in
-            elements. They decide which parameters stay on the device between two uses.
+        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar
+            names, in elements. They decide which gathered parameters stay on the GPU between two uses.
         overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
-        launcher: Launcher of the ranks. It decides on the number of threads of DeepSpeed's host updates.
+        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates
+            on the CPU.
         omp_threads: ``OMP_NUM_THREADS`` as set by the user.
-        notes: Sentences about values that were ``"auto"`` or left out, with the assumed value.
-        config: DeepSpeed config as it was given.
+        notes: Sentences that tell which value was assumed for a setting that was ``"auto"`` or missing.
+        config: DeepSpeed config from which the settings were read.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -182,30 +185,30 @@ class Training(BaseModel):
 
     @property
     def clips(self) -> bool:
-        """Return whether a training step waits for the gradient norm, to clip or to detect an overflow."""
+        """Return True if a training step waits for the gradient norm, to clip gradients or to detect an overflow."""
         return self.clip > 0 or self.precision == "fp16"
 
     @property
     def overlaps_comm(self) -> bool:
-        """Return whether gradient reductions overlap with backward. By default DeepSpeed does so only under ZeRO-3."""
+        """Return True if gradient reductions overlap with backward. By default DeepSpeed does so only under ZeRO-3."""
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
 
     def stock_threads(self, ranks_per_node: int) -> int | None:
-        """Return the threads of one rank's host updates in DeepSpeed. None: the number of cores."""
+        """Return the number of threads of DeepSpeed's updates on the CPU, for one rank. None: the number of cores."""
         return stock_threads(self.launcher, self.omp_threads, ranks_per_node)
 
     @property
     def round_robin(self) -> bool:
-        """Return whether DeepSpeed distributes whole parameters over the ranks in turn (below ZeRO-3 only)."""
+        """Return True if DeepSpeed distributes whole parameters over the ranks in turn. It can only below ZeRO-3."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
-        """Return whether each parameter starts at an aligned position of ZeRO's flat buffer (below ZeRO-3 only)."""
+        """Return True if each parameter starts at an aligned position of ZeRO-1's or ZeRO-2's flat buffer."""
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return a training job's notes, and a note about the config's keys that the simulation ignores."""
+        """Return the notes of a training job, and a note about config keys that the simulation ignores."""
         keys = unread(self.config, self.offload, self.zero_stage)
         return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))

@@ -1,1 +1,1 @@
-"""Builders of schedules: they turn a workload, with a plan or another strategy, into a graph of ops."""
+"""Builders of schedules: each turns a workload and a strategy (such as a plan) into a graph of ops."""

@@ -1,7 +1,7 @@
-"""The schedule of training with checkpoints: a save is a barrier, and its writes run during later training.
+"""The schedule of training with checkpoints. A save waits for updates, and its files are written during training.
 
-A subgroup that is due for its update too early is copied before the update (copy on update). All of these
-ops compete for DRAM, cores, the link and storage like any other op.
+If a subgroup's update is due before its state is written, the state is copied first (copy on update). All
+these ops share DRAM, CPU cores, the link and storage with those of training.
 """
 
 from bisect import bisect_right
@@ -27,11 +27,11 @@ COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together
 
 
 class CheckpointedLoop(EbbtideLoop):
-    """The training loop of ebbtide with checkpoint saves at the end of some iterations.
+    """The simulated training loop of ebbtide with checkpoints, which are saved at the end of some iterations.
 
-    Writes have the order of ``writing``. The state of resident subgroups is copied to the host only during
-    forward and backward, in parts between the layers. A save waits until the previous checkpoint is committed
-    (``busy: wait``). See `CheckpointCost.at_interval` for the other policies.
+    A checkpoint's bytes are written in the order ``writing``. The state of resident subgroups is copied to the
+    host in parts, during forwards and backwards. A save waits until the previous checkpoint is complete (``busy:
+    wait``). See `CheckpointCost.at_interval` for the other policies.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class CheckpointedLoop(EbbtideLoop):
         save_s: float = 0.0,
         hooks_s: Sequence[float] = (0.0,),
     ) -> None:
-        """Set up a training loop with checkpoints.
+        """Set up the simulation of a training loop with checkpoints.
 
         Args:
-            saves: Iterations that end with a save.
-            save_s: Seconds that a save blocks before it returns.
-            hooks_s: Times at which resident state is divided into parts. See `CheckpointSimulation`.
+            saves: Iterations that end with a checkpoint save.
+            save_s: Seconds for which a save blocks training.
+            hooks_s: Times at which the next part of resident state is copied to the host. See
+                `CheckpointSimulation`.
         """
         super().__init__(workload, plan)
         self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
@@ -69,7 +70,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._emit(lambda: bool(self.pending))
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of training with checkpoints, including host memory reserved for checkpoints."""
+        """Return the schedule of training with checkpoints. Host memory reserved for checkpoints is included."""
         made = super().schedule(iterations)
         host = dict(made.held["host"])
         host["staging"] += reserved_bytes(self.saving)
@@ -93,9 +94,9 @@ class CheckpointedLoop(EbbtideLoop):
             self._save()
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the ops to wait for before a subgroup's state is overwritten.
+        """Return the checkpoint ops that an update must wait for, before it overwrites a subgroup's state.
 
-        These are the copy on update, and writes that read the live state.
+        They copy this state, or write it to storage from the live state.
         """
         if subgroup not in self.unread:
             return []
@@ -107,7 +108,10 @@ class CheckpointedLoop(EbbtideLoop):
     # -- the checkpoint's own ops ------------------------------------------------------------
 
     def _save(self) -> None:
-        """Append a checkpoint save. Updates have ended when it starts. The next forward starts when it returns."""
+        """Append to the schedule a checkpoint save.
+
+        It starts when all updates have ended, and the next forward starts after it.
+        """
         assert self.step_end is not None
         waits = [self.step_end, *self.parameters_new.values(), *self.ends]
         self.save_op = self.step_end = self.out.add(
@@ -127,7 +131,7 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start a layer's pass. The next part of resident state is copied to the host meanwhile."""
+        """Start copying the next part of resident state to the host for a checkpoint, while a layer computes."""
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -139,7 +143,10 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Append a checkpoint's writes in the writers' order, and the commit after the last write."""
+        """Append to the schedule those writes of a checkpoint that can start now, in order.
+
+        The last one completes the checkpoint.
+        """
         while more():
             segment, hook = self.pending.popleft()
             subgroup = segment.subgroup
@@ -151,7 +158,6 @@ class CheckpointedLoop(EbbtideLoop):
                 self.commits.append(self._durable())
 
     def _source(self, segment: Segment, hook: int) -> int:
-        """Return the op that brings a checkpoint segment's bytes to the memory from which a writer reads them."""
         if segment.part == "copied":
             return self._snapshot(segment.subgroup)
         if hook < 0:
@@ -170,7 +176,10 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append the copy of a subgroup's state for a checkpoint, by the thread that is about to overwrite it."""
+        """Append to the schedule the copy of a subgroup's state for a checkpoint.
+
+        The thread that is about to overwrite the state copies it.
+        """
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
             if recipe.state == "device":
@@ -189,9 +198,9 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append a checkpoint's write at storage speed, or at the user's limit.
+        """Append to the schedule a write of a checkpoint, at the rate of storage or at the user's limit for it.
 
-        The limit is ignored if an update waits for the write.
+        The limit is ignored if an update waits for this write.
         """
         size = segment.size_bytes
         full = self.machine.rate("storage_write_bytes_per_s")
@@ -214,7 +223,6 @@ class CheckpointedLoop(EbbtideLoop):
         return self.out.add(OpKind.PERSIST, Lane.STORAGE, 0.0, latency_s=self.machine.storage_fsync_s)
 
     def _cut_at_hooks(self) -> Iterator[tuple[Segment, int]]:
-        """Yield the segments that a checkpoint writes. Resident subgroups are divided by layers' passes."""
         for segment in self.writing.segments:
             if segment.subgroup == REST or self.recipes[segment.subgroup].state != "device":
                 yield segment, -1
@@ -235,17 +243,20 @@ class CheckpointedLoop(EbbtideLoop):
 
 
 def reserved_bytes(saving: CheckpointPlan) -> int:
-    """Return the host memory that the runtime reserves for checkpoints: the copy budget, and a block per thread."""
+    """Return the bytes of host memory that the runtime reserves for checkpoints.
+
+    They are for copies of state that is updated before it is written, and for one block per writer thread.
+    """
     return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
-    """Return the number of cores that checkpoint writers keep busy at the full rate of storage."""
+    """Return the number of CPU cores that the writers of a checkpoint keep busy at the full rate of storage."""
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
     return min(saving.writer_threads, cost_s * machine.rate("storage_write_bytes_per_s"))
 
 
 def copy_rate(machine: Machine) -> float:
-    """Return the bytes per second of a host memory copy by one thread."""
+    """Return the bytes per second that one thread copies inside host memory."""
     return min(machine.rate("host_copy_bytes_per_s"), COPY_BYTES_PER_S)

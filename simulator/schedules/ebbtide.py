@@ -1,4 +1,4 @@
-"""The builder of ebbtide's schedule of ops from a workload and a plan."""
+"""The builder of a plan's schedule: the ops of training under the plan, for a workload."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from ebbtide.simulator.workload import Workload
 def build_schedule(
     workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule that the runtime executes under a plan for a number of iterations.
+    """Return the schedule of ops that the runtime executes under a plan, for a number of training iterations.
 
-    Three iterations show the steady state: the first starts with nothing to wait for, and the period is the
-    time between the ends of the second and the third backward.
+    Three iterations are enough to see the steady state. The first has no earlier updates to wait for. The time of
+    an iteration is the time between the ends of the second and the third backward.
 
     Args:
-        fused: True if one host kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters.
-            False shows the cost of DeepSpeed's separate passes in the same schedule.
-        arrival: Order in which gradients become complete. None: by the workload's layers.
+        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters. False
+            shows the cost of DeepSpeed's separate passes in the same schedule.
+        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers say.
 
     Raises:
-        PlanError: the plan has another number of subgroups than the workload.
+        PlanError: The plan has another number of subgroups than the workload.
     """
     workload = workload.cut_as(plan)
     loop = EbbtideLoop(workload, plan, fused=fused, arrival=arrival)
@@ -37,11 +37,11 @@ def build_schedule(
 
 
 def check_locations(plan: Plan, zero_stage: int) -> None:
-    """Check that a plan's locations are possible at a ZeRO stage.
+    """Check that a plan's early updates, parameter locations and stored state are possible at a ZeRO stage.
 
     Raises:
-        PlanError: a plan below ZeRO-3 has early updates, parameters on the host or stored state. There
-            DeepSpeed keeps parameters whole and state in flat partitions.
+        PlanError: The plan has one of these below ZeRO-3, where each rank has all parameters, and DeepSpeed keeps
+            the optimizer state in one flat partition.
     """
     if zero_stage == 3:
         return
@@ -66,7 +66,7 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 
 
 class EbbtideLoop(PlannedLoop):
-    """The training loop of ebbtide under a plan. Each subgroup's placement determines its ops (recipe)."""
+    """The simulated training loop of ebbtide under a plan. The placement of a subgroup determines its ops."""
 
     def __init__(
         self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
@@ -100,7 +100,7 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
+        """Return the schedule of all ops that were appended, with the bytes that are in use throughout an iteration."""
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
@@ -128,7 +128,7 @@ class EbbtideLoop(PlannedLoop):
     def _make_room(self, op: int) -> None:
         """Limit the bytes of gradients that are being copied to the host to `GRADIENTS_UNDER_WAY_BYTES`.
 
-        The limit holds up to the size of one part. The runtime sends each part parameter by parameter.
+        The limit may be exceeded by less than one layer's part of a gradient.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
@@ -160,7 +160,7 @@ class EbbtideLoop(PlannedLoop):
         return [self.on_host[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
-        """Append an op of a subgroup's gradient or update that waits for some others.
+        """Append to the schedule an op of a subgroup's gradient or update. It waits for the given ops.
 
         Args:
             elements: Number of elements that the op works on. None: the whole subgroup.
@@ -181,8 +181,8 @@ class EbbtideLoop(PlannedLoop):
         )
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the checkpoint ops to wait for before a subgroup's state is overwritten.
+        """Return the checkpoint ops that an update must wait for, before it overwrites a subgroup's state.
 
-        A training loop without checkpoints has no such ops. See `ebbtide.simulator.schedules.checkpointed`.
+        This training loop has no checkpoints, so there are none. See `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

@@ -1,8 +1,8 @@
 """The schedule of ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8 runs them.
 
-Source: ``DeepSpeedZeroOptimizer`` of ``deepspeed/runtime/zero/stage_1_and_2.py``. Gradients are converted
-to fp32 on the device and copied to the host once. Each rank's partition is updated as a whole, copied to
-the device, and gathered by all ranks.
+Gradients are converted to fp32 on the GPU and copied to the host once. The partition of each rank is updated
+as a whole, copied to the GPU, and gathered by all ranks. Source: ``DeepSpeedZeroOptimizer`` of
+``deepspeed/runtime/zero/stage_1_and_2.py``.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ SentBack = Literal["pinned_16_bit", "wide", "fresh_16_bit"]
 
 @dataclass(frozen=True, slots=True)
 class FlatOptions:
-    """The options that distinguish versions and settings of DeepSpeed's ZeRO-1 and 2 offload.
+    """The options of DeepSpeed's ZeRO-1 and 2 offload that differ between versions and settings.
 
     Attributes:
-        pinned: ``pin_memory``. If False, each copy uses unpinned memory, and backward waits for it.
-        parameters: Way in which updated parameters reach the device. ``pinned_16_bit``: converted into a
+        pinned: DeepSpeed's ``pin_memory``. If False, each copy uses unpinned memory, and backward waits for it.
+        parameters: Way in which updated parameters are copied to the GPU. ``pinned_16_bit``: converted into a
             buffer that is pinned if ``pin_memory`` is on (DeepSpeed since 0.17.0, pull request 7309).
-            ``wide``: copied in fp32 (0.14.1 to 0.16, pull request 5301). ``fresh_16_bit``: converted into
-            fresh unpinned memory (before 0.14.1).
-        torch_adam: True if torch's own Adam updates on the host.
+            ``wide``: copied in fp32 (0.14.1 to 0.16, pull request 5301). ``fresh_16_bit``: converted into newly
+            allocated unpinned memory (before 0.14.1).
+        torch_adam: True if torch's own Adam updates on the CPU.
     """
 
     pinned: bool = True
@@ -43,9 +43,9 @@ class FlatOptions:
 
 
 class FlatOffloadLoop(StockLoop):
-    """The training loop of ZeRO-1 and 2 with offload.
+    """The simulated training loop of DeepSpeed's ZeRO-1 and 2 with optimizer state in host memory.
 
-    Host updates follow the gradient norm, and nothing overlaps them.
+    All updates run on the CPU after the gradient norm, and no other op overlaps them.
     """
 
     def __init__(self, workload: Workload, flat: FlatOptions | None = None) -> None:
@@ -58,10 +58,10 @@ class FlatOffloadLoop(StockLoop):
         super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the schedule of all appended ops, with the host memory in use throughout an iteration.
+        """Return the schedule of all ops, with the host memory that is in use throughout an iteration.
 
-        That memory holds state, fp32 gradients, the 16-bit copy of new parameters, and, with several
-        micro-batches, the sum of their gradients.
+        That memory holds optimizer state, fp32 gradients and the 16-bit copy of new parameters. With several
+        micro-batches it also holds the sum of their gradients.
         """
         w = self.workload
         crosses = w.gradient_accumulation_steps > 1 and not w.adds_on_device
@@ -75,9 +75,11 @@ class FlatOffloadLoop(StockLoop):
         return replace(made, held={**made.held, "host": host})
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
-        """Append the copies of a layer's gradient sum between device and host, unless the sum stays on the device.
+        """Append to the schedule the copies of a layer's gradients between GPU and host.
 
-        After the last micro-batch the sum is copied to the host in fp32. The copies are on backward's own stream.
+        There are none if the sum of the gradients stays on the GPU.
+
+        After the last micro-batch the sum is copied to the host in fp32. The copies run on the stream of backward.
         """
         elements = self.workload.layers[layer].params
         if not elements:
@@ -93,7 +95,10 @@ class FlatOffloadLoop(StockLoop):
         return self._waited_for(layer, moved)
 
     def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append the copy of updated parameters to the device, as the simulated version of DeepSpeed does it."""
+        """Append to the schedule the copy of updated parameters to the GPU.
+
+        It is done as by the simulated version of DeepSpeed.
+        """
         fresh = self.flat.parameters == "fresh_16_bit"
         pageable = fresh or not self.flat.pinned
         passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1

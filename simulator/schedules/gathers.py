@@ -1,8 +1,7 @@
-"""A simulation of ZeRO-3's parameter gathers, as DeepSpeed's coordinator does them.
+"""A simulation of when ZeRO-3 gathers parameters, as DeepSpeed's ``PartitionedParameterCoordinator`` does.
 
-Between two uses DeepSpeed keeps parameters that are used again soon, and it prefetches parameters of
-later modules (``PartitionedParameterCoordinator``). So a parameter may be gathered once for a forward and
-its backward, or once for each use.
+Between two uses DeepSpeed keeps parameters that are used again soon. It also prefetches parameters of the
+next modules. So a parameter may be gathered once for a forward and its backward, or once for each.
 """
 
 from bisect import bisect_left
@@ -16,15 +15,15 @@ Module = Sequence[tuple[Hashable, int]]  # its parameters, each with its whole e
 
 @dataclass(frozen=True, slots=True)
 class GatherRules:
-    """DeepSpeed's ``zero_optimization`` keys that control gathers, in elements of whole parameters.
+    """The keys of DeepSpeed's ``zero_optimization`` that control gathers. Sizes are in elements of whole parameters.
 
     Attributes:
-        reuse: ``stage3_max_reuse_distance``: a parameter stays if it is used again within this number of
-            elements.
-        ahead: ``stage3_prefetch_bucket_size``.
-        live: ``stage3_max_live_parameters``: nothing is prefetched if as many elements are gathered.
-        persistent: ``stage3_param_persistence_threshold``: a parameter of at most this size stays until the
-            end of the step.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays gathered if fewer elements than this are used
+            before its next use.
+        ahead: ``stage3_prefetch_bucket_size``: number of elements to prefetch.
+        live: ``stage3_max_live_parameters``: no parameter is prefetched while this many elements are gathered.
+        persistent: ``stage3_param_persistence_threshold``: a parameter of at most this size stays gathered until
+            the end of the step.
     """
 
     reuse: int = 10**9
@@ -35,13 +34,13 @@ class GatherRules:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The parameter gathers of one micro-batch's forward and backward, with nothing gathered before.
+    """The gathers of parameters in one micro-batch's forward and backward, if none was gathered before.
 
     Attributes:
         times: Number of gathers of each parameter.
-        persistent: Parameters that stay until the end of the step.
-        live: Largest number of elements gathered at the same time. None if gathered parameters are not this
-            rank's partitions, but copies of all ranks' partitions.
+        persistent: Parameters that stay gathered until the end of the step.
+        live: Largest number of elements that are gathered at the same time. None if there are several
+            data-parallel ranks, so that gathered parameters are larger than this rank's partitions.
     """
 
     times: Mapping[Hashable, int]
@@ -49,11 +48,11 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return `Layer.persistent_params` and `regathered_params` of the layer with the given parameters.
+        """Return `Layer.persistent_params` and `regathered_params` of the layer that has the given parameters.
 
         Args:
-            pieces: Key of each parameter, and its number of elements on this rank. Parameters that no module
-                reads are never gathered.
+            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
+                uses is never gathered.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {
@@ -63,11 +62,11 @@ class Gathered:
 
 
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
-    """Return the gathers of a forward and its backward from their modules in order of use.
+    """Return the parameter gathers of a forward and its backward, from their modules in the order of use.
 
-    A module without parameters counts too, because it triggers prefetching. A module is released before the
-    next one begins. One exception is not simulated: if activation checkpointing stops early, after the last
-    tensor that it needs, DeepSpeed does not release the module.
+    A module without parameters counts too, because it triggers a prefetch. A module's parameters are released
+    before the next module begins. One exception is not simulated: if activation checkpointing stops early, after
+    the last tensor that it needs, DeepSpeed does not release the module.
     """
     play = _Coordinator(modules, rules)
     for step, module in enumerate(modules):
@@ -131,7 +130,7 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release a module's parameters, except those that are used again soon after position ``step``."""
+        """Release the gathered parameters of a module, except those that a module after position ``step`` uses soon."""
         for key, _ in module:
             if key in self.there and not self._kept(key, step):
                 self.available -= self.there.pop(key)

@@ -1,10 +1,10 @@
-"""The schedule of ZeRO-3 with parameters and activations in host memory, or optimizer state on NVMe.
+"""The schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe.
 
-DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC
-2021) and ``activation_checkpointing.cpu_checkpointing``. They are simulated here only without a plan. A
-plan can also have parameters on the host (`plan.ways`) and state on storage (placement ``stored``). Under
-a plan DeepSpeed offloads activations with identical results
-(tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
+These are DeepSpeed's ``offload_param``, ``activation_checkpointing.cpu_checkpointing``, and
+``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated here for
+training without a plan. A plan has its own settings for parameters in host memory (`plan.ways`) and for state
+on storage (placement ``stored``). Offloaded activations work under a plan with identical results
+(tests/runtime/contract/test_activation_offload.py), but its times are not predicted with them.
 """
 
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ Location = Literal["device", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class InfinityOptions:
-    """The memories that hold state, parameters and activations between their uses, as DeepSpeed's config says.
+    """The memories that hold optimizer state, parameters and activations between their uses, by DeepSpeed's config.
 
     Attributes:
-        optimizer: Location of optimizer state. With ``nvme`` also of its fp32 gradients.
-        parameters, activations: ``cpu``: they are copied to the device for a pass. The last layer's
-            activations (logits) are used immediately and stay on the device.
+        optimizer: Location of the optimizer state. With ``nvme`` its fp32 gradients are there too.
+        parameters, activations: Location of these between their uses. With ``cpu`` they are copied to the GPU for
+            a forward or backward. The last layer's activations (logits) are used immediately and stay on the GPU.
         pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: while a subgroup is updated, the next
             one is read and the previous one is written.
         pinned: True if host memory of gradients and state is pinned.
-        pinned_parameters: True if host memory of parameters is pinned. Otherwise a pass waits for each copy.
-        async_gradients: True if gradients are converted to fp32 on the device, and backward does not wait for
-            them (DeepSpeed since 0.19.5). Otherwise the host waits and converts.
-        torch_adam: True if torch's own Adam updates on the host.
+        pinned_parameters: True if host memory of parameters is pinned. If False, training waits for each copy.
+        async_gradients: True if gradients are converted to fp32 on the GPU, and backward does not wait for them
+            (DeepSpeed since 0.19.5). If False, the host waits and converts.
+        torch_adam: True if torch's own Adam updates on the CPU.
     """
 
     optimizer: StateLocation = "nvme"
@@ -61,17 +61,17 @@ class InfinityOptions:
 
     @property
     def gradients(self) -> Gradients:
-        """Return how gradients reach host memory, as a value of `StockOptions.gradients`."""
+        """Return the way of copying gradients to the host, as a value of `StockOptions.gradients`."""
         if self.pinned:
             return "stock" if self.async_gradients else "widened_on_host"
         return "unpinned" if self.async_gradients else "unpinned_widened_on_host"
 
 
 class InfinityLoop(StockLoop):
-    """The training loop of ZeRO-3 offload with additional copies of parameters and activations.
+    """The simulated training loop of ZeRO-3 offload with copies of parameters and activations to and from the host.
 
-    Copies for a pass begin during the previous pass at the earliest. DeepSpeed's prefetcher may be later.
-    Reads from and writes to storage do not slow each other down.
+    Copies for a forward or backward start during the previous one. DeepSpeed's prefetcher may start them later.
+    Reads from storage and writes to it do not slow each other down.
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:

@@ -1,4 +1,4 @@
-"""The forward and backward of a training loop, which the schedules of all strategies share."""
+"""The forward and backward of a simulated training loop, which all strategies share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,14 +14,14 @@ MOST_PASSES = 1_000_000  # forwards and backwards of a layer: a minute or two, 2
 
 
 class TrainingLoop(ABC):
-    """The base of builders that append one training iteration after the other to a schedule.
+    """The base class of simulated training loops, which append one training iteration after the other to a schedule.
 
-    A strategy decides what happens to gradients (`gradients`) and how the optimizer steps (`step`). With
-    gradient accumulation, forward and backward alternate for each micro-batch.
+    A subclass implements a strategy: what happens to gradients (`gradients`), and how the optimizer steps
+    (`step`). With gradient accumulation, an iteration has a forward and a backward for each micro-batch.
 
     Attributes:
-        parameters_new: By subgroup, the op after which a forward may read its parameters. Parameters of other
-            subgroups are new as soon as `step()` has returned.
+        parameters_new: For some subgroups, the op after which a forward may read their parameters. Parameters of
+            all other subgroups are new when `step()` returns.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -38,10 +38,10 @@ class TrainingLoop(ABC):
         self.micro_step = 0
 
     def run(self, iterations: int) -> None:
-        """Append a number of training iterations to the schedule.
+        """Append a number of training iterations to a schedule.
 
         Raises:
-            ValueError: there are too many passes of layers to simulate in reasonable time and memory.
+            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and memory.
         """
         w = self.workload
         passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
@@ -66,31 +66,34 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append ops for a layer's gradients after their reduction. It is called for the last layer first."""
+        """Append ops to the schedule for a layer's gradients after their reduction over the ranks.
+
+        The last layer comes first.
+        """
 
     @abstractmethod
     def step(self) -> None:
-        """Append an optimizer step: the gradient norm, the updates, and the step's end.
+        """Append to the schedule an optimizer step: the gradient norm, the updates, and the end of the step.
 
-        Sets step_end and parameters_new.
+        It sets the attributes step_end and parameters_new.
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the device memory that a layer's backward allocates for gradients that stay on the device."""
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay on the GPU."""
         return 0
 
     @property
     def boundary(self) -> int:
-        """Return the index of the last micro-batch of a step. Its backward completes the gradients."""
+        """Return the index of the last micro-batch of an optimizer step. Its backward completes the gradients."""
         return self.workload.gradient_accumulation_steps - 1
 
     @property
     def gradients_done(self) -> list[int]:
-        """Return the ops that the gradient norm waits for: backward, and the last exchange between nodes."""
+        """Return the ops that the gradient norm waits for: the last backward, and the last reduction between nodes."""
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
     def forward(self, micro_step: int) -> None:
-        """Append a micro-batch's forward. Each layer waits only for the subgroups that hold its parameters."""
+        """Append a micro-batch's forward to a schedule. Each layer waits only for the updates of its own parameters."""
         w = self.workload
         for number, layer in enumerate(w.layers):
             waits = self._parameter_waits(number) if micro_step == 0 else []
@@ -108,16 +111,19 @@ class TrainingLoop(ABC):
             self.after_forward(number, op)
 
     def issued_behind(self) -> list[int]:
-        """Return the ops that the training thread waits for before it issues the next pass."""
+        """Return the ops that the training thread waits for before it launches the next layer's forward or backward."""
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append the ops that bring a layer's parameters, and return the ops that the layer's pass waits for."""
+        """Append to the schedule the ops that bring a layer's parameters to the GPU.
+
+        Return the ops that the layer's pass waits for.
+        """
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
     def after_forward(self, layer: int, op: int) -> None:
-        """Append ops after a layer's forward. It does nothing unless a subclass overrides it."""
+        """Append ops to the schedule after a layer's forward. Does nothing unless a subclass overrides it."""
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -126,14 +132,14 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Append a gather of a layer's parameters. It starts one layer ahead: while the previous layer computes."""
+        """Append to the schedule a gather of a layer's parameters. It starts while the previous layer computes."""
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer
         )
 
     def backward(self, micro_step: int) -> None:
-        """Append a micro-batch's backward, the last layer first."""
+        """Append the backward of a micro-batch to a schedule, layer by layer, with the last layer first."""
         w = self.workload
         waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):
@@ -165,7 +171,10 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
-        """Append the end of the optimizer step, after the exchange of updated parameters that ZeRO-1 and 2 need."""
+        """Append to the schedule the end of an optimizer step.
+
+        Under ZeRO-1 and 2 the ranks exchange updated parameters before it.
+        """
         w = self.workload
         gathers = []
         if w.network_step_gather_bytes:
@@ -179,7 +188,10 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        """Return the op after which the next layer's backward begins, and the op that reduces a layer's gradients."""
+        """Append to the schedule the reduction of a layer's gradients.
+
+        Return the op that the next layer's backward waits for, and the last op of the reduction.
+        """
         waited_for, beside = reduce_parts(self.workload, layer)
         after = self._reduce(layer, waited_for, after)
         return after, self._reduce(layer, beside, after)

@@ -1,4 +1,4 @@
-"""Schedules of DeepSpeed's own offloads and of published optimizers, as DeepSpeed 0.19.8 runs them."""
+"""Schedules of DeepSpeed's own offloads and of published improvements on them, as DeepSpeed 0.19.8 runs them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,35 +44,34 @@ WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_o
 
 @dataclass(frozen=True, slots=True)
 class StockOptions:
-    """The options that distinguish DeepSpeed's ZeRO-3 offload strategies from one another.
+    """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
 
     Attributes:
-        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to
-            a 16-bit host buffer, back, and to the host again in fp32.
-            ``asynchronous``: converted to fp32 on the device and copied to pinned buffers, on the reductions'
-            stream, while the next layers' backward runs (DeepSpeed 0.19.8, whose default is pinning, and
-            ``part_grads_async`` of Deep Optimizer States).
-            ``stock``: as ``asynchronous``, or the time that a profile measured in backward.
-            ``widened_on_host``: with pinned buffers, but the last copy blocks, and the host converts to fp32
-            through fresh unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit device tensor to an
-            fp32 host tensor).
-            ``unpinned``: all three copies use unpinned memory, and backward waits for each.
-            ``unpinned_widened_on_host``: both of the above (DeepSpeed before 0.19.5, unpinned by default).
-        updates: Order of updates. ``sequential``: one subgroup after the other, copies included, in the step.
-            ``interleaved``: host updates, copies and staged updates run concurrently in the step.
-            ``with_backward``: a subgroup's host update starts when its gradient is in host memory, and only
-            the copy of new parameters to the device is left for the step.
-        host_ratio: Fraction of subgroups with state in host memory. DeepSpeed keeps the first subgroups in
-            device memory. Twin-Flow's ``ratio``.
-        counts_host: True for builds of 2024, which round the number of subgroups on the host down. DeepSpeed
-            0.19.8 rounds the number of subgroups on the device down.
-        stride: Every stride-th subgroup on the host gets a staged update. 0: none.
-        staging_slots: Number of staging buffers in GPU memory.
-        result_copy: True if new masters come back from another process and are copied once more.
-        pageable_parameters: True if parameters are converted into fresh unpinned memory and copied from
-            there, as DeepSpeed does whatever ``pin_memory`` says.
-        torch_adam: True if torch's own Adam updates on the host (``optimizer.params.torch_adam``, or a
-            client's optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
+        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to a
+            16-bit host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: converted to
+            fp32 on the GPU and copied to pinned buffers, on the stream of the reductions, while backward of the
+            next layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer
+            States). ``stock``: as ``asynchronous``, but with the time that a profile measured in backward, if
+            there is one. ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the
+            host converts to fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a
+            16-bit GPU tensor to an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and
+            backward waits for each. ``unpinned_widened_on_host``: both of the above (DeepSpeed before 0.19.5,
+            unpinned by default).
+        updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
+            ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
+            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the
+            copy of new parameters to the GPU is left for the step.
+        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed
+            keeps the first subgroups in GPU memory.
+        counts_host: True for builds of 2024, which round the number of subgroups in host memory down. DeepSpeed
+            0.19.8 rounds the number of subgroups in GPU memory down.
+        stride: Distance between two subgroups in host memory that the GPU updates. 0: it updates none of them.
+        staging_slots: Number of staging buffers: GPU memory for the state of one subgroup each.
+        result_copy: True if another process updates, so that new masters are copied once more.
+        pageable_parameters: True if parameters are converted into newly allocated unpinned memory and copied from
+            there, as DeepSpeed does for any value of ``pin_memory``.
+        torch_adam: True if torch's own Adam updates on the CPU (``optimizer.params.torch_adam``, or a client's
+            optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
     """
 
     gradients: Gradients = "stock"
@@ -99,7 +98,7 @@ class StockOptions:
 
 
 class StockLoop(TrainingLoop):
-    """The training iteration of DeepSpeed's ZeRO-3 offload and of published improvements on it."""
+    """The simulated training loop of DeepSpeed's ZeRO-3 offload, and of published improvements on it."""
 
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
@@ -118,16 +117,16 @@ class StockLoop(TrainingLoop):
         self.written_back: list[int] = []
 
     def _residents(self, count: int) -> int:
-        """Return the number of subgroups with state in device memory.
+        """Return the number of subgroups with optimizer state in GPU memory.
 
-        DeepSpeed 0.19.8 rounds that number down, older builds the number of the others.
+        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory down.
         """
         if self.options.counts_host:
             return count - int(self.options.host_ratio * count + 1e-9)
         return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
+        """Return the schedule of all ops, with the memory that is in use throughout an iteration."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)
@@ -152,13 +151,16 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes of parameters in host memory that the device does not hold."""
+        """Return the bytes of parameters that are in host memory and not in GPU memory at the same time."""
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append the copies of a layer's gradients to the host, and the host updates that may run in backward."""
+        """Append to the schedule the copies of a layer's gradients to the host.
+
+        CPU updates that may run during backward are appended too.
+        """
         on_host = self._send_to_host(layer, micro_step, after)
         self.gradients_on_host[layer] = on_host
         self.stream = [on_host]  # of the reductions: the next layer's copies queue behind these
@@ -170,7 +172,10 @@ class StockLoop(TrainingLoop):
                 self.updated[subgroup] = self._update_host(subgroup, [on_host])
 
     def backward(self, micro_step: int) -> None:
-        """Append a backward. It ends when all gradient copies have ended, because DeepSpeed synchronizes with them."""
+        """Append to the schedule a backward.
+
+        It ends when all gradient copies have ended, because DeepSpeed waits for them.
+        """
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
         locations = list(self.gradients_on_host.values())
@@ -197,9 +202,9 @@ class StockLoop(TrainingLoop):
         return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
 
     def _goes_to_host(self, subgroup: int) -> bool:
-        """Return whether a subgroup's gradients are copied to host memory.
+        """Return True if a subgroup's gradients are copied to host memory.
 
-        In interleaved builds the gradients of staged subgroups stay on the device.
+        In interleaved builds they stay on the GPU if the GPU updates the subgroup.
         """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
@@ -207,9 +212,9 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the device bytes allocated in a layer's backward for gradients of staged subgroups.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients of updates on the GPU.
 
-        A subgroup's whole gradient is allocated when its first part arrives.
+        Memory for the whole gradient of a subgroup is allocated when the first layer's part of it is ready.
         """
         if micro_step > 0:
             return 0
@@ -219,7 +224,7 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """Append a layer's part of the time that a profile measured for copying gradients in backward."""
+        """Append to the schedule one layer's part of the time that a profile measured for copying gradients."""
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
         elements = w.layers[layer].params
@@ -233,9 +238,9 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append a gradient copy that the host waits for, and the conversion to fp32 on one core.
+        """Append to the schedule a gradient copy that the host waits for, and its conversion to fp32.
 
-        The host issues nothing else meanwhile.
+        One CPU core converts. The host launches nothing else meanwhile.
         """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
@@ -258,7 +263,10 @@ class StockLoop(TrainingLoop):
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
-        """Append the kernels for a layer's gradients. They share the device with the next layers' backward."""
+        """Append to the schedule the kernels for a layer's gradients.
+
+        They run at the same time as backward of the next layers.
+        """
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         if self.options.gradients in ("asynchronous", "stock"):
@@ -293,7 +301,7 @@ class StockLoop(TrainingLoop):
     # -- step --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Append an optimizer step: the gradient norm, and then one subgroup's update after the other.
+        """Append to the schedule an optimizer step: the gradient norm, and then one update after the other.
 
         The step returns when all updates have ended.
         """
@@ -318,7 +326,10 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_host(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append a subgroup's host update: unscale, Adam and downcast, at the machine's rate for all three together."""
+        """Append to the schedule the update of a subgroup on the CPU: unscale, Adam, and conversion to 16 bits.
+
+        The machine's rate for DeepSpeed's CPU update covers all three.
+        """
         size = self.sizes[subgroup]
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
         if self.options.torch_adam:
@@ -365,7 +376,10 @@ class StockLoop(TrainingLoop):
         )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
-        """Append a subgroup's update on the device, which frees ``gradient_bytes`` of device memory."""
+        """Append to the schedule the update of a subgroup on the GPU.
+
+        It frees ``gradient_bytes`` of GPU memory at its end.
+        """
         return self.out.add(
             OpKind.UPDATE_DEVICE,
             Lane.DEVICE_UPDATE,
@@ -378,7 +392,10 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """Append a staged update. Its fp32 gradient is copied to the GPU with the state if it is in host memory."""
+        """Append to the schedule an update on the GPU, with copies of its state from host memory and back.
+
+        If the fp32 gradient is in host memory, it is copied too.
+        """
         waits = [after]
         if len(self.written_back) >= self.slots:
             waits.append(self.written_back[-self.slots])
@@ -403,19 +420,22 @@ class StockLoop(TrainingLoop):
 
 
 class DeviceLoop(TrainingLoop):
-    """The training loop without offload: all optimizer state is in device memory."""
+    """The simulated training loop without offload: all optimizer state is in GPU memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the device bytes that a layer's backward allocates for gradients, which stay until the step."""
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay until the step."""
         if micro_step > 0:
             return 0
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Do nothing, because gradients are on the device already."""
+        """Append no ops to the schedule, because without offload gradients stay on the GPU."""
 
     def step(self) -> None:
-        """Append the update of each subgroup on the device. Each update first converts its gradient to fp32."""
+        """Append to the schedule the update of each subgroup on the GPU.
+
+        Each update first converts its gradient to fp32.
+        """
         norm = self._norm()
         ends, adams = [norm], Bytes.of(self.workload).adams
         summed = self.workload.grad_bytes_per_param
@@ -438,7 +458,7 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def _norm(self) -> int:
-        """Append the gradient norm. DeepSpeed copies one gradient after the other to float64 for it."""
+        """Append to the schedule the gradient norm. DeepSpeed copies one gradient after the other to float64 for it."""
         largest = max((n for group in self.workload.parameters for n in group), default=0)
         return self.out.add(
             OpKind.NORM,
@@ -450,7 +470,7 @@ class DeviceLoop(TrainingLoop):
         )
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of all appended ops, with the memory in use throughout an iteration."""
+        """Return the schedule of all ops, with the memory that is in use throughout an iteration."""
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

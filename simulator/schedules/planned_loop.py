@@ -1,8 +1,8 @@
-"""The training iteration under any plan: passes, gradient reductions and waits for updates.
+"""The simulated training iteration under any plan: forward, backward, gradient reductions and waits for updates.
 
-The ops of a subgroup's gradient and update are added by interpreters of recipes: the builder of schedules
-(`ebbtide.simulator.schedules.ebbtide`), and the compiled simulator by way of a recorded iteration
-(`ebbtide.simulator.schedules.tape`). So the passes are written only once.
+The ops of a subgroup's gradient and update are added by subclasses: by the builder of schedules
+(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded iteration
+(`ebbtide.simulator.schedules.tape`). Forward and backward are written only here.
 """
 
 from abc import abstractmethod
@@ -17,11 +17,12 @@ from ebbtide.simulator.workload import Workload
 
 
 class Part(NamedTuple):
-    """A layer's part of a subgroup's gradient. It is sent when the layer's backward has ended.
+    """A part of a subgroup's gradient: the part that one layer contributes. It is sent after the layer's backward.
 
     Attributes:
         number: Position among all parts of a workload.
-        last: True for the part of the subgroup's first layer, which completes the gradient.
+        last: True for the part of the subgroup's first layer. It comes last in backward and completes the
+            gradient.
     """
 
     number: int
@@ -31,7 +32,7 @@ class Part(NamedTuple):
 
 
 def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
-    """Return, for each layer, its parts of subgroups' gradients, in the order of their transfer."""
+    """Return, for each layer, the parts of subgroups' gradients that its backward produces, in order of transfer."""
     first = [layers[0] if layers else -1 for layers in workload.layers_of_subgroups()]
     number = 0
     result = []
@@ -45,15 +46,15 @@ def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
 
 
 class PlannedLoop(TrainingLoop):
-    """A training loop under a plan. Subclasses interpret the plan's placements.
+    """A simulated training loop under a plan. Subclasses add the ops that depend on the plan's placements.
 
     Attributes:
         locations: Memory that holds each subgroup's 16-bit parameters.
-        ends: Each subgroup's last op in the latest step.
+        ends: Last op of each subgroup's update in the latest step.
     """
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
-        """Set up a training loop under a plan. ``overlaps``: a step returns while updates still run."""
+        """Set up a training loop under a plan. With ``overlaps`` a step returns while updates are still running."""
         super().__init__(workload)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
@@ -62,29 +63,35 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
-        """Append the ops for a part of a subgroup's gradient that the op ``after`` has reduced."""
+        """Append to the schedule the ops for a part of a subgroup's gradient.
+
+        The op ``after`` has reduced this part over the ranks.
+        """
 
     @abstractmethod
     def prefetch(self) -> None:
-        """Start copying staged subgroups to the GPU. The last layer's backward of the last micro-batch has ended.
+        """Start copying optimizer state from host memory to the GPU for updates there.
 
-        The runtime notices that micro-batch by this layer's gradient.
+        This begins when the last layer's backward of the last micro-batch has ended, because the runtime notices by
+        that layer's gradient that this backward has begun.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Append the updates after the gradient norm.
+        """Append to the schedule the updates that follow the gradient norm.
 
         Returns:
-            By subgroup, the op after which its parameters are new, and the last op of each subgroup.
+            Two sequences by subgroup: the op after which its parameters are new, and the last op of its update.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append copies of a layer's parameters from host memory, and return the ops that its pass waits for.
+        """Append to the schedule copies of a layer's parameters from host memory to the GPU.
 
-        The copies run during the previous pass, after these parameters' updates. Parameters that are still on the
-        device from an earlier pass are not copied again. The pass itself waits for updates of the layer's other
-        parameters.
+        Return the ops that the layer's pass (forward or backward) waits for.
+
+        The copies run during the previous layer's pass, after the updates of these parameters. Parameters that are
+        still on the GPU from an earlier pass are not copied again. The layer's pass itself waits for the updates of
+        its other parameters.
         """
         elements, of = self.fetched[layer], self.workload.layers[layer]
         size = fetched_for(of, elements, self.micro_step, backward=backward)
@@ -108,10 +115,10 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """Append the training thread's time from the end of a wait for parameters to the layer's first kernel.
+        """Append to the schedule the training thread's time to launch a layer after waiting for parameters.
 
-        The thread itself waits for the copy, or for the last op of an update to be issued. Before that, nothing
-        of the layer is queued on the device.
+        The thread waits for the copy of the parameters, or until the last op of their update is launched. Before
+        that, no kernel of the layer is queued on the GPU.
         """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
@@ -122,7 +129,10 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Append the gradient norm, and then the updates of all queues, each in the plan's order."""
+        """Append to the schedule the gradient norm, and then the updates of the CPU's and the GPU's queues.
+
+        Each queue has the plan's order.
+        """
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)
         if self.overlaps:

@@ -1,4 +1,4 @@
-"""The default settings at which each strategy is tried in a comparison."""
+"""The settings that a comparison tries for each strategy by default, such as ratios of Twin-Flow."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,9 +10,9 @@ Setting = Mapping[str, Any]
 
 
 def settings(name: str, subgroups: int) -> Iterator[Setting]:
-    """Yield the option sets of `build_strategy` to try for a strategy, for a number of subgroups.
+    """Yield the sets of options of `build_strategy` to try for a strategy, given the number of subgroups.
 
-    A strategy without options to choose yields a single empty set.
+    A strategy without options yields one empty set.
     """
     yield from SETTINGS.get(name, _none)(subgroups)
 

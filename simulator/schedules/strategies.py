@@ -1,4 +1,4 @@
-"""The strategies by name: DeepSpeed's own offloads, published improvements, and ebbtide."""
+"""The offload strategies that can be simulated, by name: DeepSpeed's own, published improvements, and ebbtide."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,12 +18,12 @@ LARGEST_STRIDE = 100  # published runs have some that are larger than their numb
 
 
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
-    """Return the schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
+    """Return the schedule of ops of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
 
-    All strategies take ``iterations`` (3). `STRATEGIES` has the names and each strategy's own options.
+    All strategies take the option ``iterations`` (default 3). `STRATEGIES` lists the names and further options.
 
     Raises:
-        ValueError: there is no such strategy or option, an option is out of its range, or DeepSpeed does not
+        ValueError: The strategy or an option does not exist, an option is out of its range, or DeepSpeed does not
             have the strategy at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
@@ -69,7 +69,7 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
-    """Check the type of a strategy's option. The strategy itself checks texts with a fixed choice."""
+    """Check the type of a strategy's option. The strategy itself checks texts that must be one of a few."""
     kind = next((t for t in types if t in _KINDS), None)
     if kind is None or (value is None and type(None) in types):
         return
@@ -87,14 +87,14 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
 def zero3_offload(
     workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
 ) -> Schedule:
-    """Return the schedule of ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default.
+    """Return the schedule of ops of ZeRO-3 offload, as DeepSpeed 0.19.8 runs it by default.
 
-    Gradients are copied to pinned buffers during backward, and updates run one after the other.
+    Gradients are copied to pinned buffers during backward, and updates run one after the other on the CPU.
 
     Args:
         async_gradients: False if the host waits for gradients and converts them to fp32 (DeepSpeed before
             0.19.5).
-        torch_adam: True if torch's own Adam updates on the host.
+        torch_adam: True if torch's own Adam updates on the CPU.
     """
     gradients: Gradients = "stock" if async_gradients else "widened_on_host"
     options = StockOptions(gradients=gradients, torch_adam=torch_adam)
@@ -114,7 +114,7 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload with gradient copies simulated even if a profile has measured them."""
+    """Return the schedule of ZeRO-3 offload with simulated gradient copies, even if a profile measured their time."""
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
 
@@ -127,10 +127,11 @@ def twin_flow(
     counts_host: bool = False,
     pinned: bool = True,
 ) -> Schedule:
-    """Return the schedule of Twin-Flow: a fraction 1 - ``ratio`` of the subgroups keeps its state on the GPU.
+    """Return the schedule of Twin-Flow, which keeps the state of a fraction 1 - ``ratio`` of the subgroups on the GPU.
 
     Args:
-        async_gradients: False for the builds of 2024, in which the host converts gradients to fp32.
+        async_gradients: False for builds of 2024, in which the host waits for gradients and converts them to
+            fp32.
         pinned: False for copies through unpinned memory, as in `zero3_offload_unpinned`.
     """
     if not (pinned or async_gradients):
@@ -154,7 +155,7 @@ def deep_optimizer_states(
 ) -> Schedule:
     """Return the schedule of Deep Optimizer States (Maurya et al., Middleware 2024).
 
-    Every stride-th subgroup gets a staged update.
+    The state of every stride-th subgroup is copied to the GPU and updated there.
     """
     most = max(LARGEST_STRIDE, len(workload.subgroups))
     if stride > most:
@@ -176,10 +177,10 @@ def deep_optimizer_states(
 
 
 def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None) -> Schedule:
-    """Return the schedule of DeepSpeed's SuperOffload. Updates overlap backward only if clipping is off.
+    """Return the schedule of DeepSpeed's SuperOffload. Updates overlap backward only without gradient clipping.
 
     Args:
-        clip: Whether gradients are clipped. None: as in the workload.
+        clip: True if gradients are clipped. None: as the workload says.
     """
     clipping = workload.clip if clip is None else clip
     options = StockOptions(updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True)
@@ -193,13 +194,14 @@ def zero_offload(
     parameters: SentBack = "pinned_16_bit",
     torch_adam: bool = False,
 ) -> Schedule:
-    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload: gradients are copied to the host once.
+    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload, which copies gradients to the host once.
 
-    All updates follow one after the other.
+    All updates run on the CPU after the gradient norm.
 
     Args:
-        pinned: False for copies through unpinned memory, which training waits for.
-        parameters: Way in which new parameters reach the device, by DeepSpeed's version (`FlatOptions`).
+        pinned: False for copies through unpinned memory. Training waits for each of them.
+        parameters: Way in which new parameters are copied to the GPU. It depends on DeepSpeed's version
+            (`FlatOptions`).
     """
     loop = FlatOffloadLoop(workload, FlatOptions(pinned, parameters, torch_adam))
     loop.run(iterations)
@@ -246,15 +248,14 @@ def ebbtide(
     prefetch: int | None = None,
     threads: int | None = None,
 ) -> Schedule:
-    """Return the schedule of ebbtide's runtime under a plan. Each option overrides the plan's value.
+    """Return the schedule of training with ebbtide's runtime under a plan. Options override the plan's values.
 
-    Without a plan and without shares, all subgroups are updated on the host. Below ZeRO-3 steps wait for
-    their updates.
+    Without a plan and without shares, the CPU updates all subgroups. Below ZeRO-3 a step waits for its updates.
 
     Args:
-        device_share, resident_share: Fractions of the subgroups with placements ``device`` and ``resident``,
-            evenly spread.
-        fused: False for DeepSpeed's separate host passes instead of the fused kernel.
+        device_share, resident_share: Fractions of the subgroups with placement ``device`` (state in host memory,
+            updated on the GPU) and ``resident`` (state in GPU memory). They are evenly spread.
+        fused: False to simulate DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
     """
     if plan is None or device_share is not None or resident_share is not None:
         plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
@@ -271,12 +272,13 @@ def ebbtide(
 
 
 def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
-    """Return a plan with given fractions of the subgroups on the device, evenly spread.
+    """Return a plan with given fractions of the subgroups updated on the GPU.
 
-    Resident subgroups come first in forward order, so that the next forward can start immediately.
+    Subgroups with state in GPU memory come first in the order of the layers, so that the next forward can start
+    immediately. Subgroups whose state is copied to the GPU are evenly spread over the rest.
 
     Raises:
-        ValueError: a share is outside [0, 1], or both together exceed 1.
+        ValueError: A fraction is not in [0, 1], or both together exceed 1.
     """
     if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
         raise RuleError(
@@ -301,7 +303,7 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
 
 
 def spread(staged: int, count: int) -> list[Placement]:
-    """Return ``count`` placements. ``staged`` of them are ``device``, evenly spread, the others ``host``."""
+    """Return ``count`` placements of subgroups: ``staged`` of them ``device``, evenly spread, all others ``host``."""
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
@@ -335,7 +337,7 @@ _STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": 
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """Return the ZeRO stages at which DeepSpeed or ebbtide has a strategy."""
+    """Return the ZeRO stages at which a strategy exists in DeepSpeed or ebbtide."""
     return _STAGES.get(name, (3,))
 
 
@@ -345,5 +347,5 @@ def stock_offload(stage: int) -> str:
 
 
 def strategies_of(stage: int) -> tuple[str, ...]:
-    """Return the names of the strategies that exist at a ZeRO stage."""
+    """Return the names of the offload strategies that exist at a ZeRO stage."""
     return tuple(name for name in STRATEGIES if stage in stages(name))

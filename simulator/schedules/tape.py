@@ -1,7 +1,7 @@
-"""The recording of one training iteration, to which an interpreter adds the ops that a plan decides.
+"""The recording of one training iteration. A simulator adds the ops that depend on a plan to it.
 
-The training loop runs for two iterations without a plan. The second shows each op's waits for ops of its
-own and of the previous iteration. A marker stands at each place where a plan's ops belong.
+For the recording, the training loop runs for two iterations without a plan. The second iteration shows which
+ops of its own and of the previous iteration each op waits for. A marker stands wherever ops of a plan belong.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):
-    """The kind of an entry in a recorded training iteration: an op, or a marker for ops that the plan decides."""
+    """The kind of an entry in a recorded training iteration: an op, or one of the markers for a plan's ops."""
 
     OP = 0
     GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for
@@ -25,16 +25,16 @@ class What(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a recorded training iteration: an op, or a marker for ops that the plan decides.
+    """An entry of a recorded training iteration: an op, or a marker that stands for ops which depend on the plan.
 
     Attributes:
         op: Op of the entry. None for markers.
         part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: Entries that this entry waits for. Numbers from the number of entries on stand for ops of
-            updates: first, for each subgroup, the op after which its parameters are new, then each subgroup's
-            last op. An entry that is not before this one belongs to the previous iteration.
+        refs: Numbers of the entries that this entry waits for. An entry that is not before this one belongs to
+            the previous iteration. Numbers beyond the last entry stand for ops of updates: first, for each
+            subgroup, the op after which its parameters are new, then each subgroup's last op.
     """
 
     what: What
@@ -46,10 +46,10 @@ class Place:
 
 
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
-    """Return the recording of one training iteration, without the ops that placements decide.
+    """Return the recording of one training iteration, without the ops that depend on a plan's placements.
 
     Raises:
-        ValueError: there are more passes than `TrainingLoop.run` builds.
+        ValueError: There are more forwards and backwards of layers than `TrainingLoop.run` simulates.
     """
     loop = _Recorder(workload, locations, overlaps=overlaps)
     loop.run(2)
@@ -57,7 +57,7 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
 
 
 class _Recorder(PlannedLoop):
-    """A training loop under an unknown plan, with a marker for each thing that the plan decides."""
+    """A training loop that records its ops, with a marker wherever ops depend on the plan."""
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
@@ -86,7 +86,6 @@ class _Recorder(PlannedLoop):
         return op
 
     def places(self) -> list[Place]:
-        """Return the entries of the second recorded iteration."""
         ops, count = self.out.ops, len(self.out.ops) // 2
         assert [op.kind for op in ops[:count]] == [op.kind for op in ops[count:]]
         kept = [i for i in range(count) if i not in self.stand_ins]

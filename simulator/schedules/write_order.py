@@ -1,8 +1,8 @@
-"""The writing order of a checkpoint's bytes, and the bytes that are copied before an update.
+"""The order of writing a checkpoint's bytes, and the bytes that are copied before an update.
 
-Simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. Writers take the live bytes in the
-order of the plan's updates. If a subgroup's update is due before its bytes are written, the rest is
-copied into the reserved budget. What does not fit is written first, and the update waits.
+It simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from its live memory in
+the order of the plan's updates. If a subgroup's update is due before its state is written, the rest of the
+state is copied into reserved memory. If that memory is full, the update waits until the rest is written.
 """
 
 import heapq
@@ -19,11 +19,11 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The bytes of one subgroup that a checkpoint writes without interruption. Times count from the save.
+    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times count from the save.
 
     Attributes:
-        part: ``live``: written before the update is due. ``copied``: written from the copy budget.
-            ``urgent``: written from the live state while the update waits.
+        part: ``live``: written before the subgroup's update is due. ``copied``: written from a copy that was made
+            before the update. ``urgent``: written from the live state while the update waits.
     """
 
     subgroup: int
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The time at which an update will overwrite a subgroup. Updates of one ``queue`` run in order."""
+    """The time at which an update will overwrite a subgroup's state. Updates of the same ``queue`` run in order."""
 
     subgroup: int
     at_s: float
@@ -44,10 +44,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The writing order of one checkpoint's bytes.
+    """The order of writing the bytes of one checkpoint.
 
     Attributes:
-        copied: Bytes of each subgroup that are copied before its update.
+        copied: Bytes of each subgroup's state that are copied before its update.
     """
 
     segments: tuple[Segment, ...]
@@ -59,7 +59,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The rates of a checkpoint in bytes/s: of normal writes, of urgent writes, and of copies into the budget.
+    """The rates of a checkpoint in bytes per second: of normal writes, of urgent writes, and of copies in memory.
 
     A write is urgent if an update waits for it.
     """
@@ -81,9 +81,10 @@ def order_writing(
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
-        due: One update of each subgroup that will be overwritten, in any order.
-        rest_bytes: Bytes to write after all subgroups.
-        turns: All subgroups in the order of their updates. None: in forward order.
+        due: Times at which updates overwrite subgroups, in any order. At most one for each subgroup.
+        budget_bytes: Host memory reserved for copies of state.
+        rest_bytes: Bytes to write after the state of all subgroups.
+        turns: All subgroups in the order of their updates. None: in the order of the layers.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
@@ -107,7 +108,7 @@ def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
 
 @dataclass
 class _Writer:
-    """All writer threads of a checkpoint as one writer with one rate."""
+    """The writer threads of a checkpoint, simulated as one writer with the rate of all."""
 
     pace: Pace
     free_bytes: float  # of the budget
@@ -127,7 +128,7 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Free a subgroup's state for its update, and return the seconds that the update waits for the checkpoint."""
+        """Copy or write a subgroup's state before its update, and return the seconds that the update waits for this."""
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)
         if left <= _NOTHING:
@@ -146,10 +147,7 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Write a checkpoint's live and copied bytes in order until a given time.
-
-        Bytes that belong to no subgroup come last.
-        """
+        """Write a checkpoint's bytes in order until a given time. Bytes that belong to no subgroup come last."""
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
                 ready_s, subgroup = heapq.heappop(self.copying)

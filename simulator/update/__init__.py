@@ -1,1 +1,1 @@
-"""The optimizer's update: its state, the ops of each placement, the subgroups' order, and its memory."""
+"""The optimizer's update: the optimizer state, the ops of each placement, the order of updates, and the memory."""

@@ -1,4 +1,4 @@
-"""The bytes of each memory that a plan takes. No other module computes them."""
+"""The number of bytes that a plan needs in each memory. No other module computes them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Return the bytes of each memory that one rank uses throughout an iteration under a plan."""
+    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration of a plan."""
     return totals(footprint_by_kind(workload, plan))
 
 
 def totals(held: ByKind) -> Footprint:
-    """Return the bytes held in each memory, summed over all kinds."""
+    """Return the bytes that are in use in each memory, summed over all kinds (parameters, state ...)."""
     return {memory: sum(held[memory].values()) for memory in TIERS}
 
 
 def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
-    """Return the bytes that one rank holds throughout an iteration under a plan, by memory and kind.
+    """Return the bytes that one rank uses throughout an iteration under a plan, by memory and kind.
 
-    They include the workload's base (parameters, buckets), state, gradients, parameters at their location,
-    and buffers. They do not include activations, which come and go, and memory reserved for checkpoints. Of
-    the parameters located on the host, the device holds as many as are gathered at the same time.
+    They are for parameters, gradient buckets, optimizer state, gradients and buffers. Activations, which come and
+    go, and memory reserved for checkpoints are not included. Of the parameters that are kept in host memory, GPU
+    memory holds as many as are gathered at the same time.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     locations = plan.parameter_locations
@@ -60,15 +60,15 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the bytes of device memory by kind, including a workload's parameters and buckets."""
+    """Return the bytes of GPU memory by kind, with those of the workload's parameters and buckets added."""
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
 
 
 def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the device bytes by kind that a workload holds throughout an iteration.
+    """Return the bytes of GPU memory that a workload uses throughout an iteration, by kind.
 
-    ``gone_bytes`` of its parameters, which are in host memory, are not counted.
+    Parameters that are in host memory, ``gone_bytes`` in all, are not counted.
     """
     left = workload.device_base_bytes
     parts: dict[Kind, int] = {"parameters": 0}
@@ -86,17 +86,18 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
 
 
 def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
-    """Return, for each layer, the number of its parameters' elements that are located in host memory."""
+    """Return, for each layer, the number of its parameter elements that are kept in host memory."""
     if "host" not in locations:
         return [0] * len(workload.layers)
     return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements in host memory that the device does not hold at the same time.
+    """Return the number of parameter elements kept in host memory that are not in GPU memory at the same time.
 
     Args:
-        fetched: Elements of each layer's parameters in host memory, from `fetched_elements`.
+        fetched: For each layer, the elements of its parameters that are kept in host memory, from
+            `fetched_elements`.
     """
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
@@ -105,7 +106,7 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return the number of a layer's parameter elements that are copied from host memory for a pass."""
+    """Return the number of a layer's parameter elements that are copied from host memory for a forward or backward."""
     gathered = layer.params
     if backward:
         gathered = layer.params if layer.regathered_params is None else layer.regathered_params
@@ -115,7 +116,7 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return, for each layer, how many times per step its parameters would be copied from host memory."""
+    """Return, for each layer, how many times per step its parameters are copied to the GPU if kept in host memory."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -126,15 +127,15 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes per parameter in each memory, for each way of updating a subgroup, and the users of buffers.
+    """The bytes per parameter in each memory, for each way of updating a subgroup, and which ways use buffers.
 
     Attributes:
-        rows: Bytes per parameter by memory and kind, one value for each of `plain_ways`. The parameters on
-            the device are not included, but in the workload's base.
-        users: Positions in `plain_ways` that use each kind of buffer, for subgroups that wait for the
-            gradient norm and for subgroups that are updated early.
+        rows: Bytes per parameter by memory and kind, with one value for each of `plain_ways`. Parameters in GPU
+            memory are not included, because the workload's base memory contains them.
+        users: By kind of buffer, the positions in `plain_ways` that use it: for subgroups that wait for the
+            gradient norm, and for subgroups that are updated before the norm is known.
         gradient_bytes: Bytes per parameter of an accumulated gradient.
-        sums: True if micro-batches are accumulated in host memory. See `keeps_window`.
+        sums: True if the gradients of micro-batches are accumulated in host memory. See `keeps_window`.
     """
 
     optimizer: OptimizerState
@@ -156,14 +157,15 @@ class Holding:
         kept: int = 1,
         state_stays: bool = False,
     ) -> Self:
-        """Return the bytes per parameter for an optimizer, a precision and a ZeRO stage.
+        """Return the bytes per parameter in each memory that training with a given optimizer needs.
 
-        Below ZeRO-3, DeepSpeed's flat partitions in host memory keep room for resident state too.
+        They also depend on the precision and the ZeRO stage. Below ZeRO-3, DeepSpeed's flat partitions in host memory
+        have space for all state, even if it is in GPU memory.
 
         Args:
-            state_stays: True if ZeRO-3 keeps such room (`Workload.state_stays`).
+            state_stays: True if there is such space under ZeRO-3 too (`Workload.state_stays`).
             micro_batches: Number of micro-batches per step.
-            kept: Number of finished steps for which stored state is kept.
+            kept: Number of finished steps whose stored state is kept on the drives.
         """
         keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
         rows = []
@@ -203,7 +205,7 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return the bytes per parameter of state and gradient in each memory, for each of `plain_ways`."""
+        """Return the bytes per parameter of state and gradient in each memory, for each way of updating a subgroup."""
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
             for memory in TIERS
@@ -217,7 +219,7 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
-        """Return the bytes that subgroups and buffers take in each memory, without the workload's base."""
+        """Return the bytes that subgroups and buffers need in each memory, without the workload's base memory."""
         return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
 
     def by_kind(
@@ -228,13 +230,16 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
-        """Return the bytes that subgroups and buffers take by memory and kind, without the workload's base.
+        """Return the bytes that subgroups and buffers need, by memory and kind.
+
+        The workload's base memory is not included.
 
         Args:
-            amounts: Numbers and elements of subgroups for each of `plain_ways`, from `tally`.
-            updated_early: Such amounts of the subgroups that are updated early. ``amounts`` are then the others'.
-            summed: Elements with on-device gradient accumulation. Their sums are in device memory. Only gradients
-                of the previous accumulation window stay in host memory.
+            amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
+            updated_early: The same numbers for subgroups that are updated before the gradient norm is known. If
+                given, ``amounts`` does not include these subgroups.
+            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only
+                their gradients of the previous accumulation window.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -253,12 +258,12 @@ class Holding:
         return taken
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
-        """Return the bytes of one buffer of a kind. The buffer is as large as the largest subgroup that uses it."""
+        """Return the bytes of one buffer of a given kind. It is as large as the largest subgroup that uses it."""
         waiting, early_updates = ([int(n) for n in each] for each in self._of(slot, both, 2))
         return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-        """Return the number of buffers of each kind, for subgroups with normal and with early updates."""
+        """Return the number of buffers of each kind, given the subgroups with normal and with early updates."""
         waiting, early = both[0][0], both[1][0]
         return {
             slot: slot_limit(
@@ -273,21 +278,24 @@ class Holding:
         )
 
     def sending_bytes(self, sent: float, summed: float) -> float:
-        """Return the device bytes for gradients that are copied to host memory.
+        """Return the bytes of GPU memory for gradients that are later copied to the host.
 
-        They hold the gradients being copied, of ``sent`` elements in all, and on-device sums for ``summed`` of
-        them.
+        It holds the gradients that are being copied, and the sums that are accumulated on the GPU.
+
+        Args:
+            sent: Number of elements of all these subgroups.
+            summed: Number of elements whose gradients are accumulated on the GPU.
         """
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """Return the number of subgroups that can accumulate gradients in the device memory left.
+        """Return the number of subgroups that can accumulate gradients in the GPU memory that is left.
 
         Args:
-            sizes: Elements of each subgroup with gradients that go to host memory. The first subgroups come
+            sizes: Elements of each subgroup whose gradients are copied to the host. The first ones are accumulated
                 first.
-            left_bytes: Device memory left if no sum stays on the device.
+            left_bytes: GPU memory that is left if no gradient is accumulated there.
         """
         if not self.sums:
             return 0
@@ -297,7 +305,10 @@ class Holding:
 
     @property
     def early_bytes(self) -> int:
-        """Return the bytes of host memory per element of an early update, for its new state and new parameters."""
+        """Return the bytes of host memory per parameter that an early update needs for new state and new parameters.
+
+        An early update starts before the gradient norm is known, so it keeps the old state.
+        """
         return self.optimizer.state_bytes + self.wire_bytes
 
     @cached_property
@@ -305,11 +316,11 @@ class Holding:
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, early_updates: bool = False) -> int:
-        """Return the bytes of a buffer that holds any subgroup of at most ``elements`` elements.
+        """Return the bytes of a buffer that can hold any subgroup of at most ``elements`` elements.
 
         Args:
-            early_updates: True if early updates use the buffer too. In device memory it then also holds their new
-                parameters.
+            early_updates: True if the buffer is also used by updates before the gradient norm is known. In GPU memory
+                it then holds their new parameters too.
         """
         if slot.holds_state:
             each = self.optimizer.tensor_count * FP32_BYTES
@@ -323,7 +334,10 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return numbers and sizes of subgroups (`tally`), separately for normal and for early updates."""
+    """Return a plan's numbers and sizes of subgroups by way of updating, as `tally` does.
+
+    The first value is for updates that wait for the gradient norm, the second for early ones.
+    """
     every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (
         tally(*map(list, zip(*some, strict=True))) if some else tally((), ())
@@ -333,14 +347,17 @@ def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
 
 
 def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
-    """Return the number of wanted staging buffers that fit into some memory, but at least one."""
+    """Return the number of staging buffers that fit into ``left_bytes`` of GPU memory: from 1 to ``wanted``.
+
+    A staging buffer holds the state of one subgroup during its update on the GPU.
+    """
     if wanted * each_bytes <= left_bytes:
         return wanted
     return max(1, int(left_bytes // each_bytes))
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the number of elements in subgroups that accumulate gradients on the GPU under a plan."""
+    """Return the number of parameters with gradients that a plan accumulates on the GPU."""
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
@@ -350,7 +367,7 @@ def tally(
     """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
 
     Args:
-        locations: Memory that holds each subgroup's parameters. Empty: all on the device.
+        locations: Memory that holds each subgroup's parameters. Empty: GPU memory for all.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     everywhere: tuple[ParameterLocation, ...] = ("device",)
@@ -362,22 +379,22 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of steps to keep stored state for, given a number of checkpoints to keep.
+    """Return the number of steps to keep stored state for on drives, given the number of checkpoints to keep.
 
-    It is at least one, because a step never overwrites committed state.
+    It is at least one, because a step never overwrites the state of the last checkpoint.
     """
     return max(1, keep)
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """Return whether gradients of the previous accumulation window stay in host memory while the next arrive.
+    """Return True if gradients of the previous accumulation window stay in host memory while new ones arrive.
 
-    That is so if micro-batches are accumulated in host memory. DeepSpeed applies a kept gradient again to a
-    parameter that the window's last micro-batch does not reach.
+    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that DeepSpeed
+    applies the old gradient again if the last micro-batch of a window does not use a parameter.
     """
     return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)
 
 
 def slot_elements(largest: int) -> int:
-    """Return the elements per tensor of a staging buffer for subgroups of at most ``largest`` elements."""
+    """Return the elements of each tensor in a staging buffer, for subgroups of at most ``largest`` elements."""
     return -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT

@@ -1,8 +1,8 @@
 """The state machine that decides which op of the optimizer's update is issued next.
 
-The schedule builder and the executor both use it. They report events (a gradient is complete, the norm is
-known), and the machine calls their ``add`` for each op, which the builder appends and the executor
-submits.
+The builder of simulated schedules and the runtime's executor both use it. They report events: a gradient is
+complete, or the gradient norm is known. The machine then calls their function ``add`` for each op. The
+builder appends the op to a schedule, and the executor submits it to run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Add = Callable[[Step, int, list[Op]], Op]
 
 
 class _Buffer(NamedTuple, Generic[Op]):
-    """A buffer in GPU or host memory that is free once a given op has ended.
+    """A buffer in GPU or host memory that is free as soon as a given op has ended.
 
-    ``turn`` counts the releases of all buffers. 0: never used.
+    ``turn`` numbers all releases of buffers in order. It is 0 for a buffer that was never used.
     """
 
     number: int
@@ -29,15 +29,15 @@ class _Buffer(NamedTuple, Generic[Op]):
 
 
 class Issue(Generic[Op]):
-    """The state machine that issues the ops of all subgroups' updates in order and hands out buffers.
+    """The state machine that issues the ops of all subgroups' updates in order, and assigns buffers to subgroups.
 
-    A freed buffer is reused in the order in which buffers were freed, counted in issued ops. So the sequence
-    of ops does not depend on how long any op takes, and the same events give the same ops everywhere.
+    Buffers are reused in the order in which the ops that free them were issued. So the sequence of ops does not
+    depend on how long any op takes. The same events give the same ops in the simulator and in the runtime.
 
     Attributes:
-        early: By subgroup, the number of its steps that were issued before the norm, and the last of their
-            ops.
-        holds: By kind of buffer and subgroup, the number of the buffer that the subgroup holds.
+        early: For each subgroup, the number of ops of its update that were issued before the gradient norm, and
+            the last of them.
+        holds: For each kind of buffer and each subgroup, the number of the buffer that the subgroup uses.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Issue(Generic[Op]):
         arrived: Callable[[int], list[Op]],
         redo: Sequence[Recipe] = (),
     ) -> None:
-        """Begin a run with no op issued and all buffers free.
+        """Begin training under a plan with no op issued and all buffers free.
 
         Args:
-            recipes: Recipe of each subgroup's update under the plan.
+            recipes: For each subgroup, the ops (recipe) of its update under the plan.
             order: Order of the updates after the gradient norm is known.
-            arrival: Order in which gradients become complete.
+            arrival: Order in which subgroups' gradients become complete.
             slots: Number of buffers of each kind.
-            prefetch: Number of staged subgroups that may be copied to the GPU before the norm is known, in
-                addition to early updates.
-            add: Function that issues a step of a subgroup after some ops, and returns the new op.
+            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known.
+                Early updates are not counted.
+            add: Function that issues an op of a subgroup after given ops, and returns the new op.
             arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
                 update reads it.
-            redo: Recipes of updates without an early update, or after a wrong one. Empty if no early update can
-                be wrong.
+            redo: For each subgroup, the ops of its update if it is not updated early, or was updated early in vain.
+                Empty if no early update can be wrong.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -86,10 +86,10 @@ class Issue(Generic[Op]):
             self._start(subgroup, behind)
 
     def backward(self, behind: Op | None, *, early: bool = True) -> None:
-        """Start copying staged subgroups' state to the GPU, now that the last micro-batch's gradients arrive.
+        """Start copying state to the GPU for updates there, because gradients of the last micro-batch are arriving.
 
-        Early updates come first. Further calls in the same step do nothing. State that is still in its staging
-        buffer after a skipped step is not copied again.
+        Subgroups that are updated early come first. Further calls in the same step do nothing. State that is still in
+        its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.
 
         Args:
             early: False if all updates of this step wait for the gradient norm.
@@ -104,13 +104,13 @@ class Issue(Generic[Op]):
         self.come_in()
 
     def gradient(self, subgroup: int) -> None:
-        """Report that a subgroup's gradient of this step is complete, and start its early update if it has one."""
+        """Record that a subgroup's gradient of this step is complete, and start its early update if it has one."""
         self._complete.add(subgroup)
         self._update_early(subgroup)
         self.come_in()
 
     def drop(self, subgroup: int) -> None:
-        """Discard a subgroup's wrong early update. It is issued again after the gradient norm."""
+        """Discard a subgroup's wrong early update. The update is issued again after the gradient norm is known."""
         self._complete.discard(subgroup)
         before = self._now[subgroup].before_norm
         if before and self.early.get(subgroup, (0,))[0] == before:
@@ -120,7 +120,7 @@ class Issue(Generic[Op]):
         """Issue all remaining ops of an optimizer step's updates, because the gradient norm is known.
 
         Returns:
-            By subgroup, the op after which its parameters are new, and the last op of each subgroup.
+            Two sequences by subgroup: the op after which its parameters are new, and the last op of its update.
         """
         late = {s for s in self.arrival if self.early.get(s, (0,))[0] < self._now[s].before_norm}
         new: dict[int, Op] = {}
@@ -138,13 +138,13 @@ class Issue(Generic[Op]):
         return new, ends
 
     def skip(self) -> None:
-        """End an optimizer step without any update. State in a staging buffer stays there for the next step."""
+        """End an optimizer step that updates nothing. State in a staging buffer stays there for the next step."""
         for subgroup in list(self.early):
             self.drop(subgroup)
         self._end()
 
     def come_in(self) -> None:
-        """Issue the next copies of staged subgroups' state to the GPU, as far as staging buffers are free."""
+        """Issue the next copies of state to the GPU for updates there, until no staging buffer is free."""
         while self._coming and self._is_free(self._now[self._coming[0]].steps[0]):
             subgroup = self._coming.popleft()
             self._start(subgroup, self._begin)
@@ -156,9 +156,9 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return the order of the subgroups' updates after the gradient norm.
+        """Return the order of updating subgroups after the gradient norm.
 
-        If subgroups still need a staging buffer, those that already hold one come first.
+        If some subgroups still wait for a staging buffer, those that already have one come first.
         """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
@@ -170,7 +170,7 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """Issue the ops of a subgroup's update that do not need the gradient norm, if its gradient is complete."""
+        """Issue the ops of a subgroup's update that do not need the gradient norm, if the gradient is complete."""
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))
         if subgroup not in self._complete or not (begun or recipe.steps[0].takes is None):
@@ -181,7 +181,7 @@ class Issue(Generic[Op]):
             self.early[subgroup] = begun, previous
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Yield the subgroups that take a buffer before the gradient norm is known and hold it until then."""
+        """Yield the subgroups that take a buffer before the gradient norm is known, and hold it until then."""
         left = dict(self.limits)
         for subgroup in self.order:
             recipe = self._now[subgroup]
@@ -203,11 +203,11 @@ class Issue(Generic[Op]):
         return self._take(step, subgroup, waits)
 
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
-        """Issue a step of a subgroup's update after the op that freed its buffer.
+        """Issue an op of a subgroup's update. If it needs a buffer, it waits for the op that freed the buffer.
 
-        State that is copied in also waits until its own last copy back is complete, if that was issued later.
-        After a wrong early update a subgroup is staged twice in a step, the second time perhaps in another buffer
-        that has long been free.
+        An op that copies state in also waits for the subgroup's own last copy back, if that was issued later. This
+        happens after a wrong early update: the subgroup's state is then copied to the GPU twice in a step, the second
+        time perhaps into another buffer that has been free for long.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

@@ -1,6 +1,6 @@
-"""The fp32 state per parameter of each supported optimizer, and the bytes that its update moves.
+"""The fp32 state per parameter of each supported optimizer, and the bytes that its update reads and writes.
 
-All byte counts of updates come from this module. A new optimizer is a row of `OPTIMIZERS`.
+All such numbers of bytes come from this module. A new optimizer needs only a new row in `OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ class OptimizerState:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes per parameter that a staged update copies in each direction: all of the state."""
+        """Return the bytes per parameter that are copied to the GPU and back if it updates state from host memory.
+
+        The copy contains all fp32 state of the parameter.
+        """
         return self.state_bytes
 
     def host_traffic_bytes(self, gradient_bytes: int, wire_bytes: int) -> int:
-        """Return the host memory traffic of the fused host update in bytes per parameter.
+        """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes.
 
         In one pass it reads and writes the state, reads the gradient, and writes the new 16-bit parameter.
         """
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
-        """Return the cost of one parameter's update relative to an Adam update.
+        """Return the cost of updating one parameter with this optimizer, relative to an Adam update.
 
         Updates are limited by memory bandwidth, and a machine's update rates are measured with Adam.
         """

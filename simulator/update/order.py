@@ -1,7 +1,7 @@
-"""The order of the updates within each queue of subgroups.
+"""The order of updating subgroups, separately for those that the CPU and those that the GPU updates.
 
-Backward completes the last layers' gradients first, but the next forward needs the first layers'
-parameters first. Which order is better depends on the machine, so the order is part of the plan.
+Backward completes the last layers' gradients first, but the next forward needs the first layers' parameters
+first. The machine determines which order is better, so the order is part of the plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Direction = Literal["forward", "arrival"]
 
 
 class UpdateOrder(BaseModel):
-    """A plan's order of updates: ``host`` for subgroups that the CPU updates, ``device`` for all others.
+    """The order of updates in a plan: ``host`` for subgroups that the CPU updates, ``device`` for all others.
 
-    ``forward`` is the order of the layers. ``arrival`` is the reverse, in which backward completes gradients.
-    Spans mix both: ``((40, 20), (41, 63), (19, 0))`` updates subgroups 40 down to 20, then 41 up to 63, then
-    19 down to 0. Subgroups of the other queue are skipped.
+    ``forward`` is the order of the layers. ``arrival`` is the reverse, in which backward completes gradients. An
+    order may also be a list of spans: ``((40, 20), (41, 63), (19, 0))`` updates subgroups 40 down to 20, then 41
+    up to 63, then 19 down to 0. In each list, subgroups of the other kind are skipped.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,10 +31,10 @@ class UpdateOrder(BaseModel):
     device: Direction | Spans = "forward"
 
     def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
-        """Return a queue's subgroups, given in ascending order, in the order of their updates.
+        """Return the subgroups of one queue (CPU or GPU updates), given in ascending order, in the order of updates.
 
         Raises:
-            ValueError: the spans miss a subgroup or name it twice.
+            ValueError: The order does not contain a subgroup, or contains it twice.
         """
         order = self.host if queue == Queue.HOST else self.device
         if order == "forward":
@@ -55,7 +55,7 @@ class UpdateOrder(BaseModel):
 
     @classmethod
     def from_sequences(cls, host: Sequence[int], device: Sequence[int]) -> UpdateOrder:
-        """Return the order of updates, in compact form, for a host and a device sequence of subgroups."""
+        """Return a plan's order of updates in its shortest form, from the CPU's and the GPU's subgroups in order."""
         return cls(host=compact(host), device=compact(device))
 
 
@@ -64,7 +64,7 @@ def _walk(first: int, last: int) -> range:
 
 
 def compact(sequence: Sequence[int]) -> Direction | Spans:
-    """Return an order of subgroups in its shortest form: ``forward``, ``arrival``, or a few spans."""
+    """Return an order of subgroups in its shortest form: ``forward``, ``arrival``, or a few spans (first, last)."""
     rank = {subgroup: i for i, subgroup in enumerate(sorted(sequence))}
     ranks = [rank[subgroup] for subgroup in sequence]
     if ranks == list(range(len(ranks))):
@@ -84,23 +84,23 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
 
 
 def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all subgroups in the order of their gradients' completion in backward.
+    """Return all subgroups in the order of the completion of their gradients during backward.
 
     Args:
-        layers_of_subgroups: Layers of each subgroup's parameters, for subgroups in forward order.
+        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have parameters in it.
     """
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
 
 
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
-    """Return the subgroups of both update queues merged into one sequence. Each queue keeps its order.
+    """Return all subgroups of a plan in one sequence that keeps the order of the CPU's and of the GPU's updates.
 
-    The queues take turns as in forward order. They do not wait for each other, so only the order within each
-    queue matters. Some users, such as the writers of a checkpoint, need one sequence.
+    Both queues take turns as in the order of the layers. They do not wait for each other, so only the order
+    within each queue matters. Some users, such as the writers of a checkpoint, need one sequence.
 
     Raises:
-        ValueError: the order does not fit the placements.
+        ValueError: The order does not fit the placements.
     """
     if order == FORWARD:
         return tuple(range(len(placements)))
@@ -110,7 +110,7 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
 
 
 def order_of(issue: Iterable[int], placements: Sequence[Placement]) -> UpdateOrder:
-    """Return the order of both update queues that one sequence of all subgroups implies."""
+    """Return the order of the CPU's and of the GPU's updates that one sequence of all subgroups implies."""
     lanes: dict[Queue, list[int]] = {queue: [] for queue in Queue}
     for subgroup in issue:
         lanes[RECIPES[placements[subgroup]].queue].append(subgroup)

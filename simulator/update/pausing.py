@@ -1,12 +1,12 @@
-"""The rule that decides, step by step, whether early updates are allowed.
+"""The rule that decides, for each optimizer step, whether early updates are allowed.
 
-Early updates start before the gradient norm is known. If a step clips or overflows, they are redone,
-which costs time. The rule keeps an account of time: a step with right early updates pays in the time that
-they saved, a step with wrong ones takes out the time that they cost, and each step adds a small
-allowance. Early updates are allowed only while the account covers a wrong step. Whatever the clip rate
-is, and however it changes, training therefore loses at most the first balance and the allowances,
-compared with the same plan without early updates. If the share of right steps is above break-even, the
-account stays full and early updates are never paused.
+Early updates start before the gradient norm is known. If a step clips or overflows, they are wrong and
+redone, which costs time. The rule keeps an account of time. A step with right early updates adds the time
+that they saved, a step with wrong ones subtracts the time that they cost, and each step adds a small
+allowance. Early updates are allowed only while the account covers the cost of a wrong step. So, for any
+fraction of clipping steps, training loses at most the initial balance and the allowances, compared with the
+same plan without early updates. If early updates are right often enough to save time on average, the account
+stays full and they are never paused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FULLEST_BALANCE = 12.0  # wrong steps that the account covers at most
 
 
 class StepTimes(NamedTuple):
-    """The times of one iteration under a plan with early updates, in seconds.
+    """The times of an iteration, in seconds, under a plan with updates that start before the gradient norm is known.
 
     Attributes:
-        right_s: Time if the early updates are right.
+        right_s: Time if these early updates are right, because the step does not clip or overflow.
         plain_s: Time if all updates wait for the gradient norm.
         wrong_s: Time if the early updates are wrong and redone.
     """
@@ -36,22 +36,22 @@ class StepTimes(NamedTuple):
 
     @property
     def saves(self) -> float:
-        """Return the fraction of an iteration without early updates that right early updates save."""
+        """Return the time that right early updates save, as a fraction of an iteration without early updates."""
         return (self.plain_s - self.right_s) / self.plain_s
 
     @property
     def costs(self) -> float:
-        """Return the fraction of an iteration without early updates that wrong early updates cost."""
+        """Return the time that wrong early updates cost, as a fraction of an iteration without early updates."""
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     @property
     def break_even(self) -> float:
-        """Return the fraction of wrong steps at which early updates save no time on average."""
+        """Return the fraction of steps with wrong early updates at which early updates save no time on average."""
         span_s = self.wrong_s - self.right_s
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
 
     def mean_s(self, clip_rate: float) -> float:
-        """Return the mean seconds of an iteration if a given fraction of the steps clips.
+        """Return the mean seconds of an iteration with early updates, if a given fraction of the steps clips.
 
         `PauseRule` limits the loss by pausing early updates.
         """
@@ -65,9 +65,9 @@ UNKNOWN = StepTimes(right_s=0.85, plain_s=1.0, wrong_s=1.15)
 
 @dataclass
 class PauseRule:
-    """The time account that decides whether the next step may update early, for one run under one plan.
+    """An account of time that decides whether the next step may update before the gradient norm is known.
 
-    All amounts are fractions of an iteration without early updates.
+    It is kept for one training run under one plan. Amounts are fractions of an iteration without early updates.
 
     Attributes:
         times: Times of the plan's iterations, predicted or measured.
@@ -85,14 +85,14 @@ class PauseRule:
 
     @property
     def on(self) -> bool:
-        """Return whether the next optimizer step may update early."""
+        """Return True if the next optimizer step may update subgroups before the gradient norm is known."""
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Add the time that a finished step's early updates saved to the account, or subtract the time they lost.
+        """Add the time that a finished step's early updates saved to the account, or subtract the time that they cost.
 
         Args:
-            right: Whether the step's early updates were right. None if it had none.
+            right: True if the early updates were right, False if they were redone. None if the step had none.
         """
         self.balance += ALLOWANCE
         if right is not None:
@@ -101,9 +101,9 @@ class PauseRule:
 
     @property
     def clip_rate(self) -> float:
-        """Return the clip rate to plan with: the counted one, mixed with an assumed one.
+        """Return the fraction of clipping steps to use for a new plan: the counted fraction, mixed with an assumed one.
 
-        The assumed rate weighs as much as `ASSUMED_STEPS` counted steps.
+        The assumed fraction weighs as much as `ASSUMED_STEPS` counted steps.
         """
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 

@@ -1,7 +1,8 @@
-"""Recipes: the ops of a subgroup's gradient and update for each placement, with lanes, amounts and waits.
+"""Recipes: the sequences of ops of a subgroup's gradient and update, for each placement of optimizer state.
 
-The schedule builder, the compiled simulator and the memory footprint interpret `RECIPES`. The executor
-follows them through the schedule. The lower bounds read the same steps and `Bytes`.
+A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits
+for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The
+runtime's executor follows them through the schedule. The lower bounds read the same ops and `Bytes`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, on
 
 
 class Queue(StrEnum):
-    """A queue of updates (host or device). Its subgroups are updated one after the other, in the plan's order."""
+    """A queue of updates: those on the CPU (host) or those on the GPU (device).
+
+    Its subgroups are updated one after the other, in the plan's order.
+    """
 
     HOST = "host"
     DEVICE = "device"
 
 
 class Slot(StrEnum):
-    """The kind of a buffer that the subgroups of an update queue use in turn."""
+    """The kind of a buffer that subgroups use in turn for their updates, such as a staging buffer in GPU memory."""
 
     STAGING = "staging"  # device memory, for a visiting subgroup's state
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
@@ -41,25 +45,28 @@ class Slot(StrEnum):
 
     @property
     def memory(self) -> Memory:
-        """Return the memory (host or device) that holds buffers of this kind."""
+        """Return the memory (host or device) that contains buffers of this kind."""
         return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
 
     @property
     def ahead(self) -> bool:
-        """Return whether this kind of buffer may be taken for the next optimizer step as soon as it is free.
+        """Return True if this kind of buffer may be taken for the next optimizer step as soon as it is free.
 
-        Device buffers may not, because activations need that memory until the end of their backward.
+        That is not so in GPU memory, because activations need the memory until the end of their backward.
         """
         return self.memory == "host"
 
     @property
     def holds_state(self) -> bool:
-        """Return whether a buffer of this kind holds a subgroup's fp32 state, and not its parameters."""
+        """Return True if a buffer of this kind holds the fp32 state of a subgroup, and False if it holds parameters."""
         return self in (Slot.STAGING, Slot.STATE)
 
 
 class Wait(IntFlag):
-    """The events that a step of an update waits for, in addition to the previous op of its lane."""
+    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane.
+
+    A lane is a queue of ops, such as a copy direction.
+    """
 
     NORM = 1  # only then the factor that unscales and clips is known
     GRADIENT = 2  # complete, at home, where the update reads it
@@ -71,7 +78,7 @@ class Wait(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """The bytes per parameter from which the amounts of an update's ops are computed, for one workload.
+    """The bytes per parameter from which the amount of work of an update's ops is computed, for one workload.
 
     Attributes:
         adams: Cost of an update relative to Adam's. See `OptimizerState.adams`.
@@ -106,29 +113,29 @@ def _adams(amounts: Bytes) -> float:
 
 
 def _unfused(amounts: Bytes) -> float:
-    """Return the host memory traffic per parameter of DeepSpeed's separate unscale, update and downcast passes.
+    """Return the host memory traffic per parameter of DeepSpeed's separate unscale, update and conversion passes.
 
-    The unscale reads and writes the fp32 gradient. The downcast reads the master and writes a cache line that
-    it fetches first.
+    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and writes a
+    cache line that it fetches first.
     """
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a recipe: one op of a subgroup's gradient or update.
+    """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
 
     Attributes:
-        work, dram: Work per parameter in the unit of ``rate``, and host memory traffic per parameter in
-            bytes.
-        takes: Kind of buffer that the step writes to. The step waits until a buffer is free.
-        gives_back: Kind of buffer that is freed at the step's end.
-        threads: True if the step runs on the plan's host threads.
-        device_share: Fraction of the device's compute that the step takes.
-        early: True if the step may run before the gradient norm is known, within `early_limits`: in backward,
-            or from the previous optimizer step on if its kind of buffer is taken `Slot.ahead`.
-        publishes: True if a forward may read the subgroup's new parameters after the step.
-        overwrites: True if the step changes the state in place, so that a checkpoint must be asked first.
+        work, dram: Work per parameter in the unit of ``rate``, and host memory traffic per parameter in bytes.
+        takes: Kind of buffer that the op writes to. The op waits until such a buffer is free.
+        gives_back: Kind of buffer that becomes free when the op ends.
+        threads: True if the op runs on the plan's CPU threads.
+        device_share: Fraction of the GPU's compute that the op takes.
+        early: True if the op may run before the gradient norm is known, within `early_limits`. It starts during
+            backward, or already after the previous optimizer step if `Slot.ahead` is true for its buffer.
+        publishes: True if a forward may read the subgroup's new parameters after the op.
+        overwrites: True if the op overwrites state, so that it must wait for checkpoints that still read the
+            state.
     """
 
     kind: OpKind
@@ -151,13 +158,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The sequence of ops for the gradients and the update of subgroups with one placement.
+    """The sequence of ops for the gradient and the update of a subgroup with a given placement.
 
     Attributes:
-        steps: Steps of the update, in order. Each belongs to one subgroup.
-        state, gradient: Memory that holds the state, and the gradient, before and after the update.
-        gradient_steps: Steps of each micro-batch's gradient after its reduction. The gradient is complete
-            after the last step of the last micro-batch, or after the reduction if there are no steps.
+        steps: Ops of the update, in order.
+        state, gradient: Memory that holds the optimizer state, and memory from which the update reads the
+            gradient.
+        gradient_steps: Ops for the gradient of each micro-batch, after its reduction over the ranks. The gradient
+            is complete after the last op of the last micro-batch, or after the reduction if there are no such
+            ops.
     """
 
     queue: Queue
@@ -168,15 +177,15 @@ class Recipe:
 
     @cached_property
     def slots(self) -> frozenset[Slot]:
-        """Return the kinds of buffers (such as staging buffers) that a subgroup's update uses."""
+        """Return the kinds of buffers (such as staging buffers in GPU memory) that the update of a subgroup uses."""
         return frozenset(step.takes for step in self.steps if step.takes is not None)
 
     @cached_property
     def parameters_on_host(self) -> Recipe:
-        """Return the ops (recipe) of an update for a subgroup with its parameters in host memory.
+        """Return the ops (recipe) of the same update for a subgroup with its parameters in host memory.
 
-        The host kernel writes such parameters in place. After a device update they are copied out before the
-        state, because forward waits for them.
+        An update on the CPU writes these parameters in place. After an update on the GPU they are copied to the host
+        before the state, because the next forward waits for them.
         """
         steps: list[Step] = []
         for step in self.steps:
@@ -192,9 +201,9 @@ class Recipe:
     def updated_early(self) -> Recipe | None:
         """Return the ops (recipe) of an update that starts before the gradient norm is known.
 
-        None if the placement allows none. The update starts as soon as the gradient is complete, assuming that
-        the step neither clips nor overflows. It writes to other buffers than it reads, so that a wrong update can
-        be dropped. The new parameters wait for the gradient norm in their own buffer.
+        The result is None if the placement does not allow it. The update starts when the gradient is complete, and
+        assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so that a wrong
+        update can be dropped. New parameters stay in a buffer of their own until the gradient norm is known.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:
@@ -214,9 +223,10 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the ops (recipe) of a subgroup with on-device gradient accumulation.
+        """Return the ops (recipe) of a subgroup with gradient accumulation on the GPU.
 
-        The sum is copied to the host after the last micro-batch. None if the gradients never leave the device.
+        The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
+        never leave the GPU.
         """
         location = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(location) == len(self.gradient_steps):
@@ -234,10 +244,10 @@ class Recipe:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return the op that copies from host memory to another memory, and so reads DRAM.
+    """Return the op that copies from host memory to another memory (GPU or storage), which reads DRAM.
 
     Args:
-        lane: Lane of the copy, if it is not the memory tier's usual one.
+        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
     """
     way = TIERS[memory].into
     assert way is not None
@@ -245,10 +255,10 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return the op that copies from another memory to host memory, and so writes to DRAM.
+    """Return the op that copies from another memory (GPU or storage) to host memory, which writes to DRAM.
 
     Args:
-        lane: Lane of the copy, if it is not the memory tier's usual one.
+        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
     """
     way = TIERS[memory].out_of
     assert way is not None
@@ -285,15 +295,14 @@ _PARAMETERS_OUT = out_of(
 
 
 def _behind_the_norm(publish: Step) -> Step:
-    """Return a copy of new parameters to the GPU that waits for the gradient norm."""
     return replace(publish, waits=publish.waits | Wait.NORM, gives_back=None)
 
 
 def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
-    """Return the steps of an early staged update.
+    """Return the ops of an update on the GPU that starts before the gradient norm is known.
 
-    The new state is copied to another host buffer than the old state's, together with the new parameters,
-    which wait there for the norm.
+    New state is copied to another host buffer than that of the old state. New parameters are copied along, and
+    wait there until the norm is known.
     """
 
     def location(b: Bytes) -> float:
@@ -399,13 +408,13 @@ UNFUSED_HOST = Recipe(
 def recipe_of(
     placement: Placement, location: Memory, *, fused: bool = True, updated_early: bool = False, summed: bool = False
 ) -> Recipe:
-    """Return the ops (recipe) of a subgroup's update for a placement and a parameter location.
+    """Return the ops (recipe) of a subgroup's update, for a placement and a parameter location.
 
     Args:
         location: Memory that holds the subgroup's parameters between their uses.
-        fused: False to use DeepSpeed's separate host passes (`UNFUSED_HOST`) instead of the fused kernel.
-        updated_early: True to update before the gradient norm is known, if that is possible.
-        summed: True to accumulate gradients on the GPU, if that is possible.
+        fused: False for DeepSpeed's separate CPU passes (`UNFUSED_HOST`) instead of ebbtide's fused kernel.
+        updated_early: True to update before the gradient norm is known, if the placement allows it.
+        summed: True to accumulate gradients on the GPU, if the placement allows it.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
     recipe = recipe if location == "device" else recipe.parameters_on_host
@@ -414,26 +423,28 @@ def recipe_of(
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """Return the number of buffers of each kind for a plan, at most as many as subgroups that use them.
+    """Return the number of buffers of each kind that updates under a plan use.
+
+    There are never more than subgroups that use them.
 
     Args:
-        recipes: Recipes of all subgroups.
+        recipes: Ops of the update of each subgroup.
     """
     users = Counter(slot for recipe in recipes for slot in recipe.slots)
     return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
 
 
 def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
-    """Return the number of buffers of one kind for a plan, given the number of subgroups that use them."""
+    """Return the number of buffers of one kind under a plan. It is at most the number of subgroups that use them."""
     planned = {Slot.STAGING: staging_slots, Slot.STATE: host_slots}
     return min(planned.get(slot, PARAMETER_SLOTS), users)
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return the number of buffers of each kind that subgroups may take before the gradient norm is known.
+    """Return, by kind, the number of buffers that subgroups may take before the gradient norm is known.
 
-    Early updates are not counted. Staging buffers share GPU memory with activations, so the plan limits them.
-    Host buffers always exist.
+    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share GPU memory
+    with activations. Buffers in host memory may all be taken.
 
     Args:
         slots: Number of buffers of each kind, from `slot_limits`.

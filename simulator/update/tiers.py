@@ -1,6 +1,6 @@
-"""The memory tiers (device, host, storage): their capacities, and the lanes that copy bytes between them.
+"""The memory tiers (GPU, host, storage): their capacities, and the lanes that copy bytes between them.
 
-All code that moves or counts bytes uses this table. A new tier is a new row.
+A lane is a queue of ops, such as a copy direction. All code that moves or counts bytes uses this table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Memory = Literal["device", "host", "storage"]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A copy direction between host memory and another memory tier: its lane, and the rate of its full speed."""
+    """A direction of copies between host memory and another memory tier: the lane of these copies, and their rate."""
 
     lane: Lane
     rate: RateName
@@ -25,12 +25,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A memory tier: device memory, host memory or storage. All copies between tiers pass through host memory.
+    """A memory tier: GPU memory, host memory or storage. All copies between tiers go through host memory.
 
     Attributes:
-        capacity: Field of `Machine` with the tier's capacity in bytes. Empty if there is no such field.
+        capacity: Name of the field of `Machine` with the tier's size in bytes. Empty if there is none.
         shared: True if all ranks of a node share the tier.
-        into, out_of: Copy directions from host memory to this tier and back. None for host memory.
+        into, out_of: Directions of copies from host memory to this tier, and back. None for host memory.
     """
 
     capacity: str = ""
@@ -39,7 +39,7 @@ class Tier:
     out_of: Way | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
-        """Return a memory tier's capacity in bytes for one of a node's ranks. None if the machine does not tell."""
+        """Return the bytes of a memory tier that one of a node's ranks has. None if the machine does not tell."""
         if not self.capacity:
             return None
         return int(getattr(machine, self.capacity)) // (ranks if self.shared else 1)

@@ -1,4 +1,7 @@
-"""The ways of updating a subgroup: placement, parameter location, early update and gradient accumulation."""
+"""The ways of updating a subgroup. A way is a placement, a parameter location and two flags.
+
+The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_
 
 
 class Way(NamedTuple):
-    """A way of updating a subgroup: placement, parameter location and two flags.
+    """A way of updating a subgroup: placement of the state, location of the parameters, and two flags.
 
     The attributes are those of a row of a plan file (`WayRun`).
     """
@@ -29,32 +32,33 @@ class Way(NamedTuple):
 
     @staticmethod
     def each(placements: Iterable[Placement], parameters: ParameterLocation = "device") -> tuple[Way, ...]:
-        """Return the ways of updating subgroups with the given placements, with all flags off."""
+        """Return ways of updating subgroups with the given placements, parameters in GPU memory, and no flag set."""
         return tuple(Way(placement, parameters) for placement in placements)
 
     @property
     def code(self) -> int:
-        """Return a number below 128 that encodes a subgroup's placement, parameter location and flags."""
+        """Return a number below 128 that encodes this way of updating a subgroup: placement, location and flags."""
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe (sequence of ops) that updates a subgroup in this way."""
+        """Return the recipe (the sequence of ops) of the update of a subgroup with this placement and these flags."""
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
-        """Return the recipe (sequence of ops) of an update with DeepSpeed's host passes, not the fused kernel."""
+        """Return the ops (recipe) of this update with DeepSpeed's separate CPU passes instead of the fused kernel."""
         return recipe_of(
             self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
         )
 
     @property
     def redo(self) -> Recipe:
-        """Return the recipe (sequence of ops) of a subgroup's update in a step without a right early update.
+        """Return the ops (recipe) of a subgroup's update in a step without an early update, or after a wrong one.
 
-        The update waits for the gradient norm. On the host the new parameters then always have their own buffer.
+        An early update starts before the gradient norm is known. This one waits for it. On the CPU the new parameters
+        then always have a buffer of their own.
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]
@@ -64,33 +68,36 @@ class Way(NamedTuple):
 
     @property
     def plain(self) -> Way:
-        """Return the way of updating a subgroup with early update and on-device gradient accumulation turned off."""
+        """Return this way of updating a subgroup without early update and without gradient accumulation on the GPU."""
         return Way(self.placement, self.parameters)
 
     @property
     def can_be_early(self) -> bool:
-        """Return whether a subgroup's placement allows an update before the gradient norm is known."""
+        """Return True if a subgroup's placement allows updating it before the gradient norm is known."""
         return recipe_of(self.placement, self.parameters).updated_early is not None
 
     @property
     def can_sum_on_device(self) -> bool:
-        """Return whether a subgroup's gradients go to host memory, so that their sum can stay on the GPU instead."""
+        """Return True if a subgroup's gradients are copied to host memory, so that the GPU can sum them instead."""
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return the way of updating a subgroup without the flags that the subgroup's placement does not allow."""
+        """Return the same way of updating a subgroup, without the flags that its placement does not allow."""
         return self._replace(
             early=self.early and self.can_be_early, sum_on_device=self.sum_on_device and self.can_sum_on_device
         )
 
 
 def plain_ways() -> list[Way]:
-    """Return all ways of updating a subgroup without early update and on-device gradient accumulation."""
+    """Return all ways of updating a subgroup without early update and without gradient accumulation on the GPU."""
     return [Way(placement, parameters) for parameters, placement in product(LOCATION_CODES, RECIPES)]
 
 
 def ways() -> list[Way]:
-    """Return all valid ways of updating a subgroup, those without any flag first."""
+    """Return all valid ways of updating a subgroup: combinations of placement, parameter location and two flags.
+
+    Ways without any flag come first.
+    """
     every = (
         plain._replace(early=early, sum_on_device=summed)
         for early, summed, plain in product((False, True), (False, True), plain_ways())
@@ -103,5 +110,5 @@ _BY_CODE = {way.code: way for way in ways()}
 
 
 def of_codes(codes: Iterable[int]) -> tuple[Way, ...]:
-    """Return the ways of updating subgroups that are encoded by the given numbers (`Way.code`)."""
+    """Return the ways of updating subgroups that given numbers encode (see `Way.code`)."""
     return tuple(_BY_CODE[int(code)] for code in codes)

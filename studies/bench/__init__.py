@@ -1,1 +1,1 @@
-"""Code shared by several studies: trials, clocks, records and bitwise comparisons of tensors."""
+"""Code that several studies share: training runs, clocks, result files, and comparisons of tensors."""

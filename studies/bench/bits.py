@@ -1,4 +1,4 @@
-"""Bitwise comparison of two training results."""
+"""Bit-by-bit comparison of two training results."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,13 +10,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return host copies of a model's parameters and optimizer state, by name.
+    """Return host copies of the parameters and optimizer state of an engine's model, by name.
 
-    Each trainable parameter gives several full-size tensors, however it is partitioned. ``NAME`` is
-    the parameter that the model computes with, ``NAME/fp32`` the optimizer's master copy,
-    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are its moments. With several ranks this is a collective
-    operation. Only public calls of DeepSpeed are used, so that the baseline and ebbtide are read in
-    the same way.
+    Each trainable parameter gives several tensors of its full, unpartitioned size. ``NAME`` is the
+    parameter that the model computes with, and ``NAME/fp32`` is the optimizer's master copy.
+    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are the parameter's Adam moments. If the job has several
+    ranks, every rank must make this call. Only public functions of DeepSpeed are used, so that stock
+    DeepSpeed and ebbtide are read in the same way.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -42,7 +42,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the fp32 masters and moments of a ZeRO-3 optimizer, in DeepSpeed's order, without copying."""
+    """Yield each fp32 master and Adam moment of a ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
     for master in optimizer.fp32_partitioned_groups_flat:
         yield master
         state = optimizer.optimizer.state.get(master, {})
@@ -50,7 +50,7 @@ def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the xxh3-128 hash of the tensors' bytes, in hexadecimal."""
+    """Return the xxh3-128 hash of the bytes of all given tensors, in hexadecimal."""
     whole = xxhash.xxh3_128()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)

@@ -27,11 +27,12 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 @dataclass(frozen=True)
 class ByteGPTConfig:
-    """Sizes of a byte-level GPT model.
+    """The sizes of the byte-level GPT model that the studies train.
 
     Attributes:
-        sequence: Bytes of context. A sample has ``sequence`` predicted bytes.
-        checkpoint_activations: Recompute each block in backward instead of keeping its activations.
+        sequence: Number of bytes of context, which is also the number of bytes predicted per sample.
+        checkpoint_activations: True to recompute each block in backward instead of keeping its
+            activations.
     """
 
     layers: int
@@ -49,7 +50,10 @@ class ByteGPTConfig:
 
     @property
     def params(self) -> int:
-        """Return the number of the model's parameters: blocks, both embeddings, last norm and output head."""
+        """Return the number of parameters of a GPT of these sizes.
+
+        It counts the blocks, the token and position embeddings, the last norm and the output head.
+        """
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
 
@@ -106,10 +110,10 @@ class ByteGPT(nn.Module):
 
     Args:
         config: Sizes of the model.
-        seed: Seed of the initial weights, independent of torch's random state. Weights come from N(0,
-            0.02), and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None, weights
-            stay uninitialized, for models built under ``deepspeed.zero.Init``, which partitions while
-            modules are made.
+        seed: Seed of the initial weights. Torch's global random state is not used. Weights are drawn
+            from N(0, 0.02), and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None,
+            the weights stay uninitialized. Use None under ``deepspeed.zero.Init``, which partitions
+            the parameters while modules are built.
     """
 
     def __init__(self, config: ByteGPTConfig, seed: int | None = 0) -> None:
@@ -151,13 +155,12 @@ class ByteGPT(nn.Module):
 
 @cache
 def python_sources() -> np.ndarray:
-    """Return the standard library's .py files, concatenated in the order of their paths, as a uint8
-    array.
+    """Return the .py files of Python's standard library as one uint8 array, joined in the order of paths.
 
     Tests and installed packages are left out.
 
     Raises:
-        RuntimeError: If this Python comes without the sources of its library.
+        RuntimeError: If this Python was installed without the sources of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -176,7 +179,10 @@ def python_sources() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batches:
-    """Training batches by step number. A step gets the same bytes in any order of calls and in any run."""
+    """Training batches, each selected by the number of its training step.
+
+    A step gets the same bytes in every run, whatever the order in which batches are requested.
+    """
 
     batch: int
     sequence: int
@@ -204,14 +210,14 @@ def ds_config(
     offload: bool = True,
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config with ZeRO-3, AdamW, and the optimizer offloaded to pinned host memory.
+    """Return a DeepSpeed config with ZeRO-3, AdamW, and optimizer state offloaded to pinned host memory.
 
     Args:
-        micro_batch: Samples per rank and micro-batch.
+        micro_batch: Number of samples per rank in one forward pass.
         subgroup_size: Value of ``sub_group_size``, in elements.
         precision: Training precision: ``bf16``, ``fp16`` or ``fp32``.
-        offload: If False, the optimizer's state stays on the GPU.
-        zero: Further keys of ``zero_optimization``. They override the values set here.
+        offload: If False, the optimizer state stays on the GPU.
+        zero: Additional keys of ``zero_optimization``, which override the keys set here.
     """
     if precision not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"precision must be bf16, fp16 or fp32, but got {precision!r}")
@@ -232,14 +238,14 @@ def ds_config(
 
 
 def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
-    """Return a baseline DeepSpeed engine that trains all parameters of a model."""
+    """Return an engine of stock DeepSpeed, without ebbtide, that trains all parameters of a model."""
     import deepspeed
 
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def train_step(engine: Any, batch: Batch) -> torch.Tensor:
-    """Run forward, backward and optimizer step on one batch. Return the detached loss."""
+    """Run forward, backward and the optimizer step on one batch, and return the detached loss."""
     loss: torch.Tensor = engine(*batch)
     engine.backward(loss)
     engine.step()

@@ -23,11 +23,11 @@ MOST_ROWS = 40  # of a table; longer ones are in the record alone
 
 
 def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:
-    """Return the command-line parser of a study, with the option ``--json PATH``.
+    """Return the command-line parser of a study, with the option ``--json PATH`` for its result file.
 
     Args:
-        doc: Module docstring of the study, shown by ``--help``.
-        drawn: True if the study also draws a picture.
+        doc: Docstring of the study's module, which ``--help`` shows.
+        drawn: True if the study also draws a picture. The help text then mentions the picture.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
@@ -38,7 +38,10 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
 
 
 def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentParser:
-    """Return the parser of a study that kills training processes. ``kills`` is the default number of kills."""
+    """Return the command-line parser of a study that kills training processes.
+
+    ``kills`` is the default of the option ``--kills``.
+    """
     parser = study_parser(study, doc, required=False)
     parser.add_argument("--kills", type=whole_number, default=kills)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,7 +56,7 @@ def whole_number(text: str) -> int:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """Return an empty terminal table. Its first column is left-aligned, all further columns right-aligned."""
+    """Return an empty table for the terminal, with the first column left-aligned and others right-aligned."""
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -63,7 +66,11 @@ def table_of(title: str, *columns: str) -> Table:
 def publish(
     study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Print a study's figures. If a path is given, also write the record and, with ``draw``, a picture."""
+    """Print the results of a study as tables.
+
+    If ``path`` is given, also write the results to that JSON file. If ``draw`` is given too, call it
+    to draw a picture beside the file.
+    """
     if path is not None:
         write_record(path, study, figures)
         if draw is not None:
@@ -72,9 +79,10 @@ def publish(
 
 
 def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield terminal tables of a study's figures: one for single figures, and one for each list of rows.
+    """Yield tables that show a study's results on the terminal.
 
-    Plans and lists of more than `MOST_ROWS` rows are left out.
+    The first table has all single values. A further table is made for each list of rows. Plans, and
+    lists of more than `MOST_ROWS` rows, are left out.
     """
     yield from _table(title, [_flat(figures)])
     yield from _tables_in(title, figures)
@@ -96,12 +104,11 @@ def _is_plan(value: Mapping[str, Any]) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    """Return whether a value is a mapping from names to rows."""
     return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return a row with nested values under dotted names, without lists, named rows and plans."""
+    """Return a result row with nested values as ``outer.inner`` keys. Lists, tables and plans are left out."""
     made: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -112,7 +119,10 @@ def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """Yield a table of rows, transposed if it has more columns than rows. Yield nothing without columns."""
+    """Yield one terminal table of the given result rows, or nothing if the rows have no columns.
+
+    The table is transposed if it has more columns than rows.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return
@@ -125,7 +135,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """Yield a column's heading with its unit, then each value as text in that unit."""
+    """Yield the texts of one table column: its heading with the unit, then each value in that unit."""
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

@@ -1,6 +1,8 @@
-"""Compilation of DeepSpeed's host ops ahead of the first engine, safe against interrupted compiles.
+"""Compilation of DeepSpeed's CPU ops before the first engine is built.
 
-python -m studies.bench.deepspeed_ops cpu_adam    # without a name: all ops
+    python -m studies.bench.deepspeed_ops cpu_adam    # without a name: all ops
+
+A compilation that was interrupted earlier does not block this one.
 """
 
 import contextlib
@@ -15,10 +17,11 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBui
 
 
 def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
-    """Compile DeepSpeed's host ops: CPU Adam and, without a GPU, the shared-memory collectives.
+    """Compile the given CPU ops of DeepSpeed, by default all that the studies use.
 
-    The first compile takes about a minute on two cores. The result is cached in torch's extensions
-    folder. An op that another process is compiling is waited for.
+    These are CPU Adam and, on a machine without a GPU, the shared-memory collectives. The first
+    compilation takes about a minute on two cores, and its result is cached in torch's extensions
+    folder. If another process is compiling an op, this call waits for that process.
 
     Raises:
         RuntimeError: If ninja is not on PATH, or the compiler fails.
@@ -47,11 +50,12 @@ def _build_folder(op: str) -> Path:
 
 @contextlib.contextmanager
 def _own_lock(folder: Path) -> Iterator[None]:
-    """Hold a lock while an op is built, and remove torch's lock if an interrupted build left it.
+    """Hold a file lock while an op of DeepSpeed is compiled, and remove a stale lock file of torch.
 
-    torch guards a build with a plain file ``lock``. If the building process is killed, every later
-    process waits forever. This flock ends with its process. A process that gets it and finds the
-    marker of an earlier build knows that the earlier build is dead.
+    torch marks a running compilation with a plain file named ``lock``. If the compiling process is
+    killed, this file stays, and every later process waits forever. The lock held here is an flock,
+    which the system releases when its process ends. So a process that gets the flock and still finds
+    torch's file knows that the earlier compilation is dead.
     """
     marker = folder / "ebbtide-building"
     with (folder / "ebbtide-lock").open("w") as handle:

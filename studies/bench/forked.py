@@ -1,4 +1,4 @@
-"""Processes forked from a parent that has already imported DeepSpeed, because the import is slow."""
+"""Processes forked from a parent that has already imported DeepSpeed, to save the slow import."""
 
 import faulthandler
 import os
@@ -17,7 +17,7 @@ TOLD_FROM_S = 5.0  # a process that was given less is not thought to hang
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """Fork a process that runs ``work``, and return the process id. Its output is appended to ``log``."""
+    """Fork a process that calls ``work`` and appends its output to the file ``log``. Return its process id."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -45,9 +45,10 @@ class Forked:
         self.log, self.pid = log, fork(work, log)
 
     def ended(self, within_s: float) -> int:
-        """Return the exit status, negative for the signal that ended the process.
+        """Wait for the process to end, and return its exit status, which is negative for a signal.
 
-        SIGKILL it when the time is over. The log then tells where its threads stood.
+        If the process has not ended after ``within_s`` seconds, it is killed with SIGKILL. Its log then
+        shows where each of its threads was.
         """
         end = time.monotonic() + within_s
         while True:
@@ -64,12 +65,12 @@ class Forked:
 
     @property
     def output(self) -> str:
-        """Return the last 3000 characters of the process's output."""
+        """Return the last 3000 characters of the forked process's output."""
         return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"
 
 
 class Child(Forked):
-    """A forked process that is the only rank of its own training job."""
+    """A forked process that runs a training job with a single rank."""
 
     def __init__(self, work: Callable[[], None], log: Path) -> None:
         self._port = free_port()
@@ -92,10 +93,10 @@ class Child(Forked):
         return status
 
     def wait(self, limit_s: float = LIMIT_S) -> None:
-        """Wait until the process ends by itself.
+        """Wait until the forked process ends by itself.
 
         Raises:
-            RuntimeError: If the process fails or does not end in time.
+            RuntimeError: If the process fails, or has not ended after ``limit_s`` seconds.
         """
         status = self.ended(limit_s)
         if status:
@@ -104,10 +105,10 @@ class Child(Forked):
             )
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL.
+        """Kill the forked process with SIGKILL.
 
         Raises:
-            RuntimeError: If the process was dead already, so that the kill had no effect.
+            RuntimeError: If the process had already ended, so that the kill had no effect.
         """
         os.kill(self.pid, signal.SIGKILL)
         status = self.ended(LIMIT_S)

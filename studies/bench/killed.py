@@ -1,4 +1,4 @@
-"""Shared parts of the studies that kill training with SIGKILL: kills, trials, campaigns."""
+"""Code shared by the studies that kill training with SIGKILL: the kills, their outcomes, the summary."""
 
 import os
 import shutil
@@ -20,12 +20,12 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True)
 class Kill:
-    """The moment at which a training process gets SIGKILL.
+    """The moment at which a study kills a training process with SIGKILL.
 
     Attributes:
-        point: Named point in the code at which the kill happens. If empty, it happens after
-            ``delay_s`` seconds.
-        occurrence: Number of times that ``point`` must be reached for the kill.
+        point: Name of the place in the code at which the process is killed. If empty, the process is
+            killed after ``delay_s`` seconds.
+        occurrence: Number of the arrival at ``point`` that triggers the kill, counted from 1.
     """
 
     point: str = ""
@@ -37,14 +37,17 @@ class Kill:
 
 
 class KillingFiles(Files):
-    """File operations that kill their own process with SIGKILL at a named point of the commit protocol."""
+    """File operations of a checkpoint that kill their own process with SIGKILL at a chosen point.
+
+    The points are named places in the code that commits a checkpoint.
+    """
 
     def __init__(self, kill: Kill) -> None:
         self._kill, self._left = kill, kill.occurrence
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Count an arrival at a named point, and return whether the kill is due there."""
+        """Count an arrival at a named point of the code. Return True if the process must be killed now."""
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0
@@ -56,7 +59,7 @@ class KillingFiles(Files):
 
 @dataclass
 class Trial:
-    """The outcome of one kill of a training process."""
+    """The outcome of one SIGKILL of a training process."""
 
     kill: Kill
     fired: bool = False
@@ -79,10 +82,13 @@ OneTrial = TypeVar("OneTrial", bound=Trial)
 
 
 def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Path) -> OneTrial:
-    """Try a kill at earlier and earlier moments until it takes effect. Return the last trial.
+    """Repeat an attempt to kill training, each time at an earlier moment, until the kill takes effect.
 
-    A random moment may come after the end of the run, and an occurrence may never be reached. The
-    folder of a successful trial is removed.
+    Repetition is needed because a random moment may come after the end of the run, and a named point
+    may be reached too few times. If the last attempt was successful, ``folder`` is removed.
+
+    Returns:
+        The outcome of the last attempt.
     """
     for number in range(ATTEMPTS):
         trial = attempt(kill, folder / str(number))
@@ -95,7 +101,10 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
 
 
 def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
-    """Run all kill trials in turn and return them. Print the progress and every failed trial."""
+    """Run all kills of a study in turn and return their outcomes.
+
+    The progress and every failed outcome are printed.
+    """
     done = []
     for number, trial in enumerate(trials, start=1):
         done.append(trial)
@@ -107,7 +116,7 @@ def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
 
 
 def counted(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the summary of kill trials for a study's record."""
+    """Return a summary of a study's kills: their numbers, the points at which they hit, and the failures."""
     by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
         "kills": len(trials),
@@ -119,9 +128,12 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console) -> int:
-    """Write and print the record of a kill study, and return the exit code.
+    """Print the results of a study that kills training, and write them to the file ``path`` if given.
 
-    The files of failed trials are kept. Without a failure the scratch folder is removed.
+    If no kill led to a failure, the folder ``scratch`` is removed. Otherwise it is kept for inspection.
+
+    Returns:
+        The exit code of the study: 0 without failures, 1 with failures.
     """
     publish(study, path, figures)
     if figures["failures"]:

@@ -1,4 +1,4 @@
-"""Shortcuts for a process that makes many DeepSpeed engines: work repeated for each is done once."""
+"""Speed-ups for a process that builds many DeepSpeed engines: work common to all engines is done once."""
 
 import atexit
 import functools
@@ -6,7 +6,10 @@ import gc
 
 
 def answer_once() -> None:
-    """Speed up a process that makes many DeepSpeed engines and times none of them."""
+    """Speed up the building of many DeepSpeed engines in this process.
+
+    Call it only if no engine of the process is timed.
+    """
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
     remember_processor()
@@ -14,9 +17,9 @@ def answer_once() -> None:
 
 
 def remember_processor() -> None:
-    """Read the processor's name only once per process.
+    """Make DeepSpeed read the processor's name only once per process.
 
-    Every CPU optimizer and every op of DeepSpeed reads the name in a separate process, which takes
+    Otherwise every CPU optimizer and every op starts a separate process to read the name, which takes
     over a second.
     """
     import cpuinfo
@@ -26,11 +29,11 @@ def remember_processor() -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all present Python objects from later garbage collections.
+    """Exclude all present Python objects from later garbage collections, to speed up building engines.
 
-    DeepSpeed collects all garbage whenever it makes a ZeRO-3 engine, and Accelerate whenever it
-    prepares one. A collection takes 1.5 s for the imported modules, and longer with each earlier
-    engine, which its own hooks keep alive.
+    DeepSpeed collects garbage whenever it builds a ZeRO-3 engine, and Accelerate whenever it prepares
+    one. A collection takes 1.5 s for the imported modules. It takes longer with each earlier engine,
+    because DeepSpeed's hooks keep engines alive.
     """
     _unfreeze_at_exit()
     gc.collect()
@@ -39,8 +42,9 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Register an unfreeze of all objects at exit, because Triton would report its own types as leaked.
+    """Return all frozen objects to the garbage collector when the process exits.
 
-    The call is cached, because asking gc for frozen objects takes 0.1 s.
+    Otherwise Triton would report its own types as leaked. The call is cached, because asking gc for
+    the number of frozen objects takes 0.1 s.
     """
     atexit.register(gc.unfreeze)

@@ -1,4 +1,4 @@
-"""Settings and measurements of published runs of offloaded training, read from a CSV file."""
+"""Settings and measurements of published training runs with offloaded state, read from a CSV file."""
 
 import csv
 import math
@@ -32,22 +32,22 @@ _HIDDEN_STEP = 512
 
 
 class RunError(ValueError):
-    """An error in a file of published training runs. The message says what to change."""
+    """An error in a CSV file of published training runs. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The settings and measurements of one published training run.
+    """The settings and measurements of one published training run with offloaded state.
 
     Attributes:
-        async_grads: Logged switch for asynchronous gradient copies. None if an older build does not
-            log it.
-        stride: Every ``stride``-th subgroup is updated on the GPU. 0 if none is.
+        async_grads: True if gradients were copied asynchronously. None if the log does not say so,
+            as with older builds of DeepSpeed.
+        stride: If ``n``, every ``n``-th subgroup was updated on the GPU. 0 if none was.
         accumulation: Micro-batches per iteration: global batch / (micro-batch x data-parallel ranks).
-        family: Campaign of the run: its source without model sizes.
-        measured: Measured milliseconds and GiB by column. Empty if only a prediction is wanted.
-        unknown: Names of blank fields, which are filled with the usual setting.
-        where: File and line of the run, for messages.
+        family: Campaign (a series of runs) that the run belongs to: its source without model sizes.
+        measured: Measured milliseconds and GiB by CSV column. Empty if only a prediction is wanted.
+        unknown: Names of the CSV fields that were blank and got the usual setting.
+        where: File and line of the run, for error messages.
     """
 
     testbed: str
@@ -71,11 +71,11 @@ class Run:
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Check the run's model label against the logged shape.
+        """Check that the run's model label (such as "13B") agrees with the logged layers and hidden size.
 
         Raises:
-            RunError: If the label is far off. For a smaller difference `model_of` chooses the hidden
-                size.
+            RunError: If the label is far off. For a smaller difference, `model_of` chooses a hidden size
+                that agrees with the label.
         """
         if not self.contradicted:
             return
@@ -99,17 +99,20 @@ class Run:
 
     @property
     def logged_params(self) -> float:
-        """Return the number of parameters of the whole model, from the logged layers and hidden size."""
+        """Return the number of parameters of the whole model, computed from the logged layers and hidden size."""
         return 12 * self.layers * self.hidden**2 + (VOCABULARY + self.seq) * self.hidden
 
     @property
     def contradicted(self) -> bool:
-        """Return whether the log's layers and hidden size contradict the model size that the log names."""
+        """Return True if the logged layers and hidden size contradict the model size in the log's label."""
         return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
 
     @property
     def labelled_hidden(self) -> int:
-        """Return the largest usual hidden size that the labelled model size allows at the logged depth."""
+        """Return the largest usual hidden size that the labelled model size allows at the logged depth.
+
+        "Usual" means a multiple of 512.
+        """
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
 
@@ -119,16 +122,17 @@ class Run:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """Return a plain description of the model that a published run trained.
+    """Return the shape of the model that a published run trained, as a plain mapping.
 
-    The launch script of the runs, published beside the logs, names swiglu, rmsnorm, untied
-    embeddings, no biases and separate key-value heads. Megatron-LM fuses queries, keys and values,
-    and gate and up. The logged memory over 1 to 16 ranks gives the parameters: 5.90 B for the label 7
-    B, and 11.19 B for the label 13 B. That fits four key-value heads, the default of
-    Megatron-DeepSpeed's example script, and an MLP of 8/3 the hidden size. If label and logged shape
-    contradict each other, the hidden size is the largest multiple of 512 that the label allows at the
-    logged depth. For 20 B that is 6144, as in GPT-NeoX with its 64 heads, and as the logged memory
-    shows.
+    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no
+    biases and separate key-value heads. Megatron-LM fuses the products of queries, keys and values,
+    and those of gate and up. The logged memory over 1 to 16 ranks shows the number of parameters:
+    5.90 B for the label 7 B, and 11.19 B for the label 13 B. These numbers fit an MLP of 8/3 the
+    hidden size and four key-value heads, the default of Megatron-DeepSpeed's example script.
+
+    If the label and the logged shape contradict each other, the hidden size is the largest multiple
+    of 512 that the label allows at the logged depth. For 20 B that is 6144. GPT-NeoX has this size
+    too, with 64 heads, and the logged memory agrees with it.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
@@ -146,14 +150,15 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
-    """Return the training runs of a CSV file that has the columns of the published runs.
+    """Read training runs from a CSV file that has the columns of the published data set.
 
     Args:
-        flag: Command-line option that named the file, for messages.
-        blanks: Allow blanks in the columns of `MAY_BE_BLANK`. `Run.unknown` names the blank fields.
+        flag: Command-line option that named the file, for error messages.
+        blanks: True to allow blank fields in the columns of `MAY_BE_BLANK`. `Run.unknown` then names
+            a run's blank fields.
 
     Raises:
-        RunError: If the file is missing, lacks a column or has no row, or a value is not a number.
+        RunError: If the file is missing, lacks a column or has no row, or if a value is not a number.
     """
     try:
         with Path(path).open(newline="") as file:
@@ -211,7 +216,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """Return a logged on/off setting as True or False. None if an older build does not log it."""
+    """Return an on/off setting from a run's log. None if an older build of DeepSpeed did not log it."""
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -221,7 +226,7 @@ def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
 
 
 def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
-    """Return the stride of GPU-updated subgroups, or 0 if the run updates no subgroup on the GPU."""
+    """Return ``n`` if a run updated every ``n``-th subgroup on the GPU, or 0 if it updated none there."""
     stride = _number(row, "stride", where, USUAL["stride"])
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
@@ -232,9 +237,10 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 
 
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
-    """Return the number of attention heads of a logged model.
+    """Return the number of attention heads of a published run's model.
 
-    Files without the column mean 32 heads. A blank cell means heads of 128 elements.
+    If the CSV file has no column for the heads, there are 32. If the run's cell is blank, each head has
+    128 elements.
     """
     if "heads" not in row:
         return 32
@@ -247,7 +253,10 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 
 
 def _usual(params_b: float) -> dict[str, float]:
-    """Return the values for a run's blank fields: the campaigns' usual setting and the nearest published shape."""
+    """Return values for the blank fields of a published run's row.
+
+    They are the usual settings of the campaigns, and the published model shape nearest in size.
+    """
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]
     if abs(params_b / label - 1) > _LABEL_TOLERANCE:
@@ -256,9 +265,9 @@ def _usual(params_b: float) -> dict[str, float]:
 
 
 def _accumulation(row: dict[str, str], where: str, micro_batch: int, dp: int) -> int:
-    """Return the number of micro-batches per iteration, by DeepSpeed's rule.
+    """Return the number of micro-batches per iteration of a published run, by DeepSpeed's rule.
 
-    The rule is train_batch_size = micro-batch x accumulation x data-parallel ranks.
+    The rule is: train_batch_size = micro-batch x accumulation x data-parallel ranks.
     """
     if _blank(row, "global_batch"):
         return 1
@@ -311,7 +320,7 @@ def _number(row: dict[str, str], name: str, where: str, default: float | None = 
 
 
 def family_of(source: str) -> str:
-    """Return the campaign of a run: its source without model sizes.
+    """Return the name of the campaign that a published run belongs to: its source without model sizes.
 
     ``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` belong to the same campaign.
     """

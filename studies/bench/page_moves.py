@@ -1,4 +1,7 @@
-"""Timing of the service's web page in a real browser, from a slider's move to the new picture."""
+"""Timing of the web page of ebbtide's service in a real browser.
+
+The time is measured from the move of a slider to the updated picture.
+"""
 
 import random
 import shutil
@@ -26,9 +29,9 @@ _MOVE = """([id, share]) => {
 
 
 def page_moves(url: str, moves: int = 60) -> list[float]:
-    """Return the seconds from each move of a random slider to the new picture, as measured by the page.
+    """Move random sliders of the service's web page, and return the seconds until each updated picture.
 
-    The list is empty if Chromium or playwright is missing.
+    The page itself measures the times. The list is empty if Chromium or playwright is missing.
     """
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
@@ -55,7 +58,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
 
 
 def _answered(page: Any, times: int) -> None:
-    """Wait until the page has answered ``times`` questions and drawn the whole table."""
+    """Wait until the web page has answered ``times`` requests and has drawn its whole table."""
     page.wait_for_function(
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",

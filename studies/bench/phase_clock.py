@@ -1,4 +1,4 @@
-"""A clock for the phases of a training loop (forward, backward, step) that does not slow the loop down."""
+"""A clock for the phases of a training loop (forward, backward, step), which does not slow the loop."""
 
 import statistics
 import time
@@ -15,7 +15,8 @@ PHASES = ("forward", "backward", "step")
 class PhaseClock:
     """A clock for the phases of training: CUDA events on a GPU, wall-clock time on a CPU.
 
-    Nothing is synchronized before `iterations` is called, so that overlapping work stays overlapped.
+    The GPU is not synchronized before `iterations` is called, so that work that overlaps in training
+    still overlaps when it is timed.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -23,7 +24,7 @@ class PhaseClock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Mark the end of a training phase and the start of the next one."""
+        """Mark the end of one training phase, which is also the start of the next one."""
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
@@ -32,7 +33,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the seconds between each two neighboring marks of the clock."""
+        """Return the seconds between each two successive marks of the phase clock."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [b - a for a, b in pairs]
@@ -40,7 +41,7 @@ class PhaseClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
     def iterations(self) -> list[dict[str, float]]:
-        """Return the seconds of each phase and of the whole ``iteration``, for each timed training step."""
+        """Return one row per timed training step: the seconds of each phase, and of the whole ``iteration``."""
         seconds = self.seconds()
         stride = len(PHASES) + 1  # the gap between two steps (data, prints) is nobody's phase
         rows = []
@@ -51,7 +52,7 @@ class PhaseClock:
 
 
 def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
-    """Run one training step, and mark the clock at each phase's border. Return the detached loss."""
+    """Run one training step, and mark the clock at the end of each phase. Return the detached loss."""
     clock.mark()
     loss: torch.Tensor = engine(*batch)
     clock.mark()
@@ -63,10 +64,10 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
 
 
 def medians(rows: Sequence[dict[str, float]], warmup: int = 0) -> dict[str, float]:
-    """Return the median seconds of each training phase over the rows after the first ``warmup``.
+    """Return the median seconds of each training phase, without the first ``warmup`` steps.
 
     Raises:
-        ValueError: If no row is left.
+        ValueError: If no step is left.
     """
     kept = rows[warmup:]
     if not kept:

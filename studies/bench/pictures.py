@@ -1,4 +1,4 @@
-"""Pictures of the studies, drawn without a display."""
+"""Pictures of the studies' results, drawn by matplotlib without a display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,10 @@ from typing import Any
 
 @contextmanager
 def picture(path: Path, *grid: int, dpi: int = 130, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the figure and axes of matplotlib's ``subplots``, and save the picture after the block."""
+    """Yield a matplotlib figure and its axes for drawing, and save the picture to ``path`` afterwards.
+
+    ``grid`` and ``options`` are passed to matplotlib's ``subplots``.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

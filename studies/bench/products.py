@@ -1,4 +1,4 @@
-"""16-bit matrix products on CPUs with and without native instructions for them."""
+"""16-bit matrix products that are also fast on CPUs without instructions for them."""
 
 from functools import cache
 
@@ -9,20 +9,26 @@ from torch.nn import functional as F
 
 @cache
 def computes_16_bit() -> bool:
-    """Return whether this CPU multiplies 16-bit matrices natively, as with AVX-512 and newer.
+    """Return True if this CPU has instructions for 16-bit matrix products, as with AVX-512 and newer.
 
-    On older CPUs torch's own loops take 40 to 100 times as long as fp32 products.
+    On older CPUs, torch's own loops take 40 to 100 times as long as fp32 products.
     """
     return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
 def widened(x: torch.Tensor) -> bool:
-    """Return whether matrix products with this tensor are faster in fp32."""
+    """Return True if matrix products with this tensor are faster when computed in fp32.
+
+    This holds for 16-bit tensors on a CPU without instructions for 16-bit products.
+    """
     return x.device.type == "cpu" and x.dtype != torch.float32 and not computes_16_bit()
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` that computes in fp32 on a CPU without 16-bit products, and rounds once at the end."""
+    """An ``nn.Linear`` that computes in fp32 and rounds its result once, if the CPU needs that.
+
+    A CPU needs it if it lacks instructions for 16-bit products.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         if not widened(input):
@@ -32,5 +38,8 @@ class Linear(nn.Linear):
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ b``. On a CPU without 16-bit products, compute in fp32 and round once."""
+    """Return the matrix product ``a @ b``.
+
+    On a CPU without instructions for 16-bit products, it is computed in fp32 and rounded once.
+    """
     return (a.float() @ b.float()).to(a.dtype) if widened(a) else a @ b

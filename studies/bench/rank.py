@@ -1,4 +1,4 @@
-"""Setup of a single-rank job for a study that was started without torchrun."""
+"""Setup of a training job with a single rank, for a study that was started without torchrun."""
 
 import atexit
 import os
@@ -8,11 +8,11 @@ from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 
 def become_only_rank() -> None:
-    """Set the environment variables that torch.distributed reads, unless a launcher has set them.
+    """Make this process the only rank of a job, unless a launcher such as torchrun has set up its ranks.
 
-    The job is one rank on a port that is free now, so that several studies can run at once. torch's
-    warnings about renamed collectives are silenced, because DeepSpeed calls the old names at every
-    step.
+    The environment variables that torch.distributed reads are set, with a port that is free now, so
+    that several studies can run at the same time. torch's warnings about renamed collectives are
+    silenced, because DeepSpeed calls the old names at every step.
     """
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:

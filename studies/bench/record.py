@@ -1,4 +1,4 @@
-"""The record of a study: its figures, with machine, versions and command."""
+"""The result file of a study: its results, with the machine, the versions and the command."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy")
 
 
 def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
-    """Write a study's figures as a JSON record, whole or not at all, and return the path.
+    """Write the results of a study to a JSON file, and return the file's path.
 
-    The record's ``device_kind`` is ``cuda`` or ``cpu``. A study on the emulated device sets it to
-    ``emulated``.
+    The file is written whole or not at all. Its ``device_kind`` is ``cuda`` or ``cpu``. A study on the
+    emulated device puts ``emulated`` there.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the machine, versions and command of a measurement, for a study's record."""
+    """Return the machine, software versions and command of a measurement, for a study's result file."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -52,7 +52,7 @@ def provenance() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Return facts about the GPU that help to judge a measurement. Unknown facts are left out."""
+    """Return facts about the GPU that help to judge a measurement on it. Unknown facts are left out."""
     import torch
     from ebbtide.runtime.hardware.cores import near_cores
     from ebbtide.runtime.hardware.pci import pci_address

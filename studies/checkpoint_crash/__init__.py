@@ -1,1 +1,1 @@
-"""Study of training that is killed inside the commit protocol of a checkpoint, and of the files left on disk."""
+"""Study of checkpoints on disk after training was killed while it committed a checkpoint."""

@@ -1,12 +1,16 @@
-"""A study that kills training with SIGKILL and checks that no checkpoint is lost, torn, or resumes
-differently.
+"""A study that kills training with SIGKILL and checks the checkpoints that are left on disk.
 
-Each trial is a real training run on one or two ranks that saves after every step. It is killed at
-a named point of the commit protocol or at a random moment. Then the files on disk are verified,
-the run resumes from them, and every later step is compared, bit by bit, with an uninterrupted
-run. In a third of the runs DeepSpeed updates the state. The other runs train under a plan: with
-all or some parameters in host memory (killed with one of these locations, resumed with the
-other), with early updates, or with a part of the state on storage, where its steps are committed.
+No committed checkpoint may be lost or incomplete, and resumed training must give the same bits.
+
+Each trial is a real training run on one or two ranks that saves a checkpoint after every step. The
+run is killed at a named point of the code that commits a checkpoint, or at a random moment. Then
+the study verifies the files on disk, resumes the run from them, and compares every later step, bit
+by bit, with an uninterrupted run.
+
+Some runs train with DeepSpeed's own optimizer. All others train under a plan of ebbtide: with
+all or some parameters in host memory, with early updates (before the gradient norm is known), or
+with a part of the optimizer state on storage, where each step is committed too. A run that was
+killed with all parameters in host memory is resumed with some of them there, and vice versa.
 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
@@ -52,11 +56,11 @@ Reference = dict[tuple[int, int], tuple[str, str]]  # (rank, step) -> state hash
 
 @dataclass
 class Trial(killed.Trial):
-    """The outcome of one kill in the crash study.
+    """The outcome of one SIGKILL of a training run that saves checkpoints.
 
     Attributes:
-        homes: Location of the parameters, a key of `RESUMED_WITH`.
-        storing: True if every rank has state on storage.
+        homes: Where the run keeps its 16-bit parameters, as a key of `RESUMED_WITH`.
+        storing: True if every rank keeps some optimizer state on storage.
     """
 
     kill: Kill
@@ -79,9 +83,10 @@ TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 
 def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:
-    """Yield the kill, world size and parameter location (`Run.homes`) of each trial, without end.
+    """Yield the kill, the number of ranks and the parameter location of each trial, without end.
 
-    Every named point of the commit protocol gets its turn, with random moments in between.
+    A parameter location is a key of `RESUMED_WITH`. Every fourth kill comes at a random moment. The
+    other kills go through the named points of the code that commits a checkpoint.
     """
     rng, number = random.Random(seed), 0
     while True:
@@ -109,9 +114,10 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Return the occurrence of a named point at which the kill happens.
+    """Return the random number of the arrival at a named point of the code at which training is killed.
 
-    Old checkpoints are deleted from the third save on. Blocks are copied many times per save.
+    Few arrivals are allowed at points that delete old checkpoints, because deletion begins with the
+    third save. Many are allowed at the point that copies a block, which a save reaches many times.
     """
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
@@ -119,10 +125,10 @@ def _occurrence(point: str, rng: random.Random) -> int:
 
 
 def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
-    """Return the states of an uninterrupted run, and its length in seconds.
+    """Return the state hashes of an uninterrupted training run, by rank and step, and its time in seconds.
 
-    The run is made twice and must agree with itself. Under a plan the two runs have different
-    parameter locations, which may not change a bit.
+    The run is made twice, and both runs must agree. Under a plan they keep the parameters in different
+    places, which must not change a bit.
     """
     runs: list[Reference] = []
     for attempt, homes in enumerate(("device", "host") if planned else ("", "")):
@@ -147,7 +153,11 @@ def _require_success(run: Run) -> None:
 
 
 def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
-    """Kill a training run, verify its checkpoints, resume it, and compare it with the uninterrupted run."""
+    """Kill a training run, verify its checkpoints, resume it, and compare it with an uninterrupted run.
+
+    Returns:
+        The outcome, with all faults that were found.
+    """
     trial = Trial(kill, world_size=world_size, homes=homes)
     killed_run = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
     trial.fired = _run_and_kill(killed_run, length_s)
@@ -175,7 +185,10 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
-    """Start a run and kill one rank. Return whether the rank died of SIGKILL at the chosen point."""
+    """Start a training run and kill one of its ranks. Return True if the rank was killed as intended.
+
+    As intended means that it died of SIGKILL, and at the chosen point if there is one.
+    """
     ranks = start(run)
     victim = ranks[run.kill.rank]
     if not run.kill.point:
@@ -201,7 +214,10 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """Check that every checkpoint on disk is whole, and that no reported commit is gone."""
+    """Check the checkpoints that are on disk after a kill, and note the faults in ``trial``.
+
+    Every checkpoint must be whole, and none that the run reported as committed may be missing.
+    """
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")
@@ -228,7 +244,10 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
 
 
 def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
-    """Yield the outcomes of trials, run one after the other. No trial starts after ``limit_s`` seconds."""
+    """Run kill trials one after the other, and yield their outcomes.
+
+    No trial starts later than ``limit_s`` seconds after the first one.
+    """
     begin = time.monotonic()
     truth_of = functools.cache(functools.partial(reference, scratch=scratch))
     for number, (kill, world_size, homes) in enumerate(islice(kills(seed, trained), count)):

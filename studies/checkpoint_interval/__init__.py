@@ -1,1 +1,1 @@
-"""Study of goodput over the checkpoint interval: killed training runs compared with the prediction."""
+"""Study of goodput (useful training per time) over the checkpoint interval, predicted and measured."""

@@ -1,9 +1,12 @@
 """Goodput over the checkpoint interval: predicted, and measured on training that gets killed.
 
-The prediction uses the simulated stall, interference and time to commit. It marks the intervals
-by Young, Daly and CheckFreq, and the tuner's interval. The measurement trains a small model under
-ebbtide's runtime at each of these intervals. SIGKILL comes at exponential moments, the same for
-all intervals. Training restarts from the newest checkpoint, and useful steps are counted.
+Goodput is useful training per time. The prediction simulates how long a checkpoint stalls and
+slows down training, and how long its commit takes. It is made for the intervals of Young, Daly and
+CheckFreq, and for the interval that ebbtide's tuner chooses.
+
+For the measurement, a small model is trained under ebbtide's runtime at each of these intervals.
+Training is killed with SIGKILL after exponentially distributed times, which are the same for all
+intervals. Then it restarts from the newest checkpoint. The steps that were not lost are counted.
 
     python -m studies.checkpoint_interval --json studies/results/checkpoint/interval.json
 """
@@ -40,13 +43,16 @@ RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of uninterrupted training with checkpoints, as medians over its checkpoint cycles.
+    """Measured times of training that saves checkpoints and is not interrupted.
+
+    The training consists of cycles with one checkpoint each, and times are medians over the cycles.
 
     Attributes:
-        iteration_s: Seconds of an iteration in the second half of each cycle, after all writing.
-        stall_s: Extra seconds of the step that saves.
-        interference_s: Extra seconds of all other steps, summed up.
-        told: The runtime's own report on the last checkpoint.
+        iteration_s: Seconds of an iteration in the second half of a cycle, when no checkpoint is
+            being written.
+        stall_s: Additional seconds of the step that saves the checkpoint.
+        interference_s: Additional seconds of all other steps of a cycle together.
+        told: Times and bytes that ebbtide's runtime itself reported of the last checkpoint.
     """
 
     iteration_s: float
@@ -58,7 +64,7 @@ class Measured:
 
 
 def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
-    """Train under the plan with a checkpoint every `CYCLE` steps, then resume once, and return the times."""
+    """Measure training under a plan with a checkpoint every `CYCLE` steps, and one resume from it."""
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
         notes = folder / f"notes{run}"
@@ -80,7 +86,10 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
 
 
 def host_plan(work: Workload) -> Plan:
-    """Return a plan with all state on the host. Without a GPU there is no other placement."""
+    """Return a plan with all optimizer state in host memory, updated by the CPU.
+
+    This is the only placement on a machine without a GPU.
+    """
     return Plan(
         subgroup_size=work.subgroup_size or max(work.subgroups),
         subgroups=work.subgroups,
@@ -90,7 +99,10 @@ def host_plan(work: Workload) -> Plan:
 
 
 def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_s: float) -> Workload:
-    """Return the workload with forward and backward scaled until an iteration takes ``iteration_s`` seconds."""
+    """Return the workload with forward and backward scaled to the measured time of an iteration.
+
+    They are scaled until the simulated iteration under ``plan`` takes ``iteration_s`` seconds.
+    """
     for _ in range(4):
         factor = iteration_s / CheckpointSimulation(work, plan, machine).iteration_s
         layers = [
@@ -105,7 +117,10 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
 
 
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
-    """Return the predicted goodput over the checkpoint interval, and the intervals by the rules of thumb."""
+    """Return the predicted goodput at many checkpoint intervals, among them the intervals by known rules.
+
+    The rules are those of Young, Daly and CheckFreq, and that of ebbtide's tuner.
+    """
     iteration_s, cost = simulation.iteration_s, choice.cost
     marks = {"ebbtide": choice.saving.interval_steps, **rules_of_thumb(iteration_s, cost, failures)}
     most = 40 * max(marks.values())
@@ -134,10 +149,10 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
-    """Return predicted and recorded stalls and slowdowns.
+    """Return the predicted stalls and slowdowns by a checkpoint, and those that were measured earlier.
 
-    The record is that of `studies.checkpoint_stall`. Without a record of the same model and sequence
-    the result is empty.
+    The measurements come from the result file of `studies.checkpoint_stall`. If there is none for this
+    model and sequence length, the result is empty.
     """
     if not RECORDED_STALL.exists():
         return {}
@@ -203,7 +218,7 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """Return the distance between predicted and measured goodput, in percentage points."""
+    """Return the differences between predicted and measured goodput, in percentage points."""
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)
     apart = [100 * abs(r["goodput"] - r["predicted_goodput_same_failures"]) for r in rows]
@@ -218,11 +233,11 @@ def distance(
 
 
 def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the measured goodput at each rule's interval, and the number of pairs of rules ranked
-    correctly.
+    """Compare rules for the checkpoint interval (such as Young's or Daly's) by measured goodput.
 
-    The rules choose a checkpoint interval, and the prediction ranks them. Only pairs with different
-    intervals count. All intervals have met the same failures.
+    The result has the measured goodput at each rule's interval. It also has the number of pairs of
+    rules that the prediction ranks as the measurement does. Pairs that choose the same interval are
+    left out. Training with each interval was killed at the same times.
     """
     by_steps = {row["interval_steps"]: row for row in rows}
     seen = {

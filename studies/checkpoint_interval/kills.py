@@ -1,4 +1,4 @@
-"""Training that is killed at exponential moments: the steps it committed, and the prediction."""
+"""Training that is killed after exponentially distributed times, and the predicted number of steps."""
 
 import math
 import random
@@ -18,26 +18,30 @@ QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait") -> float:
-    """Return the expected goodput in the long run, for a checkpoint every ``steps`` steps.
+    """Return the expected goodput (useful training per time) with a checkpoint every ``steps`` steps.
 
-    Waits of a checkpoint for the previous one are included.
+    The time for which a checkpoint waits for the previous one is included.
     """
     every, paid = cost.at_interval(steps, iteration_s, busy)
     return expected_goodput(iteration_s, paid, failures, every)
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Return the predicted number of steps that are committed between two failures ``gap_s`` seconds apart."""
+    """Return the predicted number of steps that training commits between two failures.
+
+    Args:
+        gap_s: Seconds between the two failures.
+        steps: Number of steps between two checkpoints.
+    """
     every, paid = cost.at_interval(steps, iteration_s, "wait")
     interval_s = every * iteration_s + paid.stall_s + paid.interference_s
     return every * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Return exponential times between failures, in random order.
+    """Return ``count`` times between failures with an exponential distribution, in random order.
 
-    There is one time from each of ``count`` equal parts of the distribution. All checkpoint intervals
-    get the same failures.
+    The distribution is cut into ``count`` equally likely parts, and one time is taken from each part.
     """
     gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
     random.Random(seed).shuffle(gaps)
@@ -47,10 +51,10 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 def campaign(
     training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
-    """Train with each checkpoint interval, and kill the training after each of the given times.
+    """Train with each checkpoint interval in turn, and kill the training after the given times.
 
-    The intervals take turns, failure by failure, so that disturbances of the machine affect all of
-    them.
+    The first failure happens with every interval before the second one does, and so on. A disturbance
+    of the machine thus affects all intervals.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):
@@ -76,7 +80,7 @@ def campaign(
 
 
 def _committed(folder: Path) -> int:
-    """Return the step of the newest valid checkpoint, from which a restart would continue."""
+    """Return the step of the newest valid checkpoint in a folder, from which training would resume."""
     from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
     from ebbtide.runtime.checkpoint.protocol.inspect import verify
 
@@ -99,7 +103,10 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to each failure's record the iteration time around it, measured over all checkpoint intervals."""
+    """Add to each failure's results the time of an iteration around this failure.
+
+    It is the median over training with all checkpoint intervals.
+    """
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]
         for failure in turn:
@@ -109,10 +116,10 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 
 
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
-    """Return the goodput of one interval as measured, and as predicted for the same failures.
+    """Return the goodput with one checkpoint interval: measured, and predicted for the same failures.
 
-    Time is counted in iterations of the same moment, because other load makes the machine faster and
-    slower.
+    Time is counted in iterations as fast as those around each failure, because other load on the
+    machine changes the machine's speed.
     """
     steps, failures = row["interval_steps"], row["failures"]
     expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)

@@ -1,4 +1,4 @@
-"""Pictures of the study of the checkpoint interval."""
+"""The picture of the study of checkpoint intervals."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,10 @@ from studies.bench.pictures import picture
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the predicted goodput with the intervals by the rules of thumb, and the measured goodput."""
+    """Draw the predicted goodput over the checkpoint interval, and the measured goodput.
+
+    The intervals by Young, Daly, CheckFreq and ebbtide's tuner are marked.
+    """
     with picture(path, 1, 2, figsize=(11, 4.2), sharex=True, sharey=True) as (_, (left, right)):
         predicted = figures["predicted"]
         for ax in (left, right):

@@ -1,1 +1,1 @@
-"""The training runs of the checkpoint studies."""
+"""Training runs that the studies of checkpoints share."""

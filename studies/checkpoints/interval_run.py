@@ -1,4 +1,4 @@
-"""Training that checkpoints under a plan and is killed, in processes forked after all imports."""
+"""Training under a plan with checkpoints, in processes that the study forks and kills."""
 
 import time
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Training:
-    """The model that the interval study trains, named as in `studies.bench.byte_gpt.SIZES`."""
+    """The model that the study of checkpoint intervals trains: a key of `studies.bench.byte_gpt.SIZES`."""
 
     model: str = "40m"
     sequence: int = 32
     subgroup_size: int = 5_000_000
 
     def engine(self, plan: Plan) -> Any:
-        """Return an engine that trains the model with ebbtide's runtime under a plan."""
+        """Return a DeepSpeed engine that trains this model with ebbtide's runtime, under the given plan."""
         import ebbtide.runtime
 
         return ebbtide.runtime.initialize(**self._parts(), plan=plan)[0]
@@ -47,7 +47,10 @@ class Training:
 
 
 def warm_up() -> None:
-    """Import everything that each forked process needs, without starting a thread."""
+    """Import all modules that the training processes need, before they are forked.
+
+    No thread may be started, because a thread does not survive a fork.
+    """
     from studies.bench.byte_gpt import python_sources
     from studies.checkpoints.run import warm_up as warm
 
@@ -59,7 +62,10 @@ def warm_up() -> None:
 
 
 def profile(training: Training, folder: Path, seconds: float) -> None:
-    """Measure the machine and profile the workload in a child process. Write machine.json and workload.json."""
+    """Measure the machine, and profile the training with stock DeepSpeed.
+
+    The results are written to machine.json and workload.json in ``folder``.
+    """
     from ebbtide.profiler import measure_machine, profile_engine
 
     from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
@@ -80,13 +86,16 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
-    """Return the plan with a checkpoint every ``steps`` steps into a folder. 0 means no checkpoints."""
+    """Return the plan with a checkpoint into ``folder`` every ``steps`` steps. 0 means no checkpoints."""
     saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
 def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
-    """Train from the newest checkpoint if there is one, and write down each step and its time."""
+    """Train up to step ``last``, from the newest checkpoint if there is one.
+
+    Each step and its time are written to the file ``notes``.
+    """
     begin = time.monotonic()
     folder = Path(plan.checkpoint.dir or "")
     engine = training.engine(plan)
@@ -106,6 +115,9 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
 
 
 def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
-    """Return the numbers on each line of a kind from a run's notes. A line cut short by a kill is left out."""
+    """Return the numbers on the lines of a training run's notes that start with the word ``kind``.
+
+    A last line that was cut short by a kill is left out.
+    """
     lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
     return [tuple(float(x) for x in line.split()[1:]) for line in lines if line.startswith(kind)]

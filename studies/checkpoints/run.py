@@ -1,7 +1,7 @@
-"""The training run that the crash study kills: a tiny model in real DeepSpeed.
+"""The training run that the crash study of checkpoints kills: a tiny model in real DeepSpeed.
 
-Importing DeepSpeed takes seconds, so the study imports it once and forks its runs. Each run is a
-separate process with its own process group, engine, threads and files.
+Importing DeepSpeed takes seconds, so the study imports it once and then forks its runs. The ranks
+of a run are separate processes, each with its own engine, threads and files.
 """
 
 import importlib
@@ -43,12 +43,12 @@ WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 @dataclass(frozen=True)
 class Kill(killed.Kill):
-    """The moment at which one rank gets SIGKILL.
+    """The moment at which one rank of a training run is killed with SIGKILL.
 
     Attributes:
         rank: The killed rank.
-        one_tag: Save every checkpoint under the same tag, so that it replaces the last one.
-        exchange: True if the filesystem can swap two names in one step.
+        one_tag: True to save every checkpoint under the same tag, so that it replaces the last one.
+        exchange: False to behave like a filesystem that cannot swap two names in one step.
     """
 
     rank: int = 0
@@ -57,7 +57,10 @@ class Kill(killed.Kill):
 
 
 class KillingFiles(killed.KillingFiles):
-    """File operations that kill one rank at a named point, and first write to disk that the point was reached."""
+    """File operations of a checkpoint that kill one rank at a named point of the code.
+
+    Before the kill, they note in a file that the point was reached.
+    """
 
     def __init__(self, kill: Kill, rank: int, mark: Path) -> None:
         super().__init__(kill if rank == kill.rank else replace(kill, point=""))
@@ -75,14 +78,15 @@ class KillingFiles(killed.KillingFiles):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of all ranks in the crash study.
+    """One training run, with all its ranks, of the study that kills training during checkpoints.
 
     Attributes:
-        folder: Folder of the checkpoints. Logs and notes go next to it.
-        number: Number of the run in its folder: 0 is killed, 1 resumes.
-        homes: Location of the parameters, a key of `HOMES`, under a plan with updates that overlap
-            the next forward. With `STORED` a part of the state is on storage too. With `GUESSED` all
-            updates are early, and some steps clip. If empty, DeepSpeed updates the state.
+        folder: Folder of the checkpoints. Logs and notes are written next to it.
+        number: 0 for the run that is killed, 1 for the run that resumes in the same folder.
+        homes: Where the plan keeps the 16-bit parameters, as a key of `HOMES`. Updates overlap the
+            next forward. With `STORED`, a part of the optimizer state is on storage too. With
+            `GUESSED`, all updates are early (before the gradient norm is known), and some steps clip.
+            If empty, there is no plan, and DeepSpeed updates the state.
     """
 
     folder: Path
@@ -102,10 +106,10 @@ class Run:
 
 
 def warm_up() -> None:
-    """Import modules and load compiled ops once, before any run is forked.
+    """Import modules and load compiled ops once, before any training process is forked.
 
-    DeepSpeed asks for the presence of CUDA. Asking the driver would leave every forked process unable
-    to use the GPU. Asking NVML does not.
+    DeepSpeed's check for a GPU is made through NVML. A check through the CUDA driver would leave every
+    forked process unable to use the GPU.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import ebbtide.runtime.checkpoint.deepspeed.engine
@@ -124,13 +128,13 @@ def warm_up() -> None:
 
 
 def start(run: Run) -> list[Forked]:
-    """Fork one process per rank of a run."""
+    """Fork one process per rank of a training run."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
 
 def train(run: Run, rank: int) -> None:
-    """Run one rank: resume if there is a checkpoint, and train to the last step."""
+    """Train as one rank of a run up to the last step, from the newest checkpoint if there is one."""
     import torch
     import torch.distributed
 
@@ -202,7 +206,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return an engine under a plan with every placement, on the emulated device."""
+    """Return an engine under a plan that uses every placement of optimizer state, on an emulated device."""
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -249,9 +253,9 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """Return the data of a step, shifted by torch's random numbers.
+    """Return the training data of a step, shifted by a number from torch's random generator.
 
-    A random state that is lost in a resume therefore changes the weights.
+    If a resume does not restore the random state, the data and thus the weights differ.
     """
     import torch
 
@@ -263,7 +267,10 @@ def _batch(rank: int, step: int, device: Any) -> Any:
 
 
 def state_hash(engine: Any) -> str:
-    """Return a hash of every bit that training depends on: masters, moments and 16-bit parameters."""
+    """Return a hash of everything that further training depends on, in every bit.
+
+    It covers the fp32 masters, the moments and the 16-bit parameters.
+    """
     import torch
 
     from studies.bench.bits import digest
@@ -276,7 +283,10 @@ def state_hash(engine: Any) -> str:
 
 
 def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
-    """Yield the recorded steps of a rank: step, hash of the state, and chain of random numbers."""
+    """Yield what one rank of a training run noted of each step.
+
+    A note has the step's number, a hash of the training state, and a hash of the random numbers so far.
+    """
     path = run.note("steps", rank)
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -287,7 +297,7 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
 
 
 def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
-    """Wait for the processes of a run, and kill those that are left after ``timeout_s`` seconds.
+    """Wait for the processes of a training run, and kill those still running after ``timeout_s`` seconds.
 
     Returns:
         The exit codes, negative for signals.

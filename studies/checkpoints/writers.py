@@ -1,4 +1,4 @@
-"""Checkpoint writers to compare (DeepSpeed's, torch DCP and ebbtide), timed inside real training."""
+"""Checkpoint writers to compare: DeepSpeed's, torch DCP and ebbtide. They are timed in real training."""
 
 import mmap
 import os
@@ -21,7 +21,7 @@ IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of `studies.bench.byte_gpt` to train, and the number of timed steps."""
+    """A training job for measuring checkpoint writers: a model, a sequence length, a number of timed steps."""
 
     model: str
     sequence: int
@@ -35,10 +35,10 @@ class Workload:
 
 
 class Writer(ABC):
-    """A checkpoint writer, which saves and restores an engine's state.
+    """A checkpoint writer under test, which saves and restores the state of a DeepSpeed engine.
 
     Attributes:
-        waited_s: Seconds that training has waited for the writer outside of `save`.
+        waited_s: Seconds for which training has waited for the writer, outside of `save`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -47,14 +47,14 @@ class Writer(ABC):
 
     @classmethod
     def config(cls) -> dict[str, Any]:
-        """Return the keys that the writer adds to DeepSpeed's config."""
+        """Return the keys of DeepSpeed's config that select this checkpoint writer."""
         return {}
 
     @abstractmethod
     def save(self, folder: Path, tag: str) -> None: ...
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is as durable as this writer makes it."""
+        """Wait until the last checkpoint is as durable as this writer ever makes one."""
 
     def load(self, folder: Path, tag: str) -> None:
         self.engine.load_checkpoint(str(folder), tag=tag)
@@ -69,14 +69,14 @@ class Nothing(Writer):
 
 
 class TorchWriter(Writer):
-    """DeepSpeed's default checkpoint writer: torch.save, synchronous, without fsync."""
+    """DeepSpeed's default checkpoint writer, which calls torch.save. Training waits, and nothing is fsynced."""
 
     def save(self, folder: Path, tag: str) -> None:
         self.engine.save_checkpoint(str(folder), tag=tag)
 
 
 class FastPersist(TorchWriter):
-    """DeepSpeed's FastPersist writer, set by the config key ``checkpoint.writer``."""
+    """DeepSpeed's FastPersist checkpoint writer, selected by the config key ``checkpoint.writer``."""
 
     decoupled = False
 
@@ -87,7 +87,10 @@ class FastPersist(TorchWriter):
 
 
 class DecoupledFastPersist(FastPersist):
-    """DeepSpeed's FastPersist writer in a separate process. Training waits for the commit in a later step."""
+    """DeepSpeed's FastPersist checkpoint writer in a separate process.
+
+    Training waits for the commit of a checkpoint in a later step.
+    """
 
     decoupled = True
 
@@ -107,7 +110,7 @@ class DecoupledFastPersist(FastPersist):
 
 
 class DcpAsync(Writer):
-    """torch.distributed.checkpoint.async_save of the optimizer state that DeepSpeed would save."""
+    """torch.distributed.checkpoint.async_save, applied to the optimizer state that DeepSpeed would save."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -139,7 +142,10 @@ class DcpAsync(Writer):
 
 
 class Ebbtide(TorchWriter):
-    """ebbtide's lazy checkpoints with DeepSpeed's own optimizer. ``waited_s`` has the waits for the disk."""
+    """ebbtide's checkpoint writer, which copies state while training goes on, with DeepSpeed's optimizer.
+
+    ``waited_s`` counts the seconds for which an update waited until its state had been copied.
+    """
 
     def __init__(self, engine: Any) -> None:
         from ebbtide.runtime.checkpoint import install
@@ -171,9 +177,9 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Train and save with one checkpoint writer in this process, and return its figures.
+    """Train, save checkpoints with one writer, and return the writer's median times and rates.
 
-    Times are medians.
+    All runs in this process.
     """
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)
@@ -211,7 +217,7 @@ def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class _Session:
-    """Training that saves a checkpoint every few steps."""
+    """Training of a model that saves a checkpoint every few steps, with one checkpoint writer."""
 
     def __init__(self, engine: Any, batches: Any, writer: Writer, folder: Path) -> None:
         self.engine, self.batches, self.writer, self.folder = engine, batches, writer, folder
@@ -219,9 +225,13 @@ class _Session:
         self.last_tag = ""
 
     def train(self, steps: int, every: int) -> dict[str, Any]:
-        """Train, and return the medians of the stall per checkpoint and of the time per iteration.
+        """Train ``steps`` steps, and return the stall per checkpoint and the time per iteration, in seconds.
 
-        A stall includes the save itself and later waits for the checkpoint.
+        A stall is the time of the save itself and of later waits of training for this checkpoint. With a
+        checkpoint in every step the values are medians, otherwise means.
+
+        Args:
+            every: Number of steps between two checkpoints. 0 means no checkpoints.
         """
         from studies.bench.byte_gpt import train_step
 
@@ -258,7 +268,10 @@ class _Session:
 
 
 def _write_rate(session: _Session, folder: Path) -> float:
-    """Return the bytes per second of a save, from the call until the writer is done, without training."""
+    """Return the bytes per second of a checkpoint that is saved while no training runs.
+
+    The time is from the call of the writer until the checkpoint is durable.
+    """
     rates = []
     for number in range(3):
         begin = time.perf_counter()
@@ -272,17 +285,17 @@ def _write_rate(session: _Session, folder: Path) -> float:
 
 
 def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
-    """Measure the bytes/s of ebbtide's writers and of plain O_DIRECT writers, in turn.
+    """Measure in turn how fast ebbtide's checkpoint writer and plain O_DIRECT writes use a disk.
 
-    Both are timed from the first block until the bytes are on the disk. On a disk with changing
-    speed, the median of the turns' ratios shows the loss. Each writer comes first equally often,
-    because a disk is slower after some writers than after others.
+    The time runs from the first block until the bytes are on the disk. A disk's speed changes, so
+    rates are compared within a turn, and the median over the turns is returned. Each writer comes
+    first in some turns, because a disk can be slower after one writer than after another.
 
     Returns:
-        ``checkpoint_rate``: Rate relative to a plain writer of the same number of bytes, read from
-        distinct places in memory as for a checkpoint. ``checkpoint_rate_over_cached``: Rate relative
-        to a plain writer of the same two blocks again and again, which an emulated disk reads from
-        the processor's cache.
+        ``checkpoint_rate``: ebbtide's rate over that of plain writes of as many bytes, read from as
+        many places in memory as a checkpoint. ``checkpoint_rate_over_cached``: ebbtide's rate over
+        that of plain writes of the same blocks again and again, which an emulated disk reads from the
+        processor's cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),
@@ -318,7 +331,7 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def _restore(writer: Writer, folder: Path, tag: str) -> float:
-    """Return the seconds to load a checkpoint from disk, after dropping its pages from the cache."""
+    """Return the seconds to load a checkpoint from disk, with its pages dropped from the page cache first."""
     for path in (folder / tag).rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -331,11 +344,13 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
 
 
 def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
-    """Return the bytes per second of threads that only write aligned blocks with O_DIRECT.
+    """Return the bytes per second of threads that write a file in aligned blocks with O_DIRECT.
+
+    The file has the size of a checkpoint, and the time includes the final fsync.
 
     Args:
-        cached: Let each thread write one block repeatedly, instead of the many blocks of a
-            checkpoint.
+        cached: Let each thread write one block of memory repeatedly, instead of a checkpoint's many
+            blocks.
     """
     size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
     path = folder / "raw"

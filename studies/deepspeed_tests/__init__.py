@@ -1,1 +1,1 @@
-"""DeepSpeed's own tests, run with a plan on every engine that they build."""
+"""A run of DeepSpeed's own tests with a plan of ebbtide on every engine that they build."""

@@ -1,6 +1,7 @@
-"""A plan for each engine that can take one, in every process of DeepSpeed's tests.
+"""Attaching of ebbtide's plans to the engines that DeepSpeed's own tests build.
 
-If an engine could take a plan and is refused, its test fails with ebbtide's message.
+Every engine that can take a plan gets one. If ebbtide refuses such an engine, the test fails with
+ebbtide's message.
 """
 
 import copy
@@ -45,7 +46,11 @@ DEEPSPEED = deepspeed.initialize
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A running test of DeepSpeed's own suite. Unpickling this object in a process prepares it for the test."""
+    """A running test of DeepSpeed's own suite.
+
+    A process that unpickles this object builds its engines as the test's variant requires, such as with
+    a plan.
+    """
 
     name: str
     arm: str
@@ -55,7 +60,10 @@ class Case:
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
-        """Append one line to the notes on this test. Lines of concurrent ranks stay whole."""
+        """Append one line about this test to the notes file.
+
+        Each line is written in one piece, so that concurrent ranks do not mix their lines.
+        """
         rank, at_s = os.environ.get("RANK"), time.time()
         line = {"case": self.name, "arm": self.arm, "rank": rank, "at_s": at_s, **what}
         with self.notes.open("a") as file:
@@ -63,7 +71,10 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """Replace `deepspeed.initialize` in this process as the test's arm (such as stock or auto) requires."""
+    """Replace `deepspeed.initialize` in this process, so that engines are built as a variant requires.
+
+    The variants, called arms, are for example stock DeepSpeed, or ebbtide with the plan ``auto``.
+    """
     case = Case(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
     return case
@@ -101,7 +112,10 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a copy of the DeepSpeed config, and take it out of the arguments. None if it has no ZeRO."""
+    """Return a copy of the DeepSpeed config in a call's arguments, and remove it from the arguments.
+
+    None if the config has no ZeRO. The arguments are not changed then.
+    """
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(known, (str, Path)):
@@ -118,7 +132,11 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
-    """Return the config with its optimizer offloaded. An optimizer object passed by the client is kept."""
+    """Return a DeepSpeed config changed so that it offloads the optimizer to the CPU.
+
+    An existing offload setting is kept. With ``client``, the test has passed its own optimizer, which
+    DeepSpeed must not replace.
+    """
     zero = config["zero_optimization"]
     asked = (zero.get("offload_optimizer") or {}).get("device")
     if getattr(asked, "value", asked) in (None, "none") and not zero.get("cpu_offload"):
@@ -131,10 +149,10 @@ def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
 
 
 def put_plan(case: Case, engine: Any) -> None:
-    """Attach the plan of the test's arm to an engine, or note why the engine cannot take a plan.
+    """Attach a plan to an engine of a DeepSpeed test, or note why the engine cannot take a plan.
 
     Raises:
-        Exception: Any error of ebbtide for an engine that could take a plan.
+        Exception: If ebbtide refuses an engine that could take a plan, or fails.
     """
     why = without_a_plan(engine)
     if why is not None:
@@ -153,7 +171,7 @@ def reads_at_once(name: str) -> bool:
 
 
 def without_a_plan(engine: Any) -> str | None:
-    """Return the expected reason why an engine cannot take a plan. None if it can."""
+    """Return the reason why a DeepSpeed engine cannot have a plan of ebbtide, or None if it can."""
     if engine.zero_optimization_stage() == 0:
         return "ZeRO stage 0"
     if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
@@ -162,7 +180,11 @@ def without_a_plan(engine: Any) -> str | None:
 
 
 def mixed_plan(engine: Any) -> Plan:
-    """Return a plan with all placements in turn. An optimizer that runs its own step stays on the host."""
+    """Return a plan for a test's engine that uses several placements of optimizer state in turn.
+
+    A placement tells where a subgroup's state is kept and updated.
+    An optimizer that must run its own step gets a plan that leaves all its state in host memory.
+    """
     size = SUBGROUP
     if engine.zero_optimization_stage() == 3:
         size = max(1, int(engine.zero_sub_group_size()))
@@ -178,7 +200,10 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """Note that an engine has a plan and, once, that it has taken a step under the plan."""
+    """Write to the notes that an engine of a DeepSpeed test has a plan of ebbtide.
+
+    A second note follows when the engine has taken its first step under the plan.
+    """
     session = session_of(engine)
     plan = session.plan
     held = {name: plan.count(name) for name in ("resident", "device", "host", "stored")}

@@ -1,13 +1,14 @@
-"""DeepSpeed's own tests, run with a plan attached to the engines that they build.
+"""DeepSpeed's own tests, run with a plan of ebbtide attached to the engines that they build.
 
     pip install --target PYTEST 'pytest<8.4'
     python -m studies.deepspeed_tests --deepspeed-source DIR --pytest PYTEST --folder OUT --json P
 
-DIR is a checkout of DeepSpeed's source at the installed version. No file of it is copied. The
-tests run unchanged, only `deepspeed.initialize` is wrapped: it offloads the optimizer to the CPU
-if the config has ZeRO and, under a plan, attaches the plan. If an engine could take a plan and is
-refused, its test fails. The study takes hours. If it is started again with the same --folder, it
-continues.
+DIR is a checkout of DeepSpeed's source at the installed version. No file of it is copied or
+changed, only the function `deepspeed.initialize` is wrapped. If a test's config has ZeRO, the
+wrapper offloads the optimizer to the CPU and attaches a plan. For comparison, the tests also run
+without a plan. If an engine could take a plan and is refused, its test fails.
+
+The study takes hours. If it is started again with the same --folder, it continues.
 """
 
 import argparse
@@ -53,14 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def test_files(root: Path, named: Iterable[str]) -> list[str]:
-    """Return the test files of the given files and folders, relative to ``root``."""
+    """Return all test files among the given files and folders, with paths relative to ``root``."""
     found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
     found += [root / name for name in named if name.endswith(".py")]
     return [str(path.relative_to(root)) for path in found]
 
 
 def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> None:
-    """Run one test file under pytest. Run it again as long as hanging tests end it early."""
+    """Run one file of DeepSpeed's tests with pytest, in one variant (such as stock or auto).
+
+    If a test that hangs ends pytest early, pytest is started again for the remaining tests.
+    """
     orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
     plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"]
@@ -85,15 +89,15 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
 
 @cache
 def commit() -> str:
-    """Return ebbtide's git commit, with ``-dirty`` after changes. Empty outside a checkout."""
+    """Return ebbtide's git commit, with ``-dirty`` if files have changed. Empty outside a git checkout."""
     command = ["git", "-C", str(OURS), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
-    """Return the environment of pytest. Without a GPU, tests run with two ranks on this machine's CPU.
+    """Return the environment variables for pytest to run DeepSpeed's tests.
 
-    No process outlives its test.
+    Without a GPU, tests run with two ranks on the CPU. Processes are not reused by later tests.
     """
     paths = [options.pytest, OURS, options.deepspeed_source / "tests"]
     made = {
@@ -113,9 +117,10 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
 
 
 def summary(results: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return result rows by test file and arm (such as stock or auto), and the failures by name.
+    """Return the results of DeepSpeed's tests by file and variant, and a list of the failed tests.
 
-    Only tests that pass with stock DeepSpeed are counted.
+    A variant is for example stock DeepSpeed, or the plan ``auto``. Only tests that pass with stock
+    DeepSpeed are counted.
     """
     ended = {(r["arm"], r["case"]): r for r in results if "outcome" in r}
     passed = sorted(case for (arm, case), r in ended.items() if (arm, r["outcome"]) == PASSED)
@@ -132,12 +137,13 @@ PASSED = ("stock", "passed")
 
 
 def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one test file's row of results under one arm. ``cases`` are the tests that pass with stock
-    DeepSpeed.
+    """Return the results of one file of DeepSpeed's tests in one variant, such as the plan ``auto``.
 
-    ``attached`` counts passed tests with a plan on one of their engines. ``stepped`` counts those
-    that also took a step under the plan. A test that built engines with and without a plan counts as
-    attached.
+    ``attached`` counts the passed tests in which at least one engine had a plan. ``stepped`` counts
+    the passed tests in which an engine also took a step under its plan.
+
+    Args:
+        cases: Tests of the file that pass with stock DeepSpeed.
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
     good = {case for case, outcome in outcomes.items() if outcome == "passed"}
@@ -167,7 +173,7 @@ def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
-    """Return the failures under a plan of tests that pass with stock DeepSpeed."""
+    """Return the tests that pass with stock DeepSpeed and fail under a plan, each with its error."""
     found = []
     for (arm, case), result in ended.items():
         if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":

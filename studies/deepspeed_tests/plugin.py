@@ -1,7 +1,7 @@
-"""A pytest plugin that tells which of DeepSpeed's tests runs, and records its result.
+"""A pytest plugin that prepares each of DeepSpeed's tests for ebbtide and writes down its result.
 
-It is loaded by ``-p studies.deepspeed_tests.plugin``. Its settings (`Orders`) come in the
-environment.
+Pytest loads it by ``-p studies.deepspeed_tests.plugin``. Its settings (`Orders`) are in an
+environment variable.
 """
 
 import json
@@ -23,7 +23,7 @@ WORST = ("failed", "skipped", "passed")
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The settings of one pytest run of DeepSpeed's tests."""
+    """Settings of one run of DeepSpeed's tests: the variant, the result folder and the time limit."""
 
     arm: str
     folder: str  # of `results` and of the notes
@@ -47,7 +47,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def settled(orders: Orders) -> set[str]:
-    """Return the tests that need not run again: they have ended, or have hung too often."""
+    """Return the DeepSpeed tests that need not run again.
+
+    They have ended in an earlier run, or have hung too often.
+    """
     of_arm = [line for line in lines(orders.results) if line["arm"] == orders.arm]
     begun = Counter(line["case"] for line in of_arm if "outcome" not in line)
     ended = {line["case"] for line in of_arm if "outcome" in line}
@@ -55,7 +58,7 @@ def settled(orders: Orders) -> set[str]:
 
 
 class Reporter:
-    """The reporter of one pytest run of DeepSpeed's tests."""
+    """A pytest plugin object that writes the result of each of DeepSpeed's tests to a file."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders

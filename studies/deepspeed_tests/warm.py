@@ -1,6 +1,6 @@
-"""Imports of the process from which the ranks of DeepSpeed's tests are forked.
+"""Imports for the server process from which the ranks of DeepSpeed's tests are forked.
 
-An engine's first imports and queries take longer than most of the tests, so they are done once.
+The first imports and queries of an engine take longer than most tests, so they are done once here.
 """
 
 import contextlib

@@ -4,7 +4,8 @@
     python -m studies.demo --quick    # a tiny model, to see that everything works
 
 Writes these files to runs/demo/: machine.json, workload.json, plan.json, trace.json (open it in
-ui.perfetto.dev), summary.json and three pictures. The exit code is 1 if a bit differs.
+ui.perfetto.dev), summary.json and three pictures. The exit code is 1 if training under the plan
+differs from stock DeepSpeed in a bit, or a resumed run from one that was never killed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 @dataclass(frozen=True)
 class DemoSize:
-    """Size of the demo: the trained model, and the seconds and elements for measuring the machine."""
+    """Size of the demo: the model to train, and the time and number of elements for measuring the machine."""
 
     model: DemoModel = field(default_factory=DemoModel)
     seconds: float = 12.0
@@ -45,7 +46,7 @@ QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=
 
 
 class Demo:
-    """The demo's six steps, in order. Each step leaves files that the next ones read."""
+    """The demo of ebbtide in six steps. Each step writes files that the next steps read."""
 
     def __init__(self, folder: Path, size: DemoSize, console: Console) -> None:
         self.folder = folder
@@ -56,7 +57,7 @@ class Demo:
         self.first_prediction: Times = {}
 
     def prepare(self) -> None:
-        """Empty the demo's folder, so that an earlier demo's files are not mistaken for new ones."""
+        """Empty the demo's folder, so that files of an earlier demo are not taken for new ones."""
         warm_up(["studies.demo.warm"])
         for name in ("checkpoints", "runs", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -73,7 +74,11 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Profile stock DeepSpeed, make a plan, then train with both in turn. Return whether all bits are equal."""
+        """Train with stock DeepSpeed and under two plans, in turns. Return True if all give the same bits.
+
+        The first plan is made from a profile of the first steps with stock DeepSpeed. The second one differs
+        only in its early updates (before the gradient norm is known).
+        """
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
         with self._started("stock", train.stock, model=model) as stock:
@@ -109,7 +114,7 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Print the phase times and the verdict on the bits. Return whether all bits are equal."""
+        """Print the phase times of stock DeepSpeed and of the plan. Return True if both trained the same bits."""
         same = self._compare("stock", "plan")
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
@@ -119,10 +124,10 @@ class Demo:
         return same
 
     def crash(self) -> bool:
-        """Kill a training run, resume it, and compare it with a run that was never killed.
+        """Kill a training run, resume it from its checkpoint, and compare it with a run that was never killed.
 
         Returns:
-            True if all bits are equal.
+            True if both runs have the same bits.
         """
         self._headline(5, "checkpoints in the background, SIGKILL in the middle of one, resume")
         plan = self._crash_plan()
@@ -160,7 +165,6 @@ class Demo:
         self.console.print(f"\n[bold]{number}/6  {text}[/bold]")
 
     def _phase(self, title: str, work: Callable[..., object], /, **arguments: Any) -> None:
-        """Run a child process of the demo to its end."""
         with self._started(title, work, **arguments) as child:
             self._watch(child, title)
 
@@ -174,10 +178,10 @@ class Demo:
             yield child
 
     def _watch(self, child: PhaseProcess, title: str) -> None:
-        """Show the progress of a child process until it ends or pauses.
+        """Show the progress of one of the demo's processes until the process ends or pauses.
 
         Raises:
-            PhaseError: If the child process fails.
+            PhaseError: If the process fails.
         """
         with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
@@ -199,7 +203,10 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Return whether two runs have the same bits, and delete the tensors of ``reference`` (gigabytes)."""
+        """Return True if two training runs have the same bits. Then delete the tensors of ``reference``.
+
+        The tensors take gigabytes on disk.
+        """
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
         if wrong or not losses:
@@ -219,9 +226,11 @@ class Demo:
         return times | predicted_phases(plan, "plan")
 
     def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
-        """Return the plan with early updates, the iterations with and without them, and the run with them.
+        """Return the demo's results with and without early updates (before the gradient norm is known).
 
-        Iterations are in seconds, by ``measured`` and ``predicted``.
+        Returns:
+            The plan with early updates, its seconds of an iteration, those of the plan without early
+            updates, and the training run with early updates. Seconds are by ``measured`` and ``predicted``.
         """
         rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
         for name in ("plan", "toggled"):
@@ -281,7 +290,10 @@ class Demo:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo. Return 0 if all bits are equal, 1 if not, 2 if a phase failed."""
+    """Run the demo of ebbtide, and return its exit code.
+
+    The code is 0 if all compared training runs have the same bits, 1 if not, and 2 if a phase failed.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m studies.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,16 +14,16 @@ _POLL_S = 0.01
 
 
 class CrashError(RuntimeError):
-    """An error of the demo: the training run could not be killed at the intended moment."""
+    """An error of the demo: a training run could not be killed in the middle of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """The state of the demo's checkpoints at the kill.
+    """The state of the demo's checkpoints when its training was killed.
 
     Attributes:
-        committed: Tag of the last committed checkpoint, which must survive.
-        written_bytes: Bytes of the next checkpoint that are on disk, at least.
+        committed: Tag of the last committed checkpoint, which must survive the kill.
+        written_bytes: Bytes on disk of the next checkpoint, which was not committed yet.
         checkpoint_bytes: Bytes of a whole checkpoint.
     """
 
@@ -33,10 +33,10 @@ class Crash:
 
 
 def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float) -> Plan:
-    """Return the plan with asynchronous checkpoints that take about half an interval to write.
+    """Return the plan with background checkpoints, each written during about half a checkpoint interval.
 
-    The write rate is capped so that the kill finds a checkpoint half done, and so that storage
-    traffic is spread over several iterations as in a long run.
+    The write rate is limited for two reasons. The demo can then kill training while a checkpoint is
+    half written, and the disk traffic is spread over several iterations as in a long run.
     """
     rate = checkpoint_bytes / (0.5 * interval_steps * iteration_s)
     checkpoint = CheckpointPlan(
@@ -51,12 +51,13 @@ def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_
 
 
 def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
-    """Kill a training process when its second checkpoint is partly on disk and not yet committed.
+    """Kill a training process when one of its checkpoints is partly on disk and not yet committed.
 
-    Only the checkpoint folder is read: its size on disk, and the tag that ``latest`` names.
+    The moment is found from the checkpoint folder alone: its size on disk, and the tag that the file
+    ``latest`` names.
 
     Raises:
-        CrashError: If the run ends before the kill, or commits the checkpoint just before the kill.
+        CrashError: If training ends before the kill, or commits the checkpoint just before the kill.
     """
     first, size = _wait_for_commit(child, folder)
     for written in _growth(child, folder, size):
@@ -89,7 +90,7 @@ def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
 
 
 def committed(folder: Path) -> str:
-    """Return the checkpoint tag that the file ``latest`` names. Empty if there is no such file yet."""
+    """Return the tag of the newest committed checkpoint, as named by the file ``latest``, or ""."""
     latest = folder / "latest"
     try:
         return latest.read_text().strip()
@@ -98,7 +99,7 @@ def committed(folder: Path) -> str:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the bytes that a folder's files occupy on disk. Unwritten ranges of a file do not count."""
+    """Return the number of bytes that a folder's files occupy on disk, without ranges not yet written."""
     total = 0
     for parent, _, names in os.walk(folder):  # which leaves out a folder that has just gone
         for name in names:

@@ -1,4 +1,4 @@
-"""The demo's measuring phases: the machine, and the plan for this machine and the profiled workload."""
+"""The demo's steps that measure the machine and make a plan for the profiled training."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from studies.trials.phase_process import report
 
 
 def compile_kernels() -> None:
-    """Compile DeepSpeed's host ops and ebbtide's host kernel, so that later phases need not wait."""
+    """Compile DeepSpeed's CPU ops and ebbtide's CPU kernel, so that later steps of the demo need not."""
     from ebbtide.runtime.kernels import host
 
     report(0, 2, "compiling DeepSpeed's CPU Adam (about a minute, once)")
@@ -20,7 +20,7 @@ def compile_kernels() -> None:
 
 
 def measure(folder: Path, seconds: float, elements: int) -> None:
-    """Compile missing kernels, measure the machine, and write ``machine.json``."""
+    """Compile missing kernels, measure the machine's rates, and write them to ``machine.json``."""
     from ebbtide.profiler import measure_machine
 
     compile_kernels()
@@ -30,7 +30,10 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
 
 def make_plan(folder: Path) -> None:
-    """Search for a plan for the measured machine and the profiled workload, and write ``plan.json``."""
+    """Make a plan for the measured machine and the profiled training, and write it to ``plan.json``.
+
+    A second plan, which differs only in its early updates, is written to ``toggled.json``.
+    """
     from ebbtide.tuner import plan
 
     report(0, 1, "searching")
@@ -40,14 +43,21 @@ def make_plan(folder: Path) -> None:
 
 
 def toggled(plan: Plan) -> Plan:
-    """Return the plan to compare with: without its early updates, or, if it has none, with all that are possible."""
+    """Return a plan to compare a plan with, which differs only in its early updates.
+
+    An early update starts before the gradient norm is known. If the plan has early updates, the other
+    plan has none. If it has none, the other plan has as many as possible.
+    """
     early = not any(plan.updated_early)
     ways = tuple(way._replace(early=early).fitted() for way in plan.ways)
     return plan.model_copy(update={"ways": ways, "prediction": None, "alternatives": (), "reasons": ()})
 
 
 def predict_anew(folder: Path) -> None:
-    """Simulate both plans with the current profile, and write the new predictions to their files."""
+    """Simulate both plans of the demo with the newest profile, and write the predictions to their files.
+
+    The second plan differs from the first one only in its early updates.
+    """
     from ebbtide.tuner.placements.planning import predicted_anew
 
     for name in ("plan.json", "toggled.json"):

@@ -1,4 +1,4 @@
-"""The demo's three pictures: iteration timeline, memory curve, and stock DeepSpeed against the plan."""
+"""The demo's pictures: an iteration's timeline, its memory use, and times of stock DeepSpeed and plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHITE_TEXT = {"backward", "step"}
 
 
 def machine_label(machine: Machine) -> str:
-    """Return a picture's label: the machine that its figures come from."""
+    """Return a label for the demo's pictures that names the machine on which the times were measured."""
     where = machine.device_name or machine.name
     if machine.device_kind == "cuda":
         return where
@@ -29,7 +29,7 @@ def machine_label(machine: Machine) -> str:
 
 
 def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2) -> None:
-    """Draw the last predicted iterations above the last measured iterations, on the same time axis."""
+    """Draw the ops of the last iterations over time: predicted ones above, measured ones below."""
     pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
@@ -42,12 +42,15 @@ def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: s
 
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
-    """Return the part of a timeline with the last ``count`` iterations that have ended, from second 0."""
+    """Return the last ``count`` completed iterations of a timeline, shifted to begin at second 0.
+
+    A timeline holds the start and end of every op of the training steps.
+    """
     return _cut(timeline, _ended(timeline)[-count:])
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline of median length, so that disturbed timelines are left out."""
+    """Return the timeline of median length, so that timelines from a disturbed machine are avoided."""
     return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 
@@ -63,7 +66,7 @@ def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
 
 
 def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
-    """Draw the memory usage over one profiled iteration, with shaded phases."""
+    """Draw the memory in use over one profiled iteration, with the training phases shaded."""
     with picture(path, dpi=140, figsize=(9, 4.2)) as (_, ax):
         _draw_memory(ax, workload, machine)
 
@@ -92,7 +95,7 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
-    """Return start, end and name of each phase of a memory curve."""
+    """Return the start, end and name of each training phase on a curve of memory use."""
     result: list[tuple[float, float, str]] = []
     for point, following in pairwise(curve):
         if result and result[-1][2] == point.phase:
@@ -103,11 +106,11 @@ def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
 
 
 def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str) -> None:
-    """Draw one bar of stacked phase times for each run or prediction.
+    """Draw one bar for each training run or prediction, stacked from the times of the training phases.
 
     Args:
         bars: Seconds of ``forward``, ``backward`` and ``step``, by the name of the run or prediction.
-        verdict: Result of the bit comparison.
+        verdict: Text that tells whether the runs have the same bits.
     """
     with picture(path, dpi=140, figsize=(9, 0.8 * len(bars) + 1.9)) as (_, ax):
         _draw_bars(ax, bars)

@@ -1,4 +1,4 @@
-"""Reading and comparison of the results of the demo's training runs."""
+"""Reading and comparing the result files of the demo's training runs."""
 
 import json
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Run:
         first_step: Step at which the run began: 0, or a later one if the run was resumed.
         losses: Losses from step ``first_step`` on. They are exact, because JSON keeps every bit of a
             float.
-        phases: Seconds of each phase, for each timed step.
-        clipped: Number of steps that clipped or overflowed, if a plan was in force.
+        phases: Seconds of each training phase (forward, backward, step), for each timed step.
+        clipped: Number of steps that clipped or overflowed. 0 without a plan.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Run:
         return cls(name, facts["first_step"], *lists, facts["tensors"], facts.get("clipped", 0))
 
     def medians(self) -> dict[str, float]:
-        """Return the median seconds of each training phase over the run's timed steps."""
+        """Return the median seconds of each training phase over the timed steps of this run of the demo."""
         return medians(self.phases)
 
 
 def same_bits(folder: Path, ours: str, theirs: str) -> tuple[str, ...]:
-    """Return the names of parameters and moments that differ between two runs. Empty if all are equal."""
+    """Return the names of parameters and moments that differ between two training runs of the demo."""
     return differences(_tensors(folder, ours), _tensors(folder, theirs))
 
 
@@ -56,15 +56,15 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def same_losses(whole: Run, part: Run) -> bool:
-    """Return whether two runs have equal losses, from the second run's first step to the end."""
+    """Return True if a resumed training run has the losses of an uninterrupted one, step by step."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 
 
 def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
-    """Return the predicted phase times of the plan or of stock, as ``{"plan, predicted": phases}``.
+    """Return predicted phase times from a plan's file: of the plan itself, or of stock DeepSpeed.
 
-    The prediction for stock DeepSpeed comes from the plan's alternatives. Empty if it is not among
-    them.
+    ``side`` is ``plan`` or ``stock``. The result has one entry, such as ``{"plan, predicted": times}``
+    with times in seconds. It is empty if the file has no such prediction.
     """
     if side == "plan":
         chosen = plan.prediction

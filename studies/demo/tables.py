@@ -1,4 +1,4 @@
-"""The tables and lines of text that the demo prints."""
+"""The tables and texts that the demo prints."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,10 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """Return a table of a machine's most important rates. Spreads and all other rates are in its file."""
+    """Return a table for the demo of the machine's most important measured rates.
+
+    Spreads and all other rates are in the machine's file.
+    """
     table = _table("", "measured")
     device = "device" if measured.device_kind == "cuda" else f"{measured.device_kind} device"
     ways = (measured.h2d_bytes_per_s, measured.d2h_bytes_per_s)
@@ -48,7 +51,7 @@ def machine(measured: Machine) -> Table:
 
 
 def doubts(measured: Machine, path: Path) -> str:
-    """Return one line about all warnings of a machine's measurement. Empty without warnings."""
+    """Return one line on how many of the machine's rates were unsteady when measured, or "" if none was."""
     if not measured.warnings:
         return ""
     count = len(measured.warnings)
@@ -57,7 +60,7 @@ def doubts(measured: Machine, path: Path) -> str:
 
 
 def workload(profiled: Workload) -> str:
-    """Return a line with a workload's size, phase times and memory peak."""
+    """Return one line with the profiled model's size, its phase times and its peak of memory."""
     peak = max((max(p.device_bytes, p.host_bytes) for p in profiled.memory_curve), default=0)
     memory = f", memory peak {peak / 2**20:.0f} MiB" if peak else ""
     return (
@@ -68,7 +71,7 @@ def workload(profiled: Workload) -> str:
 
 
 def plan(chosen: Plan) -> Table:
-    """Return a table of the plan's prediction and those of the best alternatives, stock DeepSpeed included."""
+    """Return a table of predicted times: of the chosen plan, of other strategies, and of stock DeepSpeed."""
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
     stock = [p for p in ordered if p.strategy in STOCK_NAMES]
@@ -89,7 +92,7 @@ def plan(chosen: Plan) -> Table:
 
 
 def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
-    """Return a table of phase times, with phases as rows, and runs and predictions as columns."""
+    """Return a table of phase times, with a row per training phase and a column per run or prediction."""
     table = _table("per iteration", *columns, "speed-up")
     for phase in (*PHASES, "iteration"):
         cells = [f"{row[phase] * 1e3:.0f} ms" for row in columns.values()]
@@ -101,7 +104,10 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
 
 
 def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, float], run: Run) -> str:
-    """Return a line about the effect of early updates on the iteration, measured and predicted."""
+    """Return one line on how early updates change the time of an iteration, measured and predicted.
+
+    An early update starts before the gradient norm is known.
+    """
     if not any(plan.updated_early):
         return "early updates: none are possible under this plan"
     shown = [f"{times[k] * 1e3:.0f} ms {k} with them, {without[k] * 1e3:.0f} ms without" for k in times]
@@ -113,7 +119,7 @@ def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, 
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a line that explains the demo's predictions, with their values before the runs."""
+    """Return one line that tells the basis of the demo's predictions, and the predictions before the runs."""
     shown = [
         f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times
     ]
@@ -124,7 +130,7 @@ def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, M
 
 
 def crash(hit: Crash) -> str:
-    """Return a line about the kill: the share of the checkpoint on disk, and the committed checkpoint."""
+    """Return one line on the killed training run: how much of a checkpoint was on disk, what is committed."""
     share = hit.written_bytes / hit.checkpoint_bytes
     return (
         f"killed with {share:.0%} of the next checkpoint on disk ({hit.written_bytes / 2**20:.0f} "
@@ -134,7 +140,7 @@ def crash(hit: Crash) -> str:
 
 
 def files(folder: Path) -> Table:
-    """Return a table of the files in the demo's folder, with the purpose of each."""
+    """Return a table of the files in the demo's folder, with the purpose of each file."""
     table = _table("file", "what it is")
     table.columns[1].justify = "left"
     for name, purpose in _FILES.items():
@@ -144,7 +150,7 @@ def files(folder: Path) -> Table:
 
 
 def what_next(folder: Path) -> str:
-    """Return the demo's suggestions for next steps."""
+    """Return the text with which the demo suggests next steps to the user."""
     return (
         "\nNext: [bold]make serve[/bold] opens a page with this machine, plan and run: move a "
         "slider, see what it would change.\n"

@@ -1,7 +1,7 @@
-"""The demo's training runs: stock DeepSpeed and the plan in turn, and the run that is killed.
+"""The demo's training runs: stock DeepSpeed and two plans in turns, and a run that is killed.
 
-Each run is a separate process. It writes phase times and losses as JSON, and every parameter and
-moment as a torch file. The demo compares these files.
+Each run is a separate process. It writes its phase times and losses as JSON, and its parameters
+and optimizer state as a torch file. The demo compares these files.
 """
 
 import json
@@ -32,12 +32,12 @@ TURN_STEPS = 3
 
 @dataclass(frozen=True)
 class DemoModel:
-    """The model that the demo trains, the same in all compared runs.
+    """The model that all training runs of the demo train, and the length of a run.
 
     Attributes:
         size: Key of `studies.bench.byte_gpt.SIZES`.
-        turns: Number of turns of each side. A turn takes a second, so that drift of the machine's
-            speed affects both sides equally.
+        turns: Number of turns of stock DeepSpeed, and also of each plan. A turn takes about a second.
+            If the machine's speed drifts, all are affected equally.
     """
 
     size: str = "57m"
@@ -48,11 +48,11 @@ class DemoModel:
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps of a whole run."""
+        """Return the number of optimizer steps of a complete training run of the demo."""
         return FIRST_STEPS + self.turns * TURN_STEPS
 
     def engine(self, plan: Path | None) -> Any:
-        """Return a DeepSpeed engine for the model: stock DeepSpeed's, or ebbtide's if a plan is given."""
+        """Return a DeepSpeed engine that trains the demo's model, under ebbtide's plan if one is given."""
         model = ByteGPT(SIZES[self.size].with_sequence(self.sequence))
         config = ds_config(self.batch, self.subgroup_size)
         if plan is None:
@@ -76,14 +76,19 @@ class Training:
         self._losses: list[torch.Tensor] = []
 
     def resume(self, folder: Path) -> None:
-        """Load the newest committed checkpoint of a folder. Training continues with the step after it."""
+        """Load the newest committed checkpoint in a folder, to continue with the step after it."""
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
         self.first = self.next = self.engine.global_steps
 
     def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
-        """Train ``steps`` more steps. Time or profile those numbered in ``timed`` or ``profiled``, counted from 0."""
+        """Train ``steps`` more steps.
+
+        Args:
+            timed: Numbers of the steps whose phases are timed, counted from 0 in this call.
+            profiled: Numbers of the steps that are profiled, counted in the same way.
+        """
         last = self.next + steps
         for number, step in enumerate(range(self.next, last)):
             batch = Batches(self.model.batch, self.model.sequence).at(step, self.engine.device)
@@ -99,7 +104,7 @@ class Training:
         self.next = last
 
     def save(self, folder: Path, name: str) -> None:
-        """Write the run's losses and times to ``runs/NAME.json``, and its tensors to ``runs/NAME.pt``."""
+        """Write the losses and times to ``runs/NAME.json``, and parameters and optimizer state to ``.pt``."""
         report(self.next, self.model.steps, "collecting parameters and moments")
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")
@@ -113,7 +118,7 @@ class Training:
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def clipped(self) -> int:
-        """Return the number of steps under a plan that clipped or overflowed. 0 in stock DeepSpeed."""
+        """Return the number of this run's steps that clipped or overflowed. 0 with stock DeepSpeed."""
         session = getattr(self.engine.optimizer, "_ebbtide", None)
         return session.pausing.clipped if session is not None else 0
 
@@ -123,11 +128,12 @@ class Training:
 
 
 def stock(folder: Path, model: DemoModel) -> None:
-    """Train with stock DeepSpeed. Pause after the profile, and after each turn.
+    """Train with stock DeepSpeed for the demo, and pause before each turn and before writing the results.
 
-    One step of each turn is timed and one is profiled. ``workload.json`` is written before the first
-    turn, for the plan. After the last turn, it is written again from the turns' profiled steps, and
-    the plan is simulated again with it.
+    Other processes train in the pauses. Each turn has one timed step and one profiled step.
+    ``workload.json`` is written before the first turn, because the plan is made from it. It is written
+    again after the last turn, from the profiled steps of all turns, and gives the plans' final
+    predictions.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
@@ -145,7 +151,11 @@ def stock(folder: Path, model: DemoModel) -> None:
 
 
 def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
-    """Train under the plan of a name, with pauses around each turn. Time every step of a turn except the first."""
+    """Train under a plan for the demo, and pause before each turn and before writing the results.
+
+    ``name`` is the name of the plan's file and of the run. Other processes train in the pauses. All steps of
+    a turn except its first one are timed.
+    """
     plan = folder / f"{name}.json"
     run = Training(model, plan)
     optimizer = run.engine.optimizer
@@ -166,7 +176,10 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
 
 
 def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | None) -> None:
-    """Train under a plan with checkpoints, from the start or resumed, to the last step without pauses."""
+    """Train under a plan with checkpoints to the last step, without pauses.
+
+    If ``resume`` is a folder, training starts from its newest checkpoint.
+    """
     run = Training(model, plan)
     if resume is not None:
         run.resume(resume)

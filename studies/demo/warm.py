@@ -1,8 +1,8 @@
-"""Imports that all phases of the demo share, done once to save seconds in each phase.
+"""Imports that all processes of the demo need, made once in the process that forks them.
 
-The process that forks the phases imports this module. It starts no thread and no OpenMP team,
-because they would not survive a fork. A failing import is left to the phase that needs it,
-because a phase has a log.
+No thread and no OpenMP team may be started here, because they do not survive a fork. If an import
+fails, the error is ignored here. It comes up again in the process that needs the module, and is
+written to that process's log.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Study of unchanged training scripts that are killed while they save and rotate checkpoints."""
+"""Study of users' training scripts that are killed while they save or delete checkpoints."""

@@ -1,12 +1,12 @@
-"""A study that kills unchanged training scripts with SIGKILL while they save and rotate, and resumes
-them.
+"""A study that kills training scripts while they save or delete checkpoints, and resumes them.
 
-In each trial a script (Trainer, Accelerate, or a loop that removes the oldest folder itself)
-keeps one or two checkpoints. It is killed right after a save, while an older checkpoint is being
-deleted, or at a random moment. Then the script starts again, looks for its newest checkpoint
-itself, and trains to the end. The step that it resumed from is compared with the checkpoint that
-stock DeepSpeed would have had on disk at that point. The final state is compared with the
-uninterrupted run's, bit by bit.
+The scripts run unchanged with ebbtide: one uses Hugging Face's Trainer, one Accelerate, and one is
+a plain loop. Each keeps one or two checkpoints and deletes older ones. A script is killed with
+SIGKILL right after a save, while an older checkpoint is being deleted, or at a random moment.
+
+Then the script starts again, looks for its newest checkpoint itself, and trains to the end. The
+step that it resumed from is compared with the newest checkpoint that stock DeepSpeed would have
+had on disk at the kill. The final state is compared, bit by bit, with that of an uninterrupted run.
 
     python -m studies.front_door_kills --kills 30 --json studies/results/checkpoint/front_door.json
 """
@@ -35,13 +35,12 @@ RUN_LIMIT_S = 300.0
 
 @dataclass
 class Trial:
-    """The outcome of one kill of an unchanged training script.
+    """The outcome of one SIGKILL of an unchanged training script.
 
     Attributes:
-        stock_step: Step of the newest checkpoint that stock DeepSpeed would have at this point of the
-            script.
-        resumed_step: Step that the script resumed from. 0: It started from the beginning. -1: It
-            failed.
+        stock_step: Step of the newest checkpoint that stock DeepSpeed would have had at the kill.
+        resumed_step: Step that the script resumed from. 0 if it started from the beginning, and -1 if
+            it failed.
     """
 
     script: Script
@@ -54,8 +53,9 @@ class Trial:
 
     @property
     def lost(self) -> bool:
-        """Return whether the script fails after the kill, or starts from the beginning although stock would
-        resume.
+        """Return True if the killed training script lost its checkpoints.
+
+        It then fails after the kill, or starts from the beginning although stock DeepSpeed would resume.
         """
         return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
 
@@ -69,7 +69,10 @@ class Trial:
 
 
 def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
-    """Return the kills to try: scripts, checkpoint limits and kinds of kill in turn, at random moments."""
+    """Return the kills to try, each with a training script and the number of checkpoints that it keeps.
+
+    Scripts, numbers of checkpoints and kinds of kill take turns. The moments are random.
+    """
     rng, made = random.Random(seed), []
     kinds = ("on_save", "rotation", "random")
     for count in range(number):
@@ -89,7 +92,10 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
 
 
 def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> Trial:
-    """Kill a script, resume it, and compare the results. The folder of a successful trial is removed."""
+    """Kill a training script, resume it, and compare its results with those of an uninterrupted run.
+
+    If the trial was successful, its folder is removed.
+    """
     _run(trial, truth, length_s, scratch)
     if trial.sound:
         shutil.rmtree(scratch)
@@ -123,10 +129,10 @@ def _run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) ->
 
 
 def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
-    """Return the results of an uninterrupted run of the script, and its length in seconds.
+    """Run a training script without interruption, and return its results and its time in seconds.
 
     Raises:
-        RuntimeError: If the run fails.
+        RuntimeError: If the script fails.
     """
     begin = time.monotonic()
     scratch.mkdir(parents=True)
@@ -151,7 +157,7 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Import modules before forking, without starting a thread or a process group."""
+    """Import modules before training scripts are forked, without starting a thread or a process group."""
     warm_up()
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2

@@ -1,4 +1,4 @@
-"""Unchanged training scripts with ebbtide in DeepSpeed's JSON, as functions that a forked process runs."""
+"""Training scripts with ebbtide in their DeepSpeed config, as functions that a forked process runs."""
 
 import json
 import os
@@ -18,12 +18,12 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 
 @dataclass(frozen=True)
 class Kill:
-    """The moment at which a training script gets SIGKILL.
+    """The moment at which a study kills a training script with SIGKILL.
 
     Attributes:
         where: ``on_save``: right after a save. ``rotation``: while an older checkpoint is being
             deleted. ``random``: after ``delay_s``, by the parent process. Empty: never.
-        occurrence: Number of the save, or of the deleted file, counted from 1.
+        occurrence: Number of the save, or of the deleted file, at which the kill happens, from 1.
     """
 
     where: str = ""
@@ -33,21 +33,27 @@ class Kill:
 
 @dataclass(frozen=True)
 class Script:
-    """A training script, the number of checkpoints that it keeps, and the ``checkpoint`` settings in its JSON."""
+    """A training script to test: its kind, the checkpoints that it keeps, and its checkpoint settings."""
 
     name: str
     limit: int
     checkpoint: dict[str, Any]
 
     def saved(self, folder: Path) -> list[int]:
-        """Return the steps with a complete save in the script's folder, as stock DeepSpeed would have them."""
+        """Return the steps at which the script has saved a complete checkpoint to its folder.
+
+        A save counts if the script has written its last file, as it would with stock DeepSpeed.
+        """
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))
         return [s for s in steps if (folder / pattern.format(s) / last).exists()]
 
 
 def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
-    """Train to the end, from the newest checkpoint if there is one, and write the results to a file."""
+    """Run a training script to its end, from the newest checkpoint if there is one.
+
+    The results are written to the file ``result``.
+    """
     import ebbtide.runtime
 
     from studies.bench.bits import digest, optimizer_state
@@ -63,7 +69,7 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
 
 
 class Progress:
-    """A counter of a script's saves and deletions, which kills the process at the chosen one."""
+    """A counter of a training script's saves and deleted files, which kills the process at a chosen one."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill
@@ -76,7 +82,10 @@ class Progress:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Count deleted files of a checkpoint. This is an audit hook, because a rotation removes files one by one."""
+        """Count the files that a training script deletes from an old checkpoint.
+
+        Python calls this as an audit hook before each file operation of this process.
+        """
         if event == "shutil.rmtree":
             self._rotating = "checkpoint" in Path(str(args[0])).name
         elif event == "os.remove" and self._rotating:
@@ -181,7 +190,7 @@ def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
 
 
 def _newest(script: Script, folder: Path) -> int:
-    """Return the step of the newest checkpoint, by the numbers in folder names, as training scripts do."""
+    """Return the step of the newest checkpoint of a training script, read from the folders' names."""
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
     pattern = FOLDER[script.name]
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
@@ -195,7 +204,11 @@ def _trained(
     load: Callable[[str], object],
     save: Callable[[str], object],
 ) -> tuple[int, list[float], Any]:
-    """Train with one folder per checkpoint. Remove the oldest folder right after each save."""
+    """Train a loop that saves each checkpoint to a new folder and then deletes the oldest folders.
+
+    Returns:
+        The step that training started from, the losses, and the engine's optimizer.
+    """
     examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
     if first:

@@ -1,1 +1,1 @@
-"""The suite of checks and measurements for a machine with a GPU."""
+"""A suite of checks and measurements of ebbtide for a machine with a GPU."""

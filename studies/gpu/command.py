@@ -1,13 +1,14 @@
-"""All checks and measurements that need a GPU, in one command or part by part.
+"""All checks and measurements of ebbtide that need a GPU, in one command or part by part.
 
     python -m studies.gpu --out DIR [--part smoke] [--minutes 9]
     python -m studies.gpu --rehearse [--out DIR]     every part without a GPU, at toy sizes
-    python -m studies.gpu --plot DIR                 pictures of the records in DIR
+    python -m studies.gpu --plot DIR                 pictures of the results in DIR
 
-Parts: smoke, contract, baseline (1.3b), peers (3b), speed (1.3b), checkpoints. A part consists of
-sections, which can be named too. Every section is a process. It writes the record
-DIR/SECTION.json when it ends, and prints to DIR/logs/. A failure stops no other section. If the
-suite is started again, it continues. DIR/results.tar.gz holds all results.
+Parts, with the default model size: smoke, contract, baseline (1.3b), peers (3b), speed (1.3b),
+parameters (3b), checkpoints. A part consists of sections, which can also be named after --part.
+Each section runs in its own process, which writes its result to DIR/SECTION.json and its output to
+DIR/logs/. If a section fails, the others still run. If the command is started again, it continues
+with what is missing. DIR/results.tar.gz holds all results.
 """
 
 import argparse
@@ -36,7 +37,7 @@ ARCHIVED_BYTES = 8 * 2**20  # of a file: traces and records, no storage benchmar
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command ``python -m studies.gpu``. The exit code is 1 if a section failed or bits differ."""
+    """Run the GPU suite's command. It exits with code 1 if a section fails or ebbtide's bits differ."""
     args = _arguments(arguments)
     if args.plot is not None:
         for picture in draw_parts(args.plot):
@@ -144,9 +145,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a section of the GPU suite in its own process, and return its record.
+    """Run one section of the GPU suite in its own process, and return its results.
 
-    A complete record of an earlier run is reused.
+    If the folder has complete results of an earlier run, they are returned instead.
     """
     path = suite.out / f"{name}.json"
     if not suite.again and (known := _whole(path, suite)) is not None:
@@ -218,7 +219,7 @@ def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def archive(folder: Path) -> Path:
-    """Pack all records, logs and pictures of a folder into one archive, written whole or not at all."""
+    """Pack all results, logs and pictures of a folder into one archive, written whole or not at all."""
     path = folder / ARCHIVE
     temporary = path.with_suffix(".part")
     kept = {".json", ".png", ".stderr", ".stdout", ".command"}

@@ -1,9 +1,10 @@
-"""Bit identity on this machine: ebbtide against stock DeepSpeed over many configurations and
-placements.
+"""A check on this machine that ebbtide trains the same bits as stock DeepSpeed.
 
-Stock DeepSpeed trains every configuration twice. If its two runs differ, because a kernel sums in
-any order, a difference between ebbtide and stock proves nothing, and the row says so. The tests'
-own contract is wider, but it is in ``tests/``. This module needs only the package.
+Many configurations and placements of optimizer state are compared. Stock DeepSpeed trains each
+configuration twice. If its own two runs differ, because a kernel adds numbers in a varying order,
+then a difference between ebbtide and stock DeepSpeed means nothing, and the result says so.
+
+The project's tests compare more configurations. This module needs only the installed package.
 """
 
 import itertools
@@ -55,9 +56,9 @@ IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3", "parameters in host 
 
 
 def contract(suite: Suite) -> Figures:
-    """Compare all configurations with stock DeepSpeed, as far as the time allows, and return the record.
+    """Compare ebbtide with stock DeepSpeed in all configurations that the time limit allows.
 
-    The record's ``correct`` is None if nothing was compared.
+    The result's ``correct`` is True if all compared bits are equal, and None if nothing was compared.
     """
     settle()
     rows: list[Figures] = []
@@ -76,7 +77,7 @@ def contract(suite: Suite) -> Figures:
 
 
 def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
-    """Return the record of the comparisons so far. ``correct`` is None if nothing was compared."""
+    """Return the results of all comparisons so far. ``correct`` is None if nothing was compared."""
     compared = [row for row in rows if row["identical"] is not None]
     differing = [row for row in compared if not row["identical"]]
     return {
@@ -90,9 +91,10 @@ def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
 
 
 def settle() -> None:
-    """Choose kernels that sum in a fixed order, and speed up the making of engines.
+    """Select kernels that add numbers in a fixed order, and speed up the building of engines.
 
-    Kernels without a fixed order are detected by the control run. No engine of this process is timed.
+    If a kernel still has no fixed order, two runs of stock DeepSpeed differ, which shows it. No engine
+    of this process may be timed after this call.
     """
     answer_once()
     if torch.cuda.is_available():
@@ -154,7 +156,10 @@ def _stored(options: dict[str, Any], emulated: bool) -> Outcome:
 
 
 def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
-    """Train with the plan ``auto``, which switches to its own plan before the last steps."""
+    """Train a tiny model with the plan ``auto``, and return its final state, losses and gradient norms.
+
+    With ``auto``, ebbtide switches to a plan that it makes itself, before the last steps.
+    """
     import ebbtide.runtime
     from ebbtide.profiler import measure_machine
 
@@ -167,10 +172,10 @@ def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
 def start(
     stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, *, frozen: bool = False, **options: Any
 ) -> Any:
-    """Return a DeepSpeed engine on a tiny model, which always starts from the same weights.
+    """Return a DeepSpeed engine on a tiny model, with the same initial weights at each call.
 
     Args:
-        frozen: Leave every second parameter untrained.
+        frozen: True to leave every second parameter untrained.
     """
     import deepspeed
 
@@ -184,7 +189,11 @@ def start(
 
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **fields: Any) -> Any:
-    """Return the engine with a plan that repeats the given placements, and random delays before each op."""
+    """Attach a plan to an engine, with a random delay before each op, and return the engine.
+
+    ``pattern`` is a list of placements, which the plan repeats over the subgroups of optimizer state.
+    A placement tells where a subgroup's state is kept and updated.
+    """
     import ebbtide.runtime
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
@@ -198,9 +207,10 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
 
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
-    """Return a plan that repeats the given placements over the engine's subgroups.
+    """Return a plan that repeats a list of placements over an engine's subgroups of optimizer state.
 
-    Below ZeRO-3 the plan cuts the optimizer state into subgroups of ``subgroup`` elements.
+    A placement tells where a subgroup's state is kept and updated. With ZeRO-1 and ZeRO-2, the plan cuts the
+    optimizer state into subgroups of ``subgroup`` elements.
     """
     from ebbtide.runtime.zero.cuts import subgroups_of
 
@@ -215,7 +225,10 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
 
 
 def train(engine: Any) -> Outcome:
-    """Train all steps, destroy the engine, and return its state, losses and gradient norms."""
+    """Train an engine for a fixed number of steps, and return its final state, losses and gradient norms.
+
+    The engine is destroyed afterwards.
+    """
     losses, norms = _steps(engine, 0, STEPS)
     state = state_of(engine)
     engine.destroy()
@@ -232,7 +245,7 @@ def _steps(engine: Any, first: int, end: int) -> tuple[list[torch.Tensor], list[
 
 
 def differing(ours: Outcome, stock: Outcome) -> list[str]:
-    """Return the names of the tensors, losses and norms that differ between two training runs."""
+    """Return the names of the tensors, losses and gradient norms that differ between two training runs."""
     result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
     result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]

@@ -1,4 +1,4 @@
-"""The parts of the GPU suite, and the sections of each part."""
+"""The parts of the GPU suite, and the sections (single checks or measurements) of each part."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,10 @@ from studies.peers import compare
 
 
 def peers(suite: Suite) -> Figures:
-    """Train with all compared systems in turn: same model, same GPU memory cap, same seeds."""
+    """Train the same model with ebbtide and with all systems that it is compared with, in turn.
+
+    All get the same GPU memory and the same random seeds.
+    """
     return compare(suite)
 
 
@@ -59,7 +62,10 @@ BUDGET_S = {
 
 
 def sections_of(names: list[str]) -> list[tuple[str, str]]:
-    """Return the (part, section) pairs of the named parts or sections, each once, in the suite's order."""
+    """Return the (part, section) pairs that the given names select, each once, in the suite's order.
+
+    A name is that of a part, or of a section. Without a name, all are selected.
+    """
     wanted = set(names) or set(PARTS)
     return [
         (part, section)

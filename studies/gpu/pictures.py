@@ -1,4 +1,4 @@
-"""Pictures of the GPU suite's parts, drawn from their JSON on any machine."""
+"""Pictures of the GPU suite's results, drawn from its JSON files on any machine."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +12,10 @@ PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 
 def draw_parts(folder: Path) -> list[Path]:
-    """Draw a picture for every record of the suite that has rows to show, and return the pictures'
-    paths.
+    """Draw a picture for each result file of the GPU suite that has rows, and return the pictures' paths.
 
     Raises:
-        SystemExit: If the folder holds no such record.
+        SystemExit: If the folder holds no such file.
     """
     result = []
     for part, draw in DRAWERS.items():
@@ -33,7 +32,10 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows of a record that ran. The section `efficiency` has a single row."""
+    """Return the rows of a GPU suite's result, without those that failed.
+
+    The result of the section `efficiency` has only one row.
+    """
     rows = record.get("rows") or [record.get("row") or {}]
     return [row for row in rows if row.get("iteration_s")]
 

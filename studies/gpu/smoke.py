@@ -1,4 +1,7 @@
-"""Checks that fail first on a new machine: compilers, the GPU kernel, one training step, overlap of lanes."""
+"""The GPU suite's quick checks of a new machine, which find most faults first.
+
+They check the compilers, the GPU kernel, a training step, and if copies and updates overlap.
+"""
 
 import itertools
 import os
@@ -20,7 +23,7 @@ DEVICE_LANES = D2H_LANES | H2D_LANES | {Lane.DEVICE_UPDATE}
 
 
 def ops(suite: Suite) -> Figures:
-    """Check that DeepSpeed's host ops and ebbtide's host and GPU kernels compile, or are compiled already."""
+    """Check that DeepSpeed's CPU ops, and ebbtide's CPU and GPU kernels, are compiled or can be compiled."""
     from ebbtide.runtime.kernels import host
 
     from studies.bench.deepspeed_ops import build_host_ops
@@ -45,7 +48,7 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """Compile DeepSpeed's fused Adam for training without offload, so that no later section spends that time."""
+    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for it."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -56,7 +59,7 @@ def _fused_adam() -> str:
 
 
 def kernel_bits(suite: Suite) -> Figures:
-    """Compare the GPU kernel with the host kernel bit by bit, on random and special values."""
+    """Compare ebbtide's GPU and CPU kernels for the update, bit by bit, on random and special values."""
     from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
     from ebbtide.runtime.kernels.host import host_update
 
@@ -109,18 +112,22 @@ def _on_device(
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the number of elements with different bits. 0.0 differs from -0.0, and any two NaN are equal."""
+    """Return the number of elements with different bits in two tensors.
+
+    0.0 differs from -0.0, and any two NaN count as equal.
+    """
     bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
     same = (a.view(bits) == b.view(bits)) | (torch.isnan(a) & torch.isnan(b))
     return int((~same).sum())
 
 
 def one_step(suite: Suite) -> Figures:
-    """Train a tiny model under all placements for a few steps, and compare it with stock DeepSpeed.
+    """Train a tiny model with all placements of optimizer state, and compare it with stock DeepSpeed.
 
     Returns:
-        The tensors that differ, the overlap of the lanes, and every place in the code that makes the
-        host wait for the GPU in a steady step.
+        The tensors that differ, and the seconds for which two or more lanes worked at the same time (a
+        lane is a queue of ops that run one after the other, such as a copy direction). Also each place
+        in the code that makes the host wait for the GPU during a step after the warm-up.
     """
     settle()
     stock = train(start())
@@ -142,7 +149,7 @@ def one_step(suite: Suite) -> Figures:
 
 
 def sanitizer(suite: Suite) -> Figures:
-    """Run the section ``one_step`` again under NVIDIA's checker of memory accesses, if it is installed."""
+    """Run the GPU suite's section ``one_step`` under NVIDIA's memory checker, if it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None or suite.emulated:
         return {"summary": "compute-sanitizer is not installed, or there is no GPU: not run"}
@@ -155,11 +162,10 @@ def sanitizer(suite: Suite) -> Figures:
 
 
 class Synchronisations:
-    """A counter of calls that make the host wait for the GPU and that torch's own debug mode does not
-    report.
+    """A counter of calls that make the host wait for the GPU, for those that torch's debug mode misses.
 
     Attributes:
-        places: Number of calls by function and calling file and line.
+        places: Number of such calls, by called function and by the file and line of the caller.
     """
 
     NAMES = ("synchronize", "Event.synchronize", "Stream.synchronize")
@@ -194,7 +200,12 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """Train without delays. Return the last timeline, and the number of waits for the GPU by place in the code."""
+    """Train a tiny model under a plan, and look for waits in the steps after the warm-up.
+
+    Returns:
+        The timeline of the last steps, and the number of times that the host waited for the GPU, by
+        place in the code.
+    """
     import ebbtide.runtime
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -225,7 +236,14 @@ def _debug_waits(mode: str) -> None:
 
 
 def overlap(timeline: Timeline) -> tuple[float, float]:
-    """Return the seconds of a timeline with two or more busy update lanes, and with any busy update lane."""
+    """Return how long the work of updates overlaps in a timeline, in seconds.
+
+    A lane is a queue of ops that run one after the other, such as the CPU's updates or a copy
+    direction.
+
+    Returns:
+        Seconds with two or more busy lanes, and seconds with at least one.
+    """
     spans = [s for s in timeline.spans if s.lane in DEVICE_LANES or s.lane == Lane.HOST]
     marks = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
     both = busy = 0.0

@@ -1,4 +1,4 @@
-"""Measurements at the size of one GPU: the machine, stock DeepSpeed, a plan and the plan's features."""
+"""The GPU suite's measurements: the machine, stock DeepSpeed, a plan, and what each feature gains."""
 
 import json
 from typing import Any
@@ -10,18 +10,18 @@ from studies.gpu.suite import Figures, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
-    """Measure the machine's rates, and save its profile."""
+    """Measure the machine's rates for the GPU suite, and save them as a machine profile."""
     machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
 
 
 def baseline(suite: Suite) -> Figures:
-    """Time stock DeepSpeed twice, and ebbtide once under the tuner's plan.
+    """Time two runs of stock DeepSpeed, and one of ebbtide under the tuner's plan.
 
-    Stock DeepSpeed uses pinned memory and cores near the GPU. Its second run is the control: if the
-    two stock runs differ in a bit, nothing can be said about ebbtide's bits. A difference of their
-    times is noise.
+    Stock DeepSpeed uses pinned memory and the cores near the GPU. Its second run is a control: if a bit
+    differs between its two runs, nothing can be concluded about ebbtide's bits. The difference of their
+    times shows the noise of the measurement.
     """
     suite.plan()
     stocks = {name: ["--variant", "stock"] for name in ("stock", "stock_again")}
@@ -33,10 +33,10 @@ def baseline(suite: Suite) -> Figures:
 
 
 def parameter_offload(suite: Suite) -> Figures:
-    """Time training with parameters in host memory: stock DeepSpeed twice and ebbtide twice.
+    """Time training with parameters in host memory: two runs of stock DeepSpeed, and two of ebbtide.
 
-    ebbtide trains once with all state and parameters in host memory, and once with half of the
-    parameters on the GPU.
+    ebbtide's first run keeps all optimizer state and parameters in host memory. Its second run keeps
+    half of the parameters on the GPU.
     """
     away = ["--offload-param"]
     rows = suite.trials(
@@ -68,11 +68,12 @@ def _ebbtide(suite: Suite) -> list[str]:
 
 
 def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
-    """Compare ebbtide's run with two runs of stock DeepSpeed.
+    """Compare a run of ebbtide with two runs of stock DeepSpeed. The second stock run is a control.
 
     Returns:
-        ``correct``, ``control_identical``, ``noise`` (time of the second stock run over the first)
-        and ``speedup``.
+        ``correct``: True if ebbtide's bits equal stock's, None if that cannot be judged.
+        ``control_identical``: True if the two stock runs have the same bits. ``noise``: time of the
+        second stock run over the first. ``speedup``: time of stock over ebbtide's.
     """
     figures: Figures = {"correct": None, "control_identical": None, "speedup": None}
     if "failed" in stock:
@@ -88,7 +89,10 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
 
 
 def efficiency(suite: Suite) -> Figures:
-    """Measure the chosen plan and compare its time with the lower bound."""
+    """Measure the tuner's plan on the GPU, and divide the lower bound of an iteration by its time.
+
+    The lower bound is a time that no plan can beat.
+    """
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
     row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
     limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
@@ -101,7 +105,7 @@ def efficiency(suite: Suite) -> Figures:
 
 
 def ablation(suite: Suite) -> Figures:
-    """Measure the chosen plan without one feature at a time, all on one engine."""
+    """Measure the tuner's plan complete and with one of its features off at a time, on one engine."""
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {
         "whole": {},
@@ -114,7 +118,7 @@ def ablation(suite: Suite) -> Figures:
 
 
 def fidelity(suite: Suite) -> Figures:
-    """Compare predicted and measured times of many kinds of plans, all on one engine."""
+    """Compare predicted and measured iteration times of many different plans, all on one engine."""
     workload, machine = suite.workload(), suite.machine()
     plans = _varied(suite, workload)
     rows = suite.plans("fidelity", plans)
@@ -142,7 +146,7 @@ def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
 
 
 def checkpoint_stall(suite: Suite) -> Figures:
-    """Measure the cost of a checkpoint, with `studies.checkpoint_stall` in its own process."""
+    """Measure how a checkpoint slows down training, with `studies.checkpoint_stall` in its own process."""
     path = suite.out / "checkpoint_stall_full.json"
     command = ["studies.checkpoint_stall", "--json", str(path)]
     if suite.emulated:

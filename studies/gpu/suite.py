@@ -1,4 +1,4 @@
-"""Shared parts of the GPU suite's sections: the folder, the sizes, and processes with a time limit."""
+"""Code that all sections of the GPU suite share: settings, files, and processes with a time limit."""
 
 import contextlib
 import json
@@ -24,20 +24,20 @@ SHOWN_CHARACTERS = 300  # of an error; the whole of it is in the folder's logs/
 
 
 class OutOfTimeError(RuntimeError):
-    """An error of the GPU suite: the time given by ``--minutes`` is used up."""
+    """An error of the GPU suite: the time allowed by ``--minutes`` is used up."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The settings that all sections of the GPU suite share.
+    """The settings of one run of the GPU suite, and the functions that its measurements share.
 
     Attributes:
-        emulated: Run tiny sizes on a machine without a GPU.
-        deadline_s: Time on the monotonic clock by which every process must have ended.
-        again: Also repeat measurements of an earlier run.
-        at_once: Number of concurrent trials. Use more than one only if trials are not timed.
-        host_gib: Host memory in GiB. If None, the system's figure is used, which may be too small on
-            a virtual machine that grows with its use.
+        emulated: True to run tiny sizes on a machine without a GPU.
+        deadline_s: Time on the monotonic clock by which every process must have ended, in seconds.
+        again: True to repeat measurements that an earlier run has already made.
+        at_once: Number of concurrent training runs. More than one makes their times useless.
+        host_gib: Host memory in GiB. If None, the number that the system reports is used. This may be
+            too small on a virtual machine whose memory grows with its use.
     """
 
     out: Path
@@ -52,14 +52,14 @@ class Suite:
 
     @property
     def steps(self) -> int:
-        """Return the number of timed steps of a trial."""
+        """Return the number of timed steps of a training run in the GPU suite."""
         return 2 if self.emulated else 8
 
     def left_s(self, most_s: float = TRIAL_LIMIT_S) -> float:
-        """Return the seconds that a process started now may take.
+        """Return the seconds that a process may take if it is started now, at most ``most_s``.
 
         Raises:
-            OutOfTimeError: If almost no time is left.
+            OutOfTimeError: If almost no time is left until the suite's deadline.
         """
         left_s = min(most_s, self.deadline_s - time.monotonic())
         if left_s < LEAST_S:
@@ -69,10 +69,10 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """Run `studies.trials.offload_trial` once as a process, and return its row.
+        """Run one training of `studies.trials.offload_trial` in its own process, and return its results.
 
-        If the trial fails, the row says how. A result of an earlier run with the same arguments is
-        reused.
+        If the training fails, the result tells how. The result of an earlier run with the same arguments
+        is reused, unless the suite was told to repeat all.
         """
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]
@@ -80,7 +80,7 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """Run one trial per name with its arguments, and return the rows by name in this order."""
+        """Run one training per name with its arguments, and return the results by name, in the same order."""
         if self.at_once == 1:  # here, where an interrupt ends the trial that runs
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -88,7 +88,7 @@ class Suite:
             return dict(zip(arguments, rows, strict=True))
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
-        """Measure several plans in one process of `studies.trials.plan_trials`, in turn on the same engine."""
+        """Measure several plans in turn on one engine, in a process of `studies.trials.plan_trials`."""
         folder = self._of_this_size("trials", name)
         folder.mkdir(parents=True, exist_ok=True)
         for number, (of, plan) in enumerate(plans.items()):
@@ -117,7 +117,10 @@ class Suite:
         ]
 
     def _of_this_size(self, *parts: str) -> Path:
-        """Return the path of a file for this model size, because one folder can hold suites of several sizes."""
+        """Return the path of a result file that depends on the model size.
+
+        One folder can hold results of several model sizes.
+        """
         return self.out.joinpath(self.size, *parts)
 
     def _measured(self, path: Path, command: list[str]) -> Figures:
@@ -137,10 +140,11 @@ class Suite:
         return figures if failed is None else {**figures, "failed": failed}
 
     def run(self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()) -> str | None:
-        """Run ``python -m`` with a command on cores near the GPU, and write its output to logs/.
+        """Run ``python -m`` with the given command in a new process, and write its output to logs/.
 
         Args:
-            under: Tool that runs the command, with the tool's options.
+            limit_s: Seconds after which the process is killed.
+            under: Program with its options that starts Python, such as a memory checker.
 
         Returns:
             One line about the failure. None if the command succeeded.
@@ -170,10 +174,10 @@ class Suite:
         return f"{lines[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment of a trial: one thread per core near the GPU, as DeepSpeed's documentation
-        advises.
+        """Return the environment variables for a training process of the GPU suite.
 
-        All compared systems get the same environment.
+        They set one thread per core near the GPU, as DeepSpeed's documentation advises. All compared
+        systems get the same environment.
         """
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
         if not self.emulated:
@@ -193,7 +197,7 @@ class Suite:
         return Machine.load(path)
 
     def measure_machine(self) -> Machine:
-        """Measure the machine's rates. This takes a minute on a GPU machine."""
+        """Measure the rates of the machine that the GPU suite runs on. With a GPU this takes a minute."""
         from ebbtide.profiler import measure_machine
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {"seconds": 45.0}
@@ -211,7 +215,10 @@ class Suite:
         return Workload.load(path)
 
     def plan(self) -> Plan:
-        """Return the tuner's plan within the GPU memory cap. A plan that was saved before is reused."""
+        """Return the tuner's plan for the GPU suite's model within its GPU memory limit.
+
+        A plan that an earlier call has saved is reused.
+        """
         if not self.plan_path.exists():
             self._plan_for(self.workload()).save(self.plan_path)
         return Plan.load(self.plan_path)
@@ -223,17 +230,17 @@ class Suite:
         return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit)
 
     def plan_all_on(self, micro_batches: int) -> Plan:
-        """Return the tuner's plan for steps of several micro-batches without clipping, with every feature
-        allowed.
+        """Return the tuner's plan for steps of several micro-batches that never clip.
 
-        In a rehearsal the plan uses every feature, even if a feature is slower.
+        Such steps allow every feature of a plan. On a machine without a GPU, the plan is then changed to
+        use every feature, even if a feature makes it slower.
         """
         accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
         plan = self._plan_for(self.workload().model_copy(update=accumulating))
         return plan.with_bits(early=True, sum_on_device=True) if self.emulated else plan
 
     def save_plan(self, name: str, plan: Plan) -> Path:
-        """Save the plan of the named trial, and return the file's path."""
+        """Save the plan of the training run ``name``, and return the file's path."""
         path = self._of_this_size(f"{name}.plan.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
@@ -245,7 +252,7 @@ class Suite:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its whole session, because the trials of a section are processes of their own."""
+    """Kill a process of the GPU suite together with all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

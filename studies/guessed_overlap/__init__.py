@@ -1,1 +1,1 @@
-"""Study of early updates: their gain, and the cost of steps that clip."""
+"""Study of early updates (before the gradient norm is known): their gain, and the cost of clipping."""

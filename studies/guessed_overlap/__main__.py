@@ -1,13 +1,18 @@
-"""The gain of updates before the gradient norm, and the cost of steps that clip.
+"""The gain of early updates (before the gradient norm is known), and the cost of steps that clip.
 
     python -m studies.guessed_overlap --json guessed.json
 
-Trains on the emulated device with real copies, updates and bits, in sequences of steps that clip at a rate, in
-bursts or more and more often: whole subgroups, and pieces of DeepSpeed's. One engine runs all of them, under one
-plan with and without early updates in turn: a block of steps without them lies before and behind each part of a
-sequence. An iteration's time is the mean of the medians of its kinds (early updates right, wrong or none), each as
-often as it occurs, so that a moment in which the machine is busy elsewhere counts for little. No figure is a GPU
-figure.
+An early update assumes that the step neither clips nor overflows. If the assumption fails, the
+update is redone.
+
+The study trains on an emulated device with real copies, updates and bits. It trains sequences of
+steps that clip at a given rate, in bursts, or more and more often. Subgroups are updated whole, or
+cut into parts. One engine runs all sequences, under one plan with and without early updates in
+turn: there are some steps without early updates before and after each part of a sequence.
+
+A step's early updates are right, wrong or absent. The reported iteration time takes the median of
+each of these kinds, weighted by how often the kind occurs. So a short disturbance of the machine
+hardly counts. No number of this study is a GPU measurement.
 """
 
 import logging
@@ -41,15 +46,16 @@ Outcomes = list[bool | None]  # by step: whether early updates were right; None:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of steps. Times in seconds of an iteration.
+    """The results of one sequence of training steps. Times are in seconds of an iteration.
 
     Attributes:
-        plain_s: without early updates, in the blocks between the sequence's parts.
-        rule_s: with early updates under the rule that pauses them (`ebbtide.simulator.update.pausing`).
-        rule_mean_s: the plain mean of the same steps.
-        always_s: with early updates in every step. 0: not measured.
-        over_plain: ``rule_s`` over ``plain_s``.
-        early, wrong: shares of the steps with early updates, and with wrong ones.
+        plain_s: Time without early updates, from the steps between the sequence's parts.
+        rule_s: Time with early updates that are paused by the rule of
+            `ebbtide.simulator.update.pausing`.
+        rule_mean_s: Plain mean of the times that ``rule_s`` is made from.
+        always_s: Time with early updates in every step. 0 if it was not measured.
+        over_plain: ``rule_s`` divided by ``plain_s``.
+        early, wrong: Fractions of the steps that had early updates, and that had to redo them.
     """
 
     subgroups: str
@@ -64,7 +70,7 @@ class Row:
 
 
 def sequences(steps: int) -> Mapping[str, Clips]:
-    """Return the sequences by name. A sequence is a function that tells whether a step clips."""
+    """Return the step sequences to train, by name. Each is a function that tells which steps clip."""
 
     def at(rate: float) -> Clips:
         return lambda step: Random(f"{rate} {step}").random() < rate
@@ -92,7 +98,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
-    """Return the figures of the study, for whole subgroups and for subgroups cut into parts."""
+    """Measure early updates for whole subgroups and for subgroups cut into parts. Return all results."""
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
         trial = Trial(name, setting, zero)
@@ -112,10 +118,10 @@ def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[st
 
 
 class Trial:
-    """One engine under a plan, with and without early updates.
+    """One engine that trains with and without early updates in turn.
 
     Attributes:
-        clipped: by step, whether it clipped.
+        clipped: For each step so far, True if the step clipped.
     """
 
     def __init__(self, name: str, setting: Setting, zero: Mapping[str, Any]) -> None:
@@ -131,11 +137,15 @@ class Trial:
         self._blocks = list[float]()  # seconds of an iteration in each block without early updates
 
     def rows(self, asked: Mapping[str, Clips], steps: int) -> list[Row]:
-        """Return a row for each sequence."""
+        """Train each sequence of steps with and without early updates, and return a row of times for each."""
         return [self._row(sequence, clips, steps) for sequence, clips in asked.items()]
 
     def _row(self, sequence: str, clips: Clips, steps: int) -> Row:
-        """Return one sequence's row. Its parts take turns with steps without early updates, and with all of them."""
+        """Train one sequence of steps, and return its row of times.
+
+        The parts of the sequence alternate with steps without early updates. For one sequence there are
+        also steps with early updates that are never paused.
+        """
         every = sequence == f"{COMPARED:.0%}"
         rule, always = _Steps(self._account()), _Steps(self._account())
         plain = [self._block()]
@@ -173,11 +183,12 @@ class Trial:
         return block.iteration_s
 
     def _train(self, plan: Plan, steps: int, clips: Clips, number: int, to: "_Steps", *, always: bool = False) -> None:
-        """Train some steps under a plan and note their times. The sequence's first of them is ``number``.
+        """Train steps of a sequence under a plan, and add their times and early updates to ``to``.
 
         Args:
-            to: Its account goes on, and does not see the warm-up.
-            always: Whether no step pauses.
+            number: Number of the first of these steps in the sequence.
+            to: Times so far, with the rule that pauses early updates. The rule does not count the warm-up.
+            always: True if early updates are never paused.
         """
         bench = self._bench
         bench.apply(plan)
@@ -193,48 +204,53 @@ class Trial:
 
     @property
     def noise_pct(self) -> float:
-        """Return the distance of the quartiles of all blocks without early updates, in percent of the median."""
+        """Return the noise of the iteration times without early updates, in percent.
+
+        It is the distance between the quartiles of these times, divided by their median.
+        """
         low, middle, high = statistics.quantiles(self._blocks, n=4)
         return 100 * (high - low) / middle
 
     def ends_as_stock(self) -> bool:
-        """Return whether training has the bits of stock DeepSpeed in as many steps. Ends the engine."""
+        """Close the engine, and return True if its training had the same bits as stock DeepSpeed."""
         ours = self._bench.close()
         theirs = stock_state(self._setting, len(self.clipped), self.clipped.__getitem__, **self._zero)
         return differences(ours, theirs) == ()
 
 
 class _Watched:
-    """The account that a session asks, which notes what became of each step's early updates."""
+    """A wrapper around the rule that pauses early updates (before the gradient norm is known).
+
+    It also notes if the early updates of each step were right.
+    """
 
     def __init__(self, account: PauseRule, outcomes: Outcomes, *, counts: bool) -> None:
-        """Wrap the account. If ``counts`` is False, the account does not learn the outcomes."""
         self._account, self._outcomes, self._counts = account, outcomes, counts
         self.steps, self.clipped = account.steps, account.clipped
 
     @property
     def on(self) -> bool:
-        """Return whether the coming step may update early."""
+        """Return True if the next step may update before the gradient norm is known."""
         return self._account.on
 
     def stepped(self, right: bool | None) -> None:
-        """Note a step that has ended."""
+        """Note if the early updates of a finished step were right. None if the step had none."""
         self._outcomes.append(right)
         if self._counts:
             self._account.stepped(right)
 
     def counted(self, clipped: bool) -> None:
-        """Count a step that clipped or not."""
         if self._counts:
             self._account.counted(clipped)
 
 
 class _Steps:
-    """The steps of one side of a sequence, in parts.
+    """The measured steps of one sequence in one mode, such as with early updates, in several parts.
 
     Attributes:
-        periods: by part, seconds from each backward's end to the next one's.
-        outcomes: by part, of one step more than there are periods.
+        periods: For each part, seconds from the end of each backward to the end of the next one.
+        outcomes: For each part, if each step's early updates were right. It has one step more than
+            ``periods``.
     """
 
     def __init__(self, account: PauseRule) -> None:
@@ -243,15 +259,16 @@ class _Steps:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean iteration."""
+        """Return the mean time of an iteration, in seconds."""
         return statistics.fmean(period for part in self.periods for period in part)
 
     @property
     def iteration_s(self) -> float:
-        """Return the mean iteration if each took as long as the median one of its kind.
+        """Return the mean time of an iteration in seconds, made robust against disturbances of the machine.
 
-        An iteration's kind is what became of the early updates of the step that begins it, and whether the step
-        that ends it has some.
+        Iterations are of the same kind if their first step's early updates were equally right, wrong or
+        absent, and if their second step has early updates or not. Each iteration counts with the median
+        time of its kind.
         """
         kinds: dict[tuple[bool | None, bool], list[float]] = defaultdict(list)
         for periods, outcomes in zip(self.periods, self.outcomes, strict=True):

@@ -1,1 +1,1 @@
-"""Memory, link traffic and utilization over the phases of a stock DeepSpeed iteration."""
+"""Memory, link traffic and utilization in each phase of training with stock ZeRO-3 and offloading."""

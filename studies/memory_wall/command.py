@@ -1,11 +1,11 @@
-"""Memory, link traffic and utilization over the phases of a stock ZeRO-3 offload iteration.
+"""Memory, link traffic and utilization in each phase of training with stock ZeRO-3 and offloading.
 
     python -m studies.memory_wall --json memory_wall.json
 
 The study asks the questions of "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) on
-this machine. With a CUDA GPU it reads torch's allocator and NVML's counters. Without one there is
-neither device memory nor a link. Then the record has the process's memory and CPU use, and nulls
-for the device.
+this machine. With a CUDA GPU, it reads the counters of torch's allocator and of NVML. Without a
+GPU, there is neither device memory nor a link. Then the results have the memory and CPU use of the
+process, and null for all values of the device.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory in use at one moment. ``device_bytes`` is None without a GPU."""
+    """Memory in use at one moment of training. ``device_bytes`` is None without a GPU."""
 
     t_s: float
     host_bytes: int
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Passage:
-    """One phase of one training step, with the exact peak of torch's allocator (None without a GPU)."""
+    """One phase of one training step: its time, CPU time, and peak of GPU memory (None without a GPU)."""
 
     phase: str
     begun_s: float
@@ -59,10 +59,10 @@ class Passage:
 
 
 class Sampler(Generic[T]):
-    """A thread that calls ``read`` repeatedly until the ``with`` block ends.
+    """A thread that calls ``read`` repeatedly while a ``with`` block runs, and collects the results.
 
-    Only the thread appends to ``found``, so read it after the block. Errors of ``read`` are raised at
-    the end of the block.
+    The thread appends to the list ``found``, so use the list only after the block. If ``read`` raises
+    an error, the error is raised again at the end of the block.
     """
 
     def __init__(self, read: Callable[[], T], every_s: float) -> None:
@@ -93,10 +93,10 @@ class Sampler(Generic[T]):
 
 
 class PhaseBorders:
-    """A recorder of the begin and end of training phases.
+    """A recorder of the start and end of training phases.
 
-    On CUDA every border synchronizes, so that work that a phase started is counted in this phase. An
-    iteration may take a little longer for it.
+    On a GPU, every start and end waits for the GPU. So all work that a phase has started counts in this
+    phase. This may make an iteration a little slower.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -141,7 +141,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
-    """Train a few steps with stock ZeRO-3 offload and return the figures of their phases."""
+    """Train a few steps with stock ZeRO-3 and offloading, and return memory and traffic of each phase."""
     cuda = torch.cuda.is_available()
     model = ByteGPT(SIZES[size].with_sequence(sequence))
     engine = stock_engine(model, ds_config(batch, subgroup))
@@ -176,7 +176,7 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
 def _trained(
     engine: Any, batches: Batches, steps: int, borders: PhaseBorders, counters: LinkCounters | None
 ) -> Sequence[LinkSample]:
-    """Train the steps, and return samples of the link's traffic. The list is empty without a link."""
+    """Train the steps, and return samples of the PCIe traffic. The list is empty without a GPU."""
 
     def train() -> None:
         for number in track(range(WARMUP, WARMUP + steps), description="stock ZeRO-3 offload"):
@@ -204,7 +204,9 @@ def _memory(cuda: bool) -> Sample:
 def phase_row(
     phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]
 ) -> dict[str, float | int | None]:
-    """Return the figures of one phase over all steps. Values that could not be read are None.
+    """Return the memory, traffic and time of one training phase over all steps.
+
+    A value that could not be read is None.
 
     Raises:
         ValueError: If no step has this phase.
@@ -237,10 +239,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def claims(rows: dict[str, dict[str, float | int | None]], capacity: float | None) -> list[dict[str, Any]]:
-    """Return the claims of the paper's abstract with the measured figures. None means that a GPU is
-    needed.
+    """Return the claims of the paper "Breaking the Memory Wall", each with the values measured here.
 
-    The abstract is paraphrased. It gives no figures to compare with.
+    The claims are paraphrased from the abstract, which gives no numbers to compare with. A measured
+    value is None if it needs a GPU.
     """
     iteration_s = sum(_number(row["seconds"]) for row in rows.values())
     peaks = [row["device_peak_bytes"] for row in rows.values()]
@@ -287,7 +289,10 @@ def _number(value: float | int | None) -> float:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the memory over the last step with shaded phases and, with a GPU, the link's traffic."""
+    """Draw the memory in use over the last training step, with shaded phases.
+
+    With a GPU, the PCIe traffic is drawn too.
+    """
     last = figures["passages"][-len(PHASES) :]
     begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
     links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]

@@ -1,1 +1,1 @@
-"""Check that the same planning question gets the same answer at every entry point."""
+"""Check that all entry points of ebbtide give the same answer to the same planning question."""

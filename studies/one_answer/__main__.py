@@ -1,9 +1,10 @@
-"""Check that the same planning question gets the same answer at every entry point.
+"""Check that all entry points of ebbtide give the same answer to the same planning question.
 
     python -m studies.one_answer --json one_answer.json
 
-The study asks ebbtide's entry points for the plan of the same job, and compares the predicted
-mean iterations. Nothing is measured or fitted: the machines are presets.
+The study asks the command line, the Python functions and the HTTP service for a plan of the same
+training job. It compares the predicted mean iteration times of the answers. Nothing is measured or
+fitted: the machines are presets.
 """
 
 import json
@@ -54,16 +55,20 @@ FULL, QUICK = (
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers to one planning question, in predicted seconds of an iteration.
+    """The answers of ebbtide's entry points to one planning question, as seconds of an iteration.
+
+    An entry point is a command, a Python function or an HTTP request. It gives a full answer, from a
+    complete search for a plan, or a quick one.
 
     Attributes:
-        answers: Predicted seconds by entry point.
-        possible_s: Predicted seconds with every option on.
-        full_spread_pct, quick_spread_pct: Spread of full answers, and of quick answers over the best
-            full answer.
-        cpu_s: Processor seconds of ``tuner.plan``.
-        auto_expected_s, auto_truth_s: Seconds that ``"plan": "auto"`` expects of its plan, and those that a
-            simulation with full knowledge predicts for it.
+        answers: Predicted seconds, by entry point.
+        possible_s: Predicted seconds if the search may use every option.
+        full_spread_pct: Difference between the slowest and the fastest full answer, in percent.
+        quick_spread_pct: Difference between the slowest quick answer and the fastest full one, in
+            percent.
+        cpu_s: Processor seconds that ``tuner.plan`` took.
+        auto_expected_s: Seconds that ``"plan": "auto"`` expects of its own plan.
+        auto_truth_s: Seconds of that plan by a simulation that knows the whole workload.
     """
 
     job: str
@@ -78,7 +83,10 @@ class Asked:
 
     @property
     def auto_expected_over_truth_pct(self) -> float:
-        """Return by how many percent ``"plan": "auto"`` expects more than full knowledge predicts for its plan."""
+        """Return how much the iteration time that ``"plan": "auto"`` expects is too high, in percent.
+
+        It is compared with a simulation of the same plan that knows the whole workload.
+        """
         return 100 * (self.auto_expected_s / self.auto_truth_s - 1)
 
 
@@ -89,7 +97,7 @@ def main() -> None:
 
 
 def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
-    """Return the largest differences between entry points, and the answers for each job."""
+    """Ask all entry points for a plan of each job, and return the answers with their largest differences."""
     rows = [_asked(model, machine, about, effort) for model, machine, about in jobs]
     return {
         "full_spread_pct": max(row.full_spread_pct for row in rows),
@@ -184,7 +192,10 @@ def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None
 
 
 def _by_grid(asked: WhatIf) -> float:
-    """Return what a what-if over HTTP says of its first point."""
+    """Return the predicted seconds of an iteration from a what-if request over HTTP.
+
+    If the request asks for several points, the first one counts.
+    """
     answer = answers.what_if(asked, _silent)
     assert not isinstance(answer, str)
     return float(answer["rows"][0]["iteration_s"])
@@ -200,7 +211,7 @@ def _row(answer: Mapping[str, Any]) -> float:
 
 
 def _silent(_share: float, _what: str) -> None:
-    """Ignore the progress of a planning request."""
+    """Ignore a report on the progress of a planning request."""
 
 
 if __name__ == "__main__":

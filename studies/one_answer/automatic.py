@@ -1,9 +1,10 @@
-"""The prediction of ``"plan": "auto"`` for a job, compared with the simulation of its plan with full knowledge.
+"""The prediction of ``"plan": "auto"``, compared with a simulation that knows the whole workload.
 
-The watched steps are simulated, since no GPU is there: what training would measure is read off the simulated
-iteration of the plan of the watched steps. The plan is then made by the runtime's own function, which knows one
-layer per subgroup, two times and the free memory. What it expects is compared with the simulation of its plan for
-the whole workload.
+With ``auto``, ebbtide's runtime watches some steps of training and then makes a plan. Here the
+watched steps are simulated, because there is no GPU. The runtime's own function makes the plan from
+what it would have measured: the times of forward and backward, the free memory, and one layer per
+subgroup. The time that it expects of this plan is compared with a simulation of the plan for the
+whole workload.
 """
 
 from ebbtide.runtime.replan.auto import better_plan, host_plan
@@ -16,7 +17,12 @@ from ebbtide.simulator.workload import Layer
 
 
 def automatic(job: Workload, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of an iteration that ``"plan": "auto"`` expects, and those of its plan with full knowledge."""
+    """Predict the time of an iteration under the plan that ``"plan": "auto"`` makes for a job.
+
+    Returns:
+        The seconds that ebbtide's runtime expects from the steps that it watches, and the seconds that
+        a simulation predicts for the whole workload.
+    """
     work = job.in_pieces(max(LEAST_PIECE, min(PIECE, job.params // PIECES))) if job.zero_stage == 3 else job
     first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups))
 
@@ -32,7 +38,7 @@ def automatic(job: Workload, machine: Machine) -> tuple[float, float]:
 
 
 def _observed(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
-    """Return the workload that the runtime would see in the watched steps."""
+    """Return the workload as ebbtide's runtime would see it in the steps that it watches."""
     total = work.params
     forward_s, backward_s = (_pass_s(work, schedule, watched, kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
     layers = [
@@ -43,7 +49,10 @@ def _observed(work: Workload, schedule: Schedule, watched: SimResult) -> Workloa
 
 
 def _pass_s(work: Workload, schedule: Schedule, watched: SimResult, kind: OpKind) -> float:
-    """Return the seconds of the first micro-batch's pass in the last simulated iteration, as the runtime reads them."""
+    """Return the seconds of forward or backward of one micro-batch, as ebbtide's runtime measures them.
+
+    They are those of the first micro-batch in the last simulated iteration. ``kind`` selects the pass.
+    """
     last = max(op.iteration for op in schedule.ops if op.kind == kind)
     ops = [op.id for op in schedule.ops if op.kind == kind and op.iteration == last][: len(work.layers)]
     return float(watched.end_s[ops[-1]] - watched.start_s[ops[0]])

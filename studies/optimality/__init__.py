@@ -1,1 +1,1 @@
-"""Study of the distance of the tuner's plans from the best possible plans."""
+"""Study of how far the tuner's plans are from the best possible plans."""

@@ -3,10 +3,11 @@
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-A plan's gap is its distance to the lower bound of `ebbtide.simulator.analysis.bound`. No plan can
-beat the bound, and even the best plan need not reach it, so the gap is an upper limit of the
-distance to the optimum. Pairs with few subgroups are searched exhaustively
-(`ebbtide.tuner.placements.optimum`), so that the distance itself is known for them.
+A plan's gap is the distance of its iteration time to a lower bound
+(`ebbtide.simulator.analysis.bound`), which no plan can beat. Even the best plan may be slower than
+the bound. So the plan is at most this gap away from the best plan. For workloads with few
+subgroups, an exhaustive search finds the best plan (`ebbtide.tuner.placements.optimum`), so that
+the distance to it is known.
 """
 
 import statistics
@@ -57,7 +58,10 @@ def main() -> None:
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
-    """Plan random pairs of workload and machine, and compare the plans with lower bounds and optima."""
+    """Make plans for random pairs of a workload and a machine, and compare them with lower bounds.
+
+    For some small pairs they are also compared with the best possible plan.
+    """
     rng = np.random.default_rng(seed)
     rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="planning")]
     gaps = sorted(row["gap_pct"] for row in rows)
@@ -79,7 +83,12 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
-    """Return the gap of each model's plan on its machine (`studies.optimality.real_models`)."""
+    """Return how far the plans for real models are from the lower bound of an iteration.
+
+    Args:
+        some: Description, workload and machine of each case.
+        machine: Name of the machine, for the results.
+    """
     pairs = list(some)
     rows = [
         what | gap(workload, node, WANTED_REAL_PCT) for what, workload, node in track(pairs, description="real models")
@@ -97,7 +106,10 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
 
 
 def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
-    """Compare the plan and the lower bound with the true optimum, on pairs with few subgroups."""
+    """Compare the tuner's plans and the lower bounds with the best possible plans.
+
+    The workloads are random, with few subgroups each, so that an exhaustive search is possible.
+    """
     rng = np.random.default_rng([seed, 1])
     rows = []
     for _ in track(range(pairs), description="searching through"):
@@ -120,7 +132,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 
 
 def exact_s(workload: Workload, machine: Machine) -> float:
-    """Return the optimal iteration time, found by an exhaustive search that starts with all on the host."""
+    """Return the iteration time of the best possible plan, found by an exhaustive search."""
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
     search.score(Candidate.of(placements))
@@ -128,13 +140,12 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 
 
 def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) -> dict[str, float]:
-    """Return the gap between the chosen plan and the lower bound, with all the device memory that is
-    allowed.
+    """Return how far the tuner's plan is from the lower bound of an iteration, in percent.
 
-    If the gap is little above ``wanted_pct``, the bound may be the cause. Then the bound is computed
-    again with far more work, until it proves the wanted gap or can prove no more. ``proof_s`` is the
-    time of this. Plans keep the pair's subgroups and wait for the gradient norm, as the bound and the
-    searched optimum do.
+    All allowed device memory may be used. If the gap is little above ``wanted_pct``, the cause may be a
+    bound that is too low. Then the bound is computed again with far more work, until the wanted gap is
+    proven or the bound cannot be raised. ``proof_s`` is the time of this computation. The plan keeps
+    the given subgroups and has no early updates, because the bound assumes both.
     """
     workload = workload.model_copy(update={"clip_rate": 1.0})
     began_s = time.perf_counter()
@@ -158,11 +169,10 @@ def gap(workload: Workload, machine: Machine, wanted_pct: float = WANTED_PCT) ->
 
 
 def random_pair(rng: np.random.Generator, counts: tuple[int, int] = (10, 100)) -> tuple[Workload, Machine]:
-    """Return a random workload and machine, with rates over an order of magnitude around published
-    machines.
+    """Return a random workload and a random machine, with rates around those of published machines.
 
     Args:
-        counts: Smallest and largest number of subgroups.
+        counts: Smallest and largest number of subgroups of the workload.
     """
     count = int(rng.integers(counts[0], counts[1] + 1))
     size = int(rng.integers(10, 101)) * 10**6

@@ -1,4 +1,4 @@
-"""Models that people train, over links from fast to slow, as pairs for `studies.optimality`."""
+"""Models that people train, on machines with fast and slow links, as cases for `studies.optimality`."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -48,11 +48,11 @@ MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """Yield the description, workload and machine of each model, link, subgroup size, rank count and
-    accumulation.
+    """Yield a description, a workload and a machine for each combination of settings.
 
-    The machine is the preset with another link, the same both ways. Training uses bf16 and
-    micro-batches of two.
+    The settings are the model, the bandwidth of the link, the subgroup size, the number of ranks and
+    the number of accumulation steps. The machine is a preset, with the link's bandwidth replaced in
+    both directions. Training uses bf16 and micro-batches of two samples.
     """
     for model, ranks, accumulation, size, link in product(
         MODELS, RANKS, ACCUMULATION, SUBGROUP_SIZES, LINKS_BYTES_PER_S
@@ -74,10 +74,12 @@ def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Wor
 
 
 def further_pairs() -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """Yield pairs like `real_pairs` with micro-batches of one, if the workload fits.
+    """Yield further cases for `studies.optimality`, each a description, a workload and a machine.
 
-    They cover each model, node, device memory, number of ranks and subgroup size. Qwen 3B has an
-    embedding that is large relative to the rest. It is added in 24 GiB, tied or not, over many links.
+    Micro-batches have one sample. The cases cover each model, node, device memory, number of ranks and
+    subgroup size, if the workload fits into the device memory. Qwen 3B has an embedding that is large
+    relative to its layers. So there are more cases for this model with 24 GiB, over many bandwidths of
+    the link, with the output head tied to the embedding or not.
     """
     for model, name, gib, ranks, size in product(MODELS, NODES, DEVICE_GIB, (1, 4), SUBGROUP_SIZES):
         what = {"model": model, "device_gib": gib, "sub_group_size": size, "ranks": ranks}

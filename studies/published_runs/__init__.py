@@ -1,1 +1,1 @@
-"""A study of published training runs: their machines and models, and predictions of their times."""
+"""Study of published training runs: how well ebbtide predicts their times and memory."""

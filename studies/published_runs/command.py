@@ -1,14 +1,16 @@
-"""Accuracy of ebbtide's predictions of published runs: first with nothing fitted, then calibrated.
+"""Accuracy of ebbtide's predictions of published training runs, not fitted and calibrated.
 
     python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]
 
-A prediction takes the path of a user who plans before training: preset machine,
-`workload_from_model`, `build_strategy`, simulator (`studies.published_runs.shipped`).
-``--calibrate`` corrects the presets by the runs of a file, as `tune calibrate` does. Both results
-are printed side by side. ``--training`` judges runs of other kinds by family: A100, H100,
-consumer cards, and offloaded training. Rows that preset constants were fitted on are kept apart
-from held-out rows (`studies.published_runs.families`). Without ``--predict`` both data sets of
-the repository are judged.
+A prediction is made as a user would make it before training: from a preset machine,
+`workload_from_model`, `build_strategy` and the simulator (`studies.published_runs.shipped`).
+With ``--calibrate``, the presets are corrected by the runs of a file, as `tune calibrate` does, and
+the results with and without the correction are printed side by side.
+
+``--training`` judges runs of a second file by family: A100, H100, consumer cards, and offloaded
+training. Some constants of presets were fitted on rows of this file. The results keep these rows
+apart from all other rows (`studies.published_runs.families`). Without ``--predict``, the two data
+sets of the repository are judged.
 """
 
 import argparse
@@ -37,7 +39,7 @@ OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study of published runs. Return exit code 2 if the input cannot be used."""
+    """Run the study of published training runs. Return 0, or 2 if an input file cannot be used."""
     args = _parser().parse_args(arguments)
     if args.predict is None:
         args.predict, args.training = OFFLOAD_ROWS, args.training or ROWS
@@ -94,7 +96,11 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per left-out group, testbed and quantity, with the errors of an earlier and the present model."""
+    """Return the prediction errors of an earlier version of the simulator and those of this version.
+
+    The errors are for runs that were left out of a calibration. There is a row per kind of group left
+    out, testbed and quantity.
+    """
     return [
         {
             "left_out": left_out,
@@ -117,7 +123,15 @@ def _percentages(found: dict[str, float]) -> list[float]:
 def figures_of(
     presets: Machines, corrected: Mapping[str, Any], seen: Sequence[Run], asked: Sequence[Run], crossed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all figures of the study. ``predicted`` is calibrated if ``--calibrate`` was given."""
+    """Return all results of the study of published runs.
+
+    Args:
+        presets: Machines of the testbeds, not calibrated.
+        corrected: Calibrated machines of the testbeds. Empty if ``--calibrate`` was not given.
+        seen: Runs that the machines were calibrated on.
+        asked: Runs to predict.
+        crossed: Errors of the cross-validation.
+    """
     unfitted = judging.predictions(presets, asked)
     machines = {name: c.machine for name, c in corrected.items()} or presets
     pairs = judging.predictions(machines, asked, seen)
@@ -186,7 +200,11 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
 
 
 def print_tables(figures: dict[str, Any]) -> None:
-    """Print prediction errors: with nothing fitted, calibrated, and calibrated on other campaigns."""
+    """Print the prediction errors of published runs.
+
+    There are rows for predictions with nothing fitted, for calibrated ones, and for those calibrated on
+    other runs than the predicted ones.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -217,7 +235,10 @@ def print_tables(figures: dict[str, Any]) -> None:
 
 
 def training_figures(path: str | Path) -> dict[str, Any]:
-    """Return the prediction errors of published training runs: by family, by preset, and of memory."""
+    """Predict published training runs, and return the errors in time (by family of runs) and in memory.
+
+    Also returned is, by preset machine, how often the predicted interval holds the measured time.
+    """
     judged = [(run, predict_training(run)) for run in read_training_runs(Path(path))]
     return {
         "families": families.by_family(judged),

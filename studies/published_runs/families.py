@@ -1,6 +1,6 @@
-"""Errors of predictions of published training runs by family, for fitted and for held-out rows.
+"""Errors of predictions of published training runs, by family, such as A100 or offloaded training.
 
-A row is fitted if a constant of a preset was found on it.
+Rows on which a constant of a preset was fitted are kept apart from held-out rows.
 """
 
 import math
@@ -20,10 +20,11 @@ SIDES: dict[str, Callable[[TrainingRun], bool]] = {
 
 
 def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the prediction errors of each family's fitted and held-out rows.
+    """Return the prediction errors of each family of training runs, for fitted and for held-out rows.
 
-    There are also the errors with one share of the data sheet's FLOP/s for all GPUs, and the
-    percentage of intervals that hold the measurement.
+    A second set of errors comes from a simpler prediction, in which every GPU reaches the same fraction
+    of its data sheet's FLOP/s. Also returned is the percentage of rows whose measured time lies inside
+    the predicted interval.
     """
     return {
         family: {
@@ -35,7 +36,10 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return, by preset, the percentage of held-out rows with a measurement inside the predicted interval."""
+    """Return, by preset machine, how often the predicted interval holds the measured time, in percent.
+
+    Only held-out rows count, on which no constant of a preset was fitted.
+    """
     presets = sorted({run.fields["preset"] for run, _ in judged})
     held = {
         name: [_holds(*one) for one in judged if one[0].fields["preset"] == name and one[0].held_out]
@@ -47,13 +51,13 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return the spread of the prediction errors of a family's fitted rows, and the spread that an
-    interval needs.
+    """Return how far predictions of a family of training runs are off, and how wide an interval must be.
 
-    Both are in log units. The interval is meant to hold nine further rows in ten. Rows of one source
-    share their machine and their software, so each source counts once. With so few sources the spread
-    itself is uncertain, so Student's t replaces the normal distribution's quantile, and the spread of
-    the further source is added. Both make the interval wider.
+    Only fitted rows are used. Both results are spreads of the logarithm of the time. The interval is
+    meant to hold nine further rows in ten. Rows of one source share a machine and its software, so each
+    source counts as one value. With few sources, the spread itself is uncertain. So the interval is made
+    wider: Student's t replaces the quantile of the normal distribution, and the spread of one further
+    source is added.
     """
     from scipy.stats import t
 
@@ -69,7 +73,10 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the errors of device memory, over all families, on either side, with those from published cells alone."""
+    """Return the errors of predicted device memory, for fitted and for held-out rows of all families.
+
+    Errors of predictions that use only published settings, without inferred ones, are given too.
+    """
     found: dict[str, Any] = {}
     for side, belongs in SIDES.items():
         own = [(run, said) for run, said in judged if run.measured_gib and belongs(run)]
@@ -80,7 +87,10 @@ def memory(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def errors(relative: Iterable[float]) -> dict[str, float]:
-    """Return the median and 90th percentile of absolute percentage errors, and the signed median."""
+    """Return the median and 90th percentile of the absolute errors in percent, and the signed median.
+
+    ``relative`` has one relative error per row, such as 0.1 for a prediction that is 10% too high.
+    """
     percent = 100 * np.array(list(relative))
     if not percent.size:
         return {"rows": 0}
@@ -109,7 +119,7 @@ def _holds(run: TrainingRun, said: Prediction) -> bool:
 
 
 def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return a row per training run: its settings, and measured and predicted time and memory."""
+    """Return a row per training run with its settings, and its measured and predicted time and memory."""
     names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
     return [
         {

@@ -1,4 +1,7 @@
-"""Judgement of predictions of published runs: errors, pairs of strategies, choices and intervals."""
+"""Judgement of predictions of published runs.
+
+It tells how large the errors are, if strategies are ranked correctly, and if intervals hold.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -33,20 +36,21 @@ Pair = tuple[Run, dict[str, float]]
 
 
 def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
-    """Return each run with its predicted times and memory.
+    """Predict the time and memory of published runs, and return each run with its prediction.
 
     Args:
-        seen: Runs that the machines were calibrated on. If a campaign's logs do not say whether
-            gradients are copied asynchronously, the backward times of these runs decide.
+        machines: Machine of each testbed.
+        seen: Runs that the machines were calibrated on. Some logs do not tell if gradients were copied
+            asynchronously. Then the backward times of these runs decide, within a campaign.
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
 
 def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
-    """Return the measured and the predicted value of a quantity: milliseconds, or GiB of peak GPU
-    memory.
+    """Return the measured and the predicted value of a quantity for one run.
 
-    None if the quantity was not measured.
+    Times are in milliseconds. Memory is the peak of GPU memory in GiB. None if the quantity was not
+    measured.
     """
     run, predicted = pair
     if quantity == "memory":
@@ -57,7 +61,7 @@ def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | N
 
 
 def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the median, 90th percentile and extremes of the percentage errors, by quantity."""
+    """Return the prediction errors in percent, by quantity: median, 90th percentile, lowest and highest."""
     table: dict[str, Any] = {"rows": len(pairs)}
     for quantity in QUANTITIES:
         both = [measured_and_predicted(pair, quantity) for pair in pairs]
@@ -84,7 +88,7 @@ def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return, by testbed, how well predictions rank two strategies for the same configuration."""
+    """Return, by testbed, how well predictions rank two strategies for the same model and settings."""
     return {name: _strategies(own) for name, own in _split(pairs).items()}
 
 
@@ -125,9 +129,10 @@ def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
-    """Return how much slower the predicted best run is than the measured best run.
+    """Return the cost of choosing a setting by predictions instead of measurements, in percent of time.
 
-    The compared runs differ only in ``choice``.
+    In each group of runs that differ only in the setting ``choice``, the run with the best predicted
+    time is compared with the run that has the best measured time.
     """
     names = [n for n in (*_CONFIGURATION, "prefetch", "async_grads", "stride") if n != choice]
     kept = [pair for pair in pairs if not (choice == "stride" and not pair[0].prefetch)]
@@ -150,7 +155,10 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return, by testbed, the share of measurements inside their 90% interval, and the intervals' width."""
+    """Return, by testbed, how often the 90% interval of a prediction holds the measured time.
+
+    The median width of the intervals is returned too, as the ratio of their ends.
+    """
     result = {}
     for name in testbeds(runs):
         own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
@@ -166,11 +174,10 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, by testbed, the share of a campaign's runs inside an interval made from other campaigns'
-    errors.
+    """Return, by testbed, how often an interval made from other campaigns' errors holds the measured time.
 
-    ``scale`` is the factor by which all campaigns together would change the width of the shipped
-    interval, in log units. It is 1 if the shipped interval holds nine runs in ten.
+    A campaign is a series of runs by one source. ``scale`` is the factor by which the width of
+    ebbtide's interval, as a logarithm, would have to change to hold nine runs in ten. 1 means no change.
     """
     result = {}
     for name in testbeds(runs):
@@ -194,7 +201,10 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """Return the error of a prediction in units of half its interval, in log units."""
+    """Return the error of a predicted time, as a multiple of half the width of its interval.
+
+    Error and width are logarithms.
+    """
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
 

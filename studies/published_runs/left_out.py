@@ -1,4 +1,4 @@
-"""Prediction errors of runs left out of a calibration on three other runs."""
+"""Prediction errors of published runs after a calibration on three other runs."""
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,7 +21,11 @@ RUNS = 3  # what a user has
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the prediction errors of left-out runs, by the kind of group left out, and for each group."""
+    """Return the prediction errors of runs that were left out of a calibration on three other runs.
+
+    The runs of one group at a time are left out. Errors are given for each group, and for all groups of
+    a kind together.
+    """
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
 
@@ -49,9 +53,10 @@ JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty
 
 
 def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """Return the errors of predictions after calibration on ``count`` random triples of runs.
+    """Return the prediction errors after calibrations on ``count`` random triples of runs.
 
-    The triples come from the predicted campaign, from other campaigns, or from anywhere.
+    A triple is drawn from the campaign (series of runs) that is predicted, from other campaigns, or
+    from all runs.
     """
     return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 
@@ -86,7 +91,10 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
 
 
 def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield three runs to calibrate on, and the runs to predict with this calibration."""
+    """Yield pairs: three random runs to calibrate on, and the other runs that are then predicted.
+
+    ``whence`` tells if the three come from the predicted campaign, from other campaigns, or anywhere.
+    """
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):
         chosen = rng.choice(campaigns) if campaigns else None

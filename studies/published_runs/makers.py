@@ -1,7 +1,7 @@
-"""The differences between nodes with the same GPUs from several makers, measured on other
-benchmarks.
+"""The difference in speed between nodes with the same GPUs from several makers.
 
-A preset leaves these differences out. The data contain none of the runs that judge the intervals
+A preset does not tell such nodes apart. The difference is computed from other benchmarks than the
+runs on which ebbtide's intervals are judged
 (`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
 """
 
@@ -16,11 +16,11 @@ NODES = Path(__file__).parents[1] / "data" / "mlperf_a100_nodes.csv"
 
 
 def between_makers(path: Path = NODES) -> tuple[float, int]:
-    """Return the spread of a benchmark's time between nodes with the same GPUs and the same batch.
+    """Return how much the time of a benchmark differs between nodes with the same GPUs and batch size.
 
     Returns:
-        Standard deviation of the logarithm of the time, with all benchmarks pooled, and its degrees
-        of freedom.
+        The standard deviation of the logarithm of the time, over all benchmarks together, and its
+        degrees of freedom.
     """
     groups: dict[Hashable, list[float]] = defaultdict(list)
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Pictures of predicted over measured values of published runs, with a panel per quantity."""
+"""Pictures of predicted over measured values of published runs, with a panel for each quantity."""
 
 from collections.abc import Sequence
 from pathlib import Path

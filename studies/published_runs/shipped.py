@@ -1,8 +1,8 @@
-"""Prediction of published runs by ebbtide as shipped: preset, config, strategy and simulator.
+"""Prediction of published runs by ebbtide as users get it: preset, config, strategy and simulator.
 
-Nothing in this module is fitted. `predict` takes the steps of a user who plans before training: a
-preset (or the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, and
-the simulator.
+Nothing in this module is fitted. `predict` goes the way of a user who plans before training: a
+preset machine, `workload_from_model`, `build_strategy`, and the simulator. The preset may be
+calibrated by `tune calibrate`.
 """
 
 import functools
@@ -51,7 +51,7 @@ BUILDS = {"scale-subg-size-motivation": True}
 
 
 def machine_of(testbed: str) -> Machine:
-    """Return the preset machine that describes a published testbed.
+    """Return the preset machine that describes a testbed of the published runs.
 
     Raises:
         RunError: If no preset describes the testbed.
@@ -64,12 +64,11 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """Return a run's workload, made from the model's numbers and the DeepSpeed config without
-    measurements.
+    """Return the workload of a published run, computed from its model and settings without measurements.
 
     Raises:
-        RunError: If there is no such model, or it cannot be divided this way. The message names the
-            run's row.
+        RunError: If there is no such model, or it cannot be divided over the run's ranks. The message
+            names the run's row in the file.
     """
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup}}
     try:
@@ -88,11 +87,11 @@ def workload_of(run: Run, machine: Machine) -> Workload:
 
 
 def schedule_of(run: Run, machine: Machine) -> Schedule:
-    """Return the schedule of one iteration of a published run.
+    """Return the ops of one iteration of a published run, in the form that the simulator takes.
 
-    If the log does not say whether gradients are copied asynchronously, the build of DeepSpeed is an
-    older one. Then the entry of the run's campaign in `BUILDS` decides. Without an entry, copies
-    block, as in the data set's reference.
+    If the run's log does not tell if gradients were copied asynchronously, its build of DeepSpeed is an
+    older one. Then the table `BUILDS` tells it for the run's campaign. A campaign that is not in the
+    table copies gradients with blocking copies, as in the data set's reference.
     """
     names = LAYER_RATES if run.tp <= machine.gpus_per_node else (*LAYER_RATES, NETWORK)
     rates = (getattr(machine, name) for name in names)
@@ -114,16 +113,16 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def as_logged(run: Run) -> Run:
-    """Return the run with blocking gradient copies if the log does not say how gradients are copied."""
+    """Return the run with blocking gradient copies, unless its log tells how gradients were copied."""
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
 
 def predict(run: Run, machine: Machine) -> dict[str, float]:
-    """Return the predicted milliseconds by the data set's columns, and the peak GPU memory
-    ``memory_gb``.
+    """Return the predicted times of a published run, in milliseconds by CSV column, and its memory in GiB.
 
-    ``missing_gb`` and ``missing_host_gb`` tell how much more memory a GPU and a node would need.
-    Above 0, the run cannot have taken place as described.
+    ``memory_gb`` is the peak of GPU memory. ``missing_gb`` and ``missing_host_gb`` tell how much memory
+    a GPU and a node lack for this run. If one of them is above 0, the run cannot have taken place as
+    described.
     """
     return _predicted(replace(run, measured={}), machine.model_dump_json())
 
@@ -151,7 +150,10 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Return whether a run with this result of `predict` fits into the memories of its machine."""
+    """Return True if a predicted run fits into the GPU memory and the host memory of its machine.
+
+    ``predicted`` is a result of `predict`.
+    """
     return not (predicted["missing_gb"] or predicted["missing_host_gb"])
 
 
@@ -161,14 +163,14 @@ def _machine(machine_json: str) -> Machine:
 
 
 def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
-    """Return the ends of the 90% interval of a run's predicted iteration time, in milliseconds."""
+    """Return both ends of the 90% interval around the predicted iteration time, in milliseconds."""
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)
 
 
 def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str, Calibrated]:
-    """Return each testbed's machine, calibrated on the measured runs of this testbed.
+    """Return the machine of each testbed, calibrated on the measured runs of that testbed.
 
     Raises:
         RunError: If a testbed has no measured run.
@@ -186,9 +188,10 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """Return the run with the kind of gradient copies that other runs of its campaign show.
+    """Return a published run with its kind of gradient copies (asynchronous or blocking) filled in.
 
-    A run with a log that names the kind (asynchronous or blocking) is returned unchanged.
+    If the run's log does not name the kind, the measured backward times of ``seen`` runs from the same
+    campaign decide. If the log names it, the run is returned unchanged.
     """
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run
@@ -206,7 +209,7 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Return whether a run's backward time fits asynchronous gradient copies better than blocking ones."""
+    """Return True if a run's measured backward time fits asynchronous gradient copies better than blocking."""
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -216,7 +219,7 @@ def _looks_asynchronous(run: Run) -> bool:
 
 
 def observation(run: Run) -> Observation:
-    """Return a published run in the form that `tune calibrate` takes."""
+    """Return a published run as an observation, the form that `tune calibrate` takes."""
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

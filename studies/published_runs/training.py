@@ -1,8 +1,8 @@
-"""Published training runs of many kinds, read from a file and predicted as a user would before
-training.
+"""Published training runs of many kinds, read from a CSV file and predicted from presets.
 
-Rows are in studies/data/published_training_runs.csv, each with its source. Half of each source's
-rows are held out: no constant of a preset was found on them.
+A run is predicted as its user could have done before training. The rows are in
+studies/data/published_training_runs.csv, each with its source. Half of the rows of each source are
+held out, which means that no constant of a preset was fitted on them.
 """
 
 import csv
@@ -34,10 +34,10 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One published training run.
+    """One published training run, read from a row of a CSV file.
 
     Attributes:
-        fields: The row's cells by column.
+        fields: Cells of the row, by column.
         measured_s: Seconds of one iteration: all micro-batches and the optimizer step.
         measured_gib: Memory in use on one GPU, in GiB. None if it was not published.
     """
@@ -48,34 +48,34 @@ class TrainingRun:
 
     @property
     def family(self) -> str:
-        """Return the family of the run: the kind of hardware, or ``offloaded``."""
+        """Return the family of the training run: its kind of hardware, or ``offloaded``."""
         return self.fields["family"]
 
     @property
     def held_out(self) -> bool:
-        """Return whether the run is held out, so that no constant of a preset was found on it."""
+        """Return True if the training run is held out: no constant of a preset was fitted on it."""
         return self.fields["held_out"] == "1"
 
     def number(self, name: str) -> int:
-        """Return a cell of the run's row as a whole number."""
+        """Return the cell of the training run's row in column ``name`` as a whole number."""
         return int(self.fields[name])
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return a plain description of the trained model."""
+        """Return the shape of the model that was trained, as a plain mapping."""
         numbers = {name: self.number(name) for name in _MODEL}
         flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
         return {"name": self.fields["model"], **numbers, **flags}
 
     @property
     def as_published(self) -> "TrainingRun":
-        """Return the run without what was inferred."""
+        """Return the training run with only published cells. Cells that were inferred become empty."""
         told = {name: "" if cell.endswith(INFERRED) else cell for name, cell in self.fields.items() if name != "note"}
         return replace(self, fields={**self.fields, **told})
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the DeepSpeed config that describes the run."""
+        """Return the DeepSpeed config that describes the published training run."""
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
         if buckets := (self.fields.get("buckets") or "").removesuffix(INFERRED):
             zero |= dict.fromkeys(_BUCKETS, buckets)
@@ -92,9 +92,10 @@ class TrainingRun:
         return config
 
     def machine(self) -> Machine:
-        """Return the preset machine of the run.
+        """Return the preset machine on which the training run took place.
 
-        If the preset has no network, its host gets as many GPUs as the run had.
+        If the run had more GPUs than the preset's node, and the preset has no network, all GPUs are put
+        into one node.
         """
         machine, gpus = preset(self.fields["preset"]), self.number("gpus")
         if gpus > machine.gpus_per_node and machine.network_bytes_per_s is None:
@@ -102,7 +103,7 @@ class TrainingRun:
         return machine
 
     def workload(self, machine: Machine) -> Workload:
-        """Estimate the run's workload on a machine, without measurements."""
+        """Estimate the training run's workload on a machine from its settings, without measurements."""
         return workload_from_model(
             self.model,
             machine,
@@ -120,7 +121,10 @@ class TrainingRun:
         )
 
     def schedule(self, machine: Machine) -> Schedule:
-        """Build one iteration of the strategy that the run's DeepSpeed config selects."""
+        """Return the ops of one iteration of the training run, in the form that the simulator takes.
+
+        The run's DeepSpeed config selects the strategy.
+        """
         moved = offloading(self.config, self.fields.get("deepspeed") or UNTOLD_VERSION)
         name, options = moved.strategy(self.number("zero_stage"))
         return build_strategy(name, self.workload(machine), iterations=1, **options)
@@ -128,13 +132,17 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row's prediction.
+    """The predicted time and memory of one published training run.
 
     Attributes:
-        low_s, high_s: ends of its interval.
-        one_share_s: seconds with one share of the sheet for all GPUs.
-        gib: peak device memory, with what PyTorch's allocator does not see where the row's figure has it.
-        told_gib: the same from published cells alone. None: as `gib`.
+        seconds: Predicted seconds of an iteration.
+        low_s, high_s: Ends of the interval around ``seconds``.
+        one_share_s: Seconds by a simpler prediction, in which every GPU reaches the same fraction of
+            its data sheet's FLOP/s.
+        gib: Peak of GPU memory in GiB. It includes memory outside of PyTorch's allocator if the
+            published number does.
+        told_gib: Like ``gib``, but predicted from published cells alone, without inferred ones. None if
+            both are equal.
     """
 
     seconds: float
@@ -146,7 +154,7 @@ class Prediction:
 
 
 def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
-    """Return the published training runs of a CSV file."""
+    """Read published training runs from a CSV file."""
     with path.open(newline="") as file:
         return [
             TrainingRun(row, float(row["s_per_iteration"]), float(row["memory_gib"]) if row["memory_gib"] else None)
@@ -155,7 +163,7 @@ def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
 
 
 def predict_training(run: TrainingRun) -> Prediction:
-    """Predict a run from its preset machine, without any measurement of the run."""
+    """Predict the time and memory of a published training run from its preset machine and its settings."""
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     low_s, high_s = interval_s(run.schedule, machine)
@@ -170,7 +178,10 @@ def predict_training(run: TrainingRun) -> Prediction:
 
 
 def _gib(run: TrainingRun, peak_bytes: int) -> float:
-    """Return a peak as the row counts memory: of the whole device, or as PyTorch sees it."""
+    """Return a predicted peak of GPU memory in GiB, counted as the run's source counts it.
+
+    It counts the memory of the whole device, or only that of PyTorch's allocator.
+    """
     unseen = run.machine().device_reserved_bytes if run.fields["memory_kind"] == "device" else 0
     return (peak_bytes + unseen) / GIB
 

@@ -1,1 +1,1 @@
-"""Study of killed training with stored optimizer state, and of the files left on the drives."""
+"""Study of optimizer state on drives when training is killed: no finished step may be lost."""

@@ -1,11 +1,13 @@
-"""A study that kills training on stored state with SIGKILL and checks that no finished step is lost
-or torn.
+"""A study that kills training with optimizer state on drives, and checks the state that is left.
 
-In each trial a process updates subgroups that are stored on drives (`ebbtide.runtime.storage`,
-two directories, the runtime's Adam kernel). Every step is committed while the next step reads.
-The process is killed at a named point of the commit, inside a write of a block, or at a random
-moment. Then every stored step is read and compared, bit by bit, with a run in memory. The run is
-resumed to its end and compared again. The store is tested alone, without DeepSpeed.
+In each trial, a process updates subgroups of optimizer state that are stored in two directories,
+with the storage code (`ebbtide.runtime.storage`) and the Adam kernel of ebbtide's runtime. Each step
+is committed while the next step reads. The process is killed with SIGKILL at a named point of the
+commit, inside the write of a block, or at a random moment.
+
+Then every stored step is read, and compared bit by bit with a run that keeps its state in memory. No
+finished step may be lost or incomplete. The killed run is resumed to its end and compared again.
+Only the storage code is tested, without DeepSpeed.
 
     python -m studies.storage_kills --kills 100 --json studies/results/checkpoint/storage_kills.json
 """
@@ -51,17 +53,20 @@ State = tuple[torch.Tensor, ...]
 
 @dataclass
 class Trial(killed.Trial):
-    """The outcome of one kill of training on stored state.
+    """The outcome of one SIGKILL of training with its optimizer state on drives.
 
     Attributes:
-        steps_lost: Number of finished steps that are missing after the kill.
+        steps_lost: Number of finished steps that are missing from the drives after the kill.
     """
 
     steps_lost: int = 0
 
 
 class Progress:
-    """The numbers of finished and committed steps, in memory that outlives a killed child process."""
+    """The numbers of the last finished step and the last committed step of a training process.
+
+    They are in shared memory, so that they can be read after the process was killed.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -79,7 +84,10 @@ class Progress:
 
 
 class KillingFiles(killed.KillingFiles):
-    """File operations that kill their process at a named point, or at ``write`` with half of a block written."""
+    """File operations that kill their own process at a named point of the storage code.
+
+    At the point ``write``, half of a block is written before the kill.
+    """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         if name == "pwrite" and len(args[1]) >= BLOCK_BYTES and self.hit("write"):
@@ -95,7 +103,10 @@ def first_state(subgroup: int) -> State:
 
 
 def update(rule: AdamRule, state: State, subgroup: int, step: int) -> None:
-    """Update a subgroup's state in place, with a gradient that depends on the step and the parameters."""
+    """Update one subgroup's optimizer state in place.
+
+    The gradient is computed from the step and the parameters.
+    """
     generator = torch.Generator().manual_seed(1_000 * step + subgroup)
     gradient = torch.randn(ELEMENTS[subgroup], generator=generator) + state[0]
     host_update(state, gradient, None, rule.step(GROUP, step), 0.5)
@@ -106,7 +117,11 @@ def digest(state: State) -> str:
 
 
 def truth() -> dict[int, list[str]]:
-    """Return the hashes of every subgroup's state after each step. Step 0 is the initial state."""
+    """Return the expected hashes of each subgroup's optimizer state after each step.
+
+    Step 0 has the initial state. The hashes come from a run that keeps its state
+    in memory.
+    """
     rule, states = AdamRule(), [first_state(s) for s in range(len(ELEMENTS))]
     result = {0: [digest(state) for state in states]}
     for step in range(1, STEPS + 1):
@@ -123,7 +138,10 @@ def opened(folder: Path, files: Files | None = None) -> ExtentStore:
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
-    """Train from the newest stored step to the last one. Each step is committed while the next one runs."""
+    """Train to the last step, from the newest step that is stored on the drives.
+
+    Each step is committed while the next one runs.
+    """
     store, rule = opened(folder, files), AdamRule()
     buffers = [tuple(page_aligned(elements) for _ in range(3)) for elements in ELEMENTS]
     if store.steps:
@@ -154,7 +172,7 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Train in a child process that gets killed. Return False if it reached its end."""
+    """Train in a child process that is killed. Return False if the process reached its end before."""
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
     status = child.ended(LIMIT_S if kill.point else kill.delay_s)
@@ -164,7 +182,7 @@ def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
-    """Compare every stored step with the run in memory, and note the differences in the trial."""
+    """Compare every step stored on the drives with the run in memory, and note differences in ``trial``."""
     store = opened(folder)
     try:
         steps = [record.step for record in store.steps]
@@ -205,7 +223,7 @@ def one_trial(kill: Kill, folder: Path, expected: dict[int, list[str]]) -> Trial
 
 
 def kill_of(number: int, rng: random.Random) -> Kill:
-    """Return the kill of this number: every named point in turn, with random moments in between."""
+    """Return the kill of trial ``number``: each named point in turn, with random moments in between."""
     points = (*POINTS, "write")
     if number % 3 == 2:
         return Kill(delay_s=rng.random() * LENGTH_S)

@@ -1,1 +1,1 @@
-"""Study of stored optimizer state: ebbtide compared with DeepSpeed's NVMe offload, on a real disk."""
+"""Study of optimizer state on a real disk: ebbtide compared with DeepSpeed's NVMe offload."""

@@ -1,15 +1,17 @@
-"""State on storage: DeepSpeed's NVMe offload and ebbtide, in turn, on a real disk.
+"""Training with optimizer state on a disk: DeepSpeed's NVMe offload and ebbtide in turn.
 
     python -m studies.storage_tier --json storage_tier.json --folder /local/disk
 
-Real training runs on the CPU, in a process for each variant. Both sides use O_DIRECT, so the page
-cache does not count as speed. Stock DeepSpeed runs with its defaults, and with both pipelines and
-enough buffers. ebbtide runs with all state stored, with parts of it in host memory, and under the
-tuner's plan for the memory that stock's pipelines take. The last one is compared with stock.
-Compared variants run more than once, in another order, because a disk's speed changes by the
-minute. Each run of ebbtide is judged by the disk's speed right before and after the run. The
-lower bound is the longest of four times: reading, writing, both concurrently, and the updates
-alone.
+Real training runs on the CPU, with a process for each variant. Both systems use O_DIRECT, so that
+the page cache does not count as speed of the disk. Stock DeepSpeed runs with its defaults, and with
+both of its pipelines and enough buffers. ebbtide runs with all state on the disk, with a part of it
+in host memory, and under the tuner's plan for as much memory as stock's pipelines take. This last
+variant is the one compared with stock DeepSpeed.
+
+A disk's speed changes by the minute. So compared variants run more than once, in another order. The
+disk is measured right before and after each of ebbtide's runs, and the run is judged by these rates.
+The lower bound of a run is the longest of four times: reading, writing, both at once, and the
+updates alone.
 """
 
 import argparse
@@ -85,13 +87,14 @@ def main() -> None:
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Run each variant in its own process, in its own folder on the disk, and return the figures.
+    """Train each variant in its own process and its own folder on the disk, and return the results.
 
     Returns:
-        Speed-ups over stock DeepSpeed's defaults and its pipelines at the same limit of host memory,
-        and with all state stored. Also ``update_over_floor``, ``bit_identical`` to stock with the
-        state in memory, ``predicted_over_measured`` iterations, the cost of a checkpoint at every
-        step, the bytes that a resume reads, and host memory as measured and as reported.
+        Speed-ups over stock DeepSpeed with its defaults and with its pipelines, within the same limit of
+        host memory and with all state on the disk. ``update_over_floor``: time of the updates over the
+        lower bound. ``bit_identical``: True if the state equals that of stock DeepSpeed in memory.
+        ``predicted_over_measured``: ratio of iteration times. Also the cost of a checkpoint after every
+        step, the bytes that a resume reads, and the measured and reported host memory.
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -101,7 +104,10 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
 
     def beside_the_disk(*names: str, **given: Any) -> None:
-        """Run variants, and measure the disk before and after each, because its speed changes by the minute."""
+        """Train the named variants, and measure the disk's rates before and after each of them.
+
+        The disk is measured that often because its speed changes by the minute.
+        """
         before = _drive(folder)
         for name in names:
             runs.setdefault(name, []).append(once(name, **given))
@@ -136,13 +142,14 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and the ratio of fully stored training to the lower bound from these
-    rates.
+    """Return the disk's rates, and how close training with all state on the disk comes to the lower bound.
 
-    The ratio is the median over the runs, each with the disk's rates before and after the run.
+    The lower bound of a run comes from the rates that the disk had before and after this run. The
+    median over the runs is returned.
 
     Args:
         beside: Rates of the disk around each run.
+        ours: Measurements of ebbtide with all state on the disk.
         passes_s: Seconds of forward and backward.
     """
     disk, moved = _pooled(beside), STATE_BYTES * ours["params"]
@@ -168,7 +175,10 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the comparison with stock DeepSpeed, and with predictions from the disk's rates of each run."""
+    """Compare ebbtide's training with that of stock DeepSpeed, and with ebbtide's predictions.
+
+    A run is predicted from the rates that the disk had around this run.
+    """
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
     runs = len(ours["iterations_s"])
@@ -199,9 +209,9 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return the disk's seconds to read, to write, and to read and write ``moved`` bytes concurrently.
+    """Return the seconds that the disk needs to read, to write, and to do both with ``moved`` bytes each.
 
-    In the concurrent case, the longer of the two continues alone after the end of the shorter.
+    When reads and writes run concurrently, the longer of the two continues alone after the shorter.
     """
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())
@@ -209,9 +219,9 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return a lower bound in seconds for runs that read and write all the time at the concurrent rate.
+    """Return a lower bound in seconds if reads and writes run concurrently all the time.
 
-    A run that finishes its writes before its reads does not reach it.
+    A run cannot reach it if its writes end before its reads.
     """
     sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
     return 2 * moved / (disk.duplex_factor.median * sum_of_rates)
@@ -227,10 +237,10 @@ def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for a variant's runs: medians of the measurements, and the bits, equal in each run.
+    """Return one row for several runs of a variant, with the medians of their measurements.
 
     Raises:
-        RuntimeError: If two runs trained different bits.
+        RuntimeError: If two of the runs trained different bits.
     """
     first = runs[0]
     for key in ("losses", "state"):
@@ -254,7 +264,7 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Return one value for several runs: the median, or for a flag whether it holds in all runs."""
+    """Return one value for several runs: the median of their numbers, or True if all their flags are True."""
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -289,12 +299,12 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train one variant, and return its times, losses and state.
+    """Train one variant with optimizer state on the disk, and return its times, losses and final state.
 
-    The seconds of an iteration are the mean over all steps, including the last step's updates.
+    The time of an iteration is the mean over all steps. It includes the updates of the last step.
 
     Args:
-        plan: ebbtide's plan. If None, use the plan for the variant's share, or stock DeepSpeed.
+        plan: Plan of ebbtide. If None, the variant's name selects a plan, or stock DeepSpeed.
     """
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -332,7 +342,10 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Measure checkpoints, resume and host memory of state that ebbtide stores (`DURABLE`)."""
+    """Measure checkpoints, a resume and host memory for training with optimizer state on a disk.
+
+    `DURABLE` names the results.
+    """
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
     found |= durability.saved_each_step(
@@ -356,10 +369,10 @@ def predict(
     spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return simulated iterations with each drive, with all state stored and under a second plan.
+    """Simulate iterations under two plans, each with several measurements of the disk.
 
-    Without a given plan, the second is the tuner's for ``spare_bytes`` more host memory. Only stock
-    DeepSpeed is trained.
+    The first plan has all state on the disk. The second is the given plan, or else the tuner's plan for
+    ``spare_bytes`` more host memory. Only stock DeepSpeed is trained, to profile the model.
     """
     del steps
     become_only_rank()
@@ -393,8 +406,9 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    """Return a plan with a fraction ``share`` of the subgroups in host memory, evenly spread, and all
-    others stored.
+    """Return a plan with a fraction ``share`` of the subgroups in host memory, and the others on the disk.
+
+    The subgroups in host memory are evenly spread.
     """
     from ebbtide.runtime.zero.cuts import subgroups_of
 
@@ -417,17 +431,17 @@ def _settle(engine: Any) -> None:
 
 
 def _moved() -> dict[str, int]:
-    """Return the bytes that this process has read from and written to devices."""
+    """Return the number of bytes that this process has read from drives and written to drives."""
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     counted = {key: int(value) for key, value in lines}
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Return the seconds per step with reads, updates or writes of state under way, and those of host
-    updates.
+    """Return how long optimizer state is read, updated or written per step, in seconds.
 
-    Reads for the next step are counted too.
+    Concurrent operations count once. Reads for the next step are included. A second number is the time
+    of the updates alone.
     """
     from ebbtide.simulator import OpKind
 

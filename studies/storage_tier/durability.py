@@ -1,4 +1,4 @@
-"""The cost of a checkpoint at every step with stored state, and the bytes that a resume reads."""
+"""The cost of a checkpoint after every step if optimizer state is on a disk, and of a resume."""
 
 import math
 import os
@@ -14,13 +14,13 @@ from ebbtide.simulator.storage import StorageRates
 def saved_each_step(
     engine: Any, train: Callable[[Any], object], steps: int, plain_s: float, folder: Path
 ) -> dict[str, float]:
-    """Measure the slowdown by a checkpoint after every step: train with, without, and again with
-    checkpoints.
+    """Measure how much a checkpoint after every step slows down training with state on a disk.
 
-    A steady drift of the disk's speed then affects both equally.
+    Training runs with checkpoints, without, and with checkpoints again. So a steady change of the
+    disk's speed affects both equally.
 
     Args:
-        train: Function that runs one step.
+        train: Function that trains one step.
         plain_s: Seconds of a step without a checkpoint, measured just before.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
@@ -39,9 +39,11 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Return the seconds of a step with a checkpoint, the last report, and the extra bytes per step.
+    """Train with a checkpoint after every step.
 
-    Extra bytes are written to the store in addition to the state.
+    Returns:
+        The seconds of a step, the report on the last checkpoint, and the bytes per step that were
+        written to the disk in addition to the optimizer state.
     """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
@@ -58,7 +60,7 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
 
 
 def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
-    """Return the bytes that loading the newest checkpoint reads from the device, with an empty page cache."""
+    """Load the newest checkpoint with an empty page cache, and return the bytes read from the disk."""
     for path in folder.glob("*.extents"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -69,9 +71,10 @@ def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
 
 
 def host_bytes(engine: Any) -> dict[str, Any]:
-    """Return the host memory of state, gradients and slots per parameter, measured and predicted.
+    """Return the host memory per parameter that ebbtide's state, gradients and buffers take, in bytes.
 
-    There are also the sizes of all subgroups.
+    It is returned as measured, and as the ratio of the predicted number to the measured one. The sizes
+    of all subgroups are returned too.
     """
     from ebbtide.simulator import Workload
     from ebbtide.simulator.update.footprint import footprint
@@ -105,16 +108,19 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration under two plans, with machine and model as measured in this
-    process.
+    """Return the simulated iteration times under two plans.
+
+    The machine and the model are measured in this process.
 
     Args:
-        engine: Stock DeepSpeed's engine, with its state in memory.
-        stored: Plan with all state on storage.
-        drives: Rates of the disk, measured at several times with more bytes than a profile's share of
-            time allows, because a burst's rate is not the sustained rate.
+        engine: Stock DeepSpeed's engine, with its optimizer state in memory.
+        train: Function that trains one step.
+        stored: Plan with all optimizer state on the disk.
+        folder: Folder on the disk.
+        drives: Rates of the disk, measured at several times. Each measurement moves more bytes than a
+            machine's profile does, because a short burst is faster than a long transfer.
         spare_bytes: Host memory in addition to the memory that ``stored`` takes.
-        given: The second plan. If None, it is the tuner's plan for this memory and the first drive.
+        given: The second plan. If None, it is the tuner's plan for this memory and the first rates.
     """
     import itertools
 

@@ -1,1 +1,1 @@
-"""Ways to train that studies compare: one way per process, or several plans on one engine."""
+"""Training runs that several studies share: one variant per process, or several plans on one engine."""

@@ -1,7 +1,8 @@
-"""Training on an emulated device with given rates, so that a plan's execution can be timed anywhere.
+"""Training on an emulated device with given rates, to time a plan's execution on any machine.
 
 Copies, updates, gradients and DeepSpeed are real. The duration of each copy, update and layer is
-given, and the rest of this duration is slept. No figure of this module is a GPU figure.
+given: the thread that does the work sleeps until this duration is over. No number of this module is
+a GPU measurement.
 """
 
 import itertools
@@ -33,19 +34,20 @@ ROWS = 4  # samples per batch: the real compute stays small beside the given tim
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of emulated training: the model's size, the time of its layers, and the machine's
-    rates.
+    """The settings of training on an emulated device: the model's size and all durations and rates.
 
-    The defaults are balanced. Keeping all state on the host, or staging all state to the device,
-    takes longer than forward. The best split takes about as long as forward.
+    With the defaults, an update of all state on the host takes longer than forward, and so does
+    staging all state to the device for its update. The best split takes about as long as forward.
 
     Attributes:
         forward_s, backward_s: Seconds of one layer.
-        memory_share: Device memory beyond parameters and gradients, over the size of all optimizer
-            state.
-        host_adam_out_of_place: Speed of out-of-place updates over the speed of in-place updates.
-        layers_per_subgroup: Number of layers with weights in one subgroup, a divisor of ``layers``.
-        micro_batches: Gradient accumulation steps.
+        memory_share: Device memory that is left beside parameters and gradients, as a fraction of the
+            size of all optimizer state.
+        host_adam_out_of_place: Speed of an update that writes to other buffers, over the speed of an
+            update in place.
+        layers_per_subgroup: Number of layers in one subgroup of optimizer state. It must divide
+            ``layers``.
+        micro_batches: Number of gradient accumulation steps.
     """
 
     layers: int = 16
@@ -63,10 +65,10 @@ class Setting:
     micro_batches: int = 1
 
     def scaled(self, factor: float) -> "Setting":
-        """Return the setting with all times multiplied by ``factor``, and the same balance of updates and
-        layers.
+        """Return the setting with all durations of layers, copies and updates multiplied by ``factor``.
 
-        The rates are adapted to the model's number of parameters.
+        If the model has another size than by default, the rates are changed in proportion. So updates and
+        layers keep their balance.
         """
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
@@ -78,12 +80,12 @@ class Setting:
 
     @property
     def weight(self) -> int:
-        """Return the number of elements of a layer's weight."""
+        """Return the number of elements in the weight of one layer."""
         return self.hidden**2
 
     @property
     def subgroup(self) -> int:
-        """Return the number of elements of each subgroup."""
+        """Return the number of elements in one subgroup of optimizer state."""
         return self.layers_per_subgroup * self.weight
 
     @property
@@ -96,11 +98,14 @@ class Setting:
 
     @property
     def given_s(self) -> tuple[float, float]:
-        """Return the given seconds of forward and backward, for all layers of one micro-batch."""
+        """Return the given seconds of forward and of backward, for all layers of one micro-batch."""
         return self.forward_s * self.layers, self.backward_s * self.layers
 
     def machine(self) -> Machine:
-        """Return a machine with the given rates. The link and the device are shared, DRAM and cores are ample."""
+        """Return a machine for the simulator that has the given rates.
+
+        Concurrent ops share its link and its device. Its DRAM and its cores are too fast to slow down an op.
+        """
         given = {
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
             "d2h_bytes_per_s": self.d2h_bytes_per_s,
@@ -124,7 +129,7 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """Return the given rates in the form that the emulated device takes."""
+        """Return the given rates of copies and updates in the form that the emulated device takes."""
         return EmulatedRates(
             self.h2d_bytes_per_s,
             self.d2h_bytes_per_s,
@@ -135,11 +140,10 @@ class Setting:
         )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
-        """Return the workload of the emulated training.
+        """Return the workload of the emulated training for the simulator.
 
         Args:
-            forward_s, backward_s: Seconds of all layers and micro-batches, measured without concurrent
-                updates.
+            forward_s, backward_s: Seconds of all layers and micro-batches, measured while no updates run.
         """
         passes = self.layers * self.micro_batches
         layer = Layer(params=self.weight, forward_s=forward_s / passes, backward_s=backward_s / passes)
@@ -156,7 +160,7 @@ class Setting:
 
 
 class _PacedLinear(torch.autograd.Function):
-    """A matrix product with given durations of forward and backward."""
+    """A matrix product that takes given durations in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer") -> torch.Tensor:
@@ -173,7 +177,7 @@ class _PacedLinear(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A linear layer with a residual, and with given device times of forward and backward."""
+    """A linear layer with a residual connection that takes given durations in forward and in backward."""
 
     def __init__(self, hidden: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -187,7 +191,7 @@ class PacedLayer(nn.Module):
 
 
 class PacedModel(nn.Module):
-    """A stack of layers with given durations.
+    """A model of layers that take given durations.
 
     ``forward(inputs, targets)`` takes tensors of shape (rows, hidden) and returns the mean squared
     error.
@@ -207,11 +211,12 @@ class PacedModel(nn.Module):
 
 
 def start(setting: Setting, **zero: Any) -> Any:
-    """Return a DeepSpeed engine that always starts from the same weights and reduces gradients layer by
-    layer.
+    """Return a DeepSpeed engine on a model with layers that take given durations.
+
+    The initial weights are the same at each call. Gradients are reduced layer by layer.
 
     Args:
-        zero: Further keys of ``zero_optimization``.
+        zero: Additional keys of ``zero_optimization``.
     """
     from studies.bench.byte_gpt import ds_config, stock_engine
 
@@ -222,12 +227,12 @@ def start(setting: Setting, **zero: Any) -> Any:
 
 
 class Kernels:
-    """The durations of an engine's layers on an emulated device, corrected for the work of the host.
+    """The durations of an engine's layers on an emulated device, corrected for the time of host code.
 
-    A GPU runs one kernel while its host prepares the next one. On the emulated device, the thread
-    that prepares a kernel also waits for the kernel's end. So the thread's computing between two
-    kernels is subtracted from the duration of the second. Only processor time is subtracted: when
-    this thread waits, a GPU would wait too.
+    While a GPU runs a kernel, its host already prepares the next one. On the emulated device, the
+    thread that prepares a kernel also sleeps until the kernel's end. So the CPU time that this thread
+    spends between two kernels is subtracted from the duration of the second kernel. Waiting of the
+    thread is not subtracted, because a GPU would wait too.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:
@@ -235,7 +240,7 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Note that the host has waited for the device, so that nothing is prepared for the next kernel."""
+        """Note that the host has waited for the device, so that no work can be prepared for the next kernel."""
         self._ended_s = None
 
     @contextmanager
@@ -247,7 +252,7 @@ class Kernels:
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
-    """Attach a plan to an engine, on an emulated device with the setting's rates."""
+    """Attach a plan to a DeepSpeed engine, on an emulated device with the setting's rates."""
     import ebbtide.runtime
 
     device = EmulatedDevice(setting.rates())
@@ -256,12 +261,12 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
 
 
 class ReducedBeside(GradientOps):
-    """Gradient ops that copy gradients while backward continues, as a GPU's reduction stream would.
+    """Gradient copies that run at the same time as backward, as on the reduction stream of a GPU.
 
-    The emulated device has one training stream, which waits for every fetched sum. Here the training
-    thread adds up gradients itself, immediately, and the lanes keep to the given rates with copies of
-    unused bytes. Otherwise the time for several micro-batches would include waits of backward for the
-    link.
+    The emulated device has one training stream, which would wait for each accumulated gradient that is
+    fetched from the host. In this class, the training thread adds up gradients itself without delay.
+    The copies of the lanes (queues of ops, such as a copy direction) move unused bytes at the given
+    rates. Otherwise backward would wait for the link if a step has several micro-batches.
     """
 
     def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -278,7 +283,7 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Make plans that run inside the block copy gradients as `ReducedBeside` does."""
+    """Make all plans in the ``with`` block copy gradients at the same time as backward (`ReducedBeside`)."""
     import ebbtide.runtime.execution.executor as executor
 
     kept = vars(executor)["GradientOps"]
@@ -290,7 +295,7 @@ def reduced_beside() -> Iterator[None]:
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
-    """Make the engine's layers take their durations on ``device`` from now on."""
+    """Make the layers of an engine take their given durations on ``device``, and return these durations."""
     kernels = Kernels(device)
     for block in engine.module.blocks:
         block.compute = kernels.compute
@@ -299,11 +304,13 @@ def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of a training run, as medians over the steps after the warm-up.
+    """Measured times of a training run on an emulated device, in seconds.
+
+    Times are medians over the steps after the warm-up.
 
     Attributes:
-        iteration_s: Median seconds between the ends of two backwards.
-        mean_s: Mean of the same times.
+        iteration_s: Median seconds from the end of one backward to the end of the next.
+        mean_s: Mean of the times of which ``iteration_s`` is the median.
     """
 
     iteration_s: float
@@ -315,14 +322,19 @@ class Measured:
 
 
 class Bench:
-    """One engine that trains under several plans in turn. It switches plans between two steps."""
+    """One engine on an emulated device that trains under several plans in turn.
+
+    It switches to another plan between two steps.
+    """
 
     def __init__(self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
-        """Start the engine.
+        """Build the engine.
 
         Args:
-            clips: Function that tells which steps are clipped. If None, DeepSpeed's config decides.
-            zero: Further keys of ``zero_optimization``.
+            setting: Sizes, durations and rates of the emulated training.
+            clips: Function that takes the number of a step and returns True if the step clips. If None,
+                DeepSpeed's config decides.
+            zero: Additional keys of ``zero_optimization``.
         """
         self.setting, self.clips = setting, clips
         self.engine = start(setting, **zero)
@@ -330,21 +342,21 @@ class Bench:
         self._kernels: Kernels | None = None  # of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under ``plan`` after the warm-up, and return the measured times.
+        """Train ``steps`` steps under a plan after a warm-up, and return the measured times.
 
         Args:
-            settle: End each step's updates before the next forward, so that the phases are those of the
-                training loop alone.
+            settle: True to wait for each step's updates before the next forward. Then the phases have the
+                times of training without concurrent updates.
         """
         self.apply(plan)
         return self.measure_on(steps, settle=settle)
 
     def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under the present plan after the warm-up, and return the times as `measure` does."""
+        """Train ``steps`` steps under the present plan after a warm-up, and return times as `measure` does."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
     def periods_s(self, steps: int) -> list[float]:
-        """Train and return the seconds from each backward's end to the next one's, of so many pairs of steps."""
+        """Train ``steps + 1`` steps, and return the seconds from each backward's end to the next one's."""
         ends = [self._step(settle=False)[2] for _ in range(1 + steps)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
@@ -358,7 +370,7 @@ class Bench:
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def apply(self, plan: Plan) -> None:
-        """Train under this plan from now on."""
+        """Switch the engine to a plan, or attach the plan if the engine has none yet."""
         from ebbtide.runtime.zero.attach import switch_plan
 
         if self._kernels is not None:
@@ -367,7 +379,10 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Train one step and return the borders of its phases, as if all forwards came before all backwards."""
+        """Train one step, and return the start of forward and the ends of forward, backward and step.
+
+        The times are as if the forwards of all micro-batches came before all backwards.
+        """
         if self._kernels is not None:
             self._kernels.synchronized()  # the step before has read its norm
         # Of the step before: its clipping would tell backward that this step is clipped, too.
@@ -391,7 +406,7 @@ class Bench:
         return backward - backward_s - forward_s, backward - backward_s, backward, stepped
 
     def workload(self, steps: int) -> Workload:
-        """Return the workload, with forward and backward measured while no update runs."""
+        """Measure forward and backward while no update runs, and return the workload with these times."""
         plan = Plan(
             subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )
@@ -399,7 +414,7 @@ class Bench:
         return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
-        """End the engine, and return everything that training has changed."""
+        """Destroy the engine, and return the final parameters and optimizer state."""
         from studies.bench.bits import state_of
 
         self.engine.optimizer.wait()
@@ -409,7 +424,7 @@ class Bench:
 
 
 def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the inputs and targets of each micro-batch of step ``number``."""
+    """Yield the inputs and targets of each micro-batch of training step ``number``."""
     for micro_batch in range(setting.micro_batches):
         generator = torch.Generator().manual_seed(number * setting.micro_batches + micro_batch)
         inputs, targets = torch.randn(2, ROWS, setting.hidden, generator=generator).bfloat16()
@@ -417,7 +432,11 @@ def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
-    """Set clipping between backward and step, so that no early update can know that the step is clipped."""
+    """Make the training step ``number`` clip or not, as ``clips`` tells.
+
+    It must be called between backward and the optimizer step. Then early updates, which begin during
+    backward, cannot know that the step clips.
+    """
     if clips is not None:
         engine.optimizer.clip_grad = ALWAYS_CLIPS if clips(number) else NEVER_CLIPS
 
@@ -425,7 +444,7 @@ def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) 
 def stock_state(
     setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
 ) -> dict[str, torch.Tensor]:
-    """Return the state of the same model after ``steps`` steps of stock DeepSpeed, without given durations."""
+    """Train the same model with stock DeepSpeed at full speed, and return its state after ``steps`` steps."""
     from studies.bench.bits import state_of
 
     engine = start(setting, **zero)

@@ -1,4 +1,7 @@
-"""The gain of early updates on the emulated device, and the cost of steps that clip."""
+"""The gain of early updates (before the gradient norm is known), and their cost in steps that clip.
+
+It is measured on an emulated device.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,14 +27,19 @@ LONG = 1.0  # from this ratio on updates are as long as the passes
 
 @dataclass(frozen=True)
 class Guessed:
-    """Results with and without early updates, for updates that all run on the host.
+    """Measured times with and without early updates (before the gradient norm is known).
+
+    All updates run on the host.
 
     Attributes:
         ratio: Time of all updates over the time of forward and backward.
-        floor_s: Lower bound of an iteration with early updates.
-        barrier_s, guessed_s: Iteration time of the best plan without and with early updates.
-        slowdown_pct: Increase of the mean iteration time over the plan without early updates, by the
-            fraction of steps that clip.
+        floor_s: Lower bound of an iteration with early updates, in seconds.
+        barrier_s: Seconds of an iteration under the best plan without early updates.
+        guessed_s: Seconds of an iteration under the best plan with early updates.
+        predicted_s: Predicted value of ``guessed_s``.
+        speculate: Number of subgroups that are updated early.
+        slowdown_pct: Percentage by which early updates make the mean iteration longer, by the fraction
+            of steps that clip.
     """
 
     ratio: float
@@ -53,10 +61,10 @@ class Guessed:
 
 
 def many_layers() -> Setting:
-    """Return a setting with as many layers as models of 8 B parameters have.
+    """Return settings of emulated training with as many layers as a model of 8 B parameters has.
 
-    The layers are small, so that real arithmetic, which a GPU would not leave to the host, takes
-    little of the given times. The slowdown of out-of-place updates is measured on this machine.
+    The layers are small, so that real arithmetic takes little of the given durations. The slowdown of
+    updates that write to other buffers is measured on this machine.
     """
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
@@ -64,9 +72,9 @@ def many_layers() -> Setting:
 
 
 def setting_of(base: Setting, ratio: float) -> Setting:
-    """Return the setting with updates of ``ratio`` times the time of forward and backward.
+    """Return the setting with updates that take ``ratio`` times as long as forward and backward.
 
-    The device has no memory for optimizer state.
+    The device has no memory for optimizer state, so that all updates run on the host.
     """
     passes_s = sum(base.given_s)
     link = LINK * base.params / passes_s
@@ -82,11 +90,14 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
 ) -> dict[str, Any]:
-    """Measure early updates for each ratio of update time to pass time, each on a separate engine.
+    """Measure early updates (before the gradient norm is known) on an emulated device.
+
+    Each ratio in ``ratios``, of the time of updates to that of forward and backward, gets an engine.
 
     Args:
-        steps: Timed steps of each plan, without clipping.
-        clipped_steps: Timed steps at each fraction of clipped steps.
+        base: Setting of the emulated training.
+        steps: Number of timed steps of each plan, none of which clips.
+        clipped_steps: Number of timed steps with each fraction of steps that clip.
     """
     rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps) for ratio in ratios]
     slowdowns = [pct for row in rows for pct in row.slowdown_pct.values()]
@@ -103,9 +114,9 @@ def measure_early_updates(
 
 
 def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
-    """Return a function that tells which steps clip. ``rate`` is the chance of each step.
+    """Return a function that tells if a step clips, given the step's number.
 
-    The same steps clip under every plan.
+    Each step clips with probability ``rate``. The steps that clip are the same for every plan.
     """
     return lambda number: Random(f"{seed} {number}").random() < rate
 

@@ -1,11 +1,11 @@
-"""One way to train, in a separate process: times, memory, and a hash of all trained values.
+"""One way to train, in a separate process: times, memory, and a hash of the trained state.
 
     python -m studies.trials.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
 Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
-(with --plan, or all on the host). Two variants with the same hash have trained the same bits. On
-a GPU all variants run deterministic algorithms, because flash attention's backward sums in any
-order.
+(with --plan, or else with all optimizer state on the host). If two variants have the same hash, they
+have trained the same bits. On a GPU, all variants run deterministic algorithms, because otherwise
+the backward of flash attention adds numbers in a varying order.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the command-line parser of trials. `studies.trials.plan_trials` adds its options."""
+    """Return the command-line parser of a training run. `studies.trials.plan_trials` adds its own options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
@@ -64,7 +64,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Set up a trial's process: the cap on GPU memory, the cores near the GPU, and deterministic sums.
+    """Prepare the process of a training run.
+
+    On a GPU, this limits the GPU memory, binds the process to the cores near the GPU, and selects
+    deterministic kernels.
 
     Raises:
         SystemExit: If CUDA was requested and is not available.
@@ -87,17 +90,18 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Make torch use deterministic kernels if they exist, and leave uninitialized memory unfilled.
+    """Make torch use deterministic kernels, and leave uninitialized memory unfilled.
 
-    With ``warn_only`` the backward of fast attention still sums in any order. This is for compared
-    systems with ops that have no deterministic form. Their bits are not compared.
+    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then
+    the backward of fast attention still adds numbers in a varying order. This is for compared systems
+    whose bits are not compared.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with one variant, and return its times, memory and hash."""
+    """Train with one variant, such as stock DeepSpeed, and return its times, memory and state hash."""
     cuda = torch.cuda.is_available()
     engine = make_engine(args)
     size = SIZES[args.size]
@@ -130,11 +134,13 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
 ) -> tuple[dict[str, float], float]:
-    """Train, and return the median times of the phases after the warm-up, as ``PHASE_s``, and the last
-    loss.
+    """Train, and return the median seconds of each phase after the warm-up, and the last loss.
+
+    The names of the times are ``PHASE_s``.
 
     Args:
         first: Number of the first batch. A step takes ``accumulation`` batches.
+        steps: Number of timed steps.
     """
     clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
     # Made before: time between two steps is nobody's phase, and updates would run on in it.
@@ -156,7 +162,10 @@ def timed(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    """Return an engine of the trial's variant. The model has the same initial weights for all variants."""
+    """Return an engine that trains with the variant named on the command line.
+
+    The model has the same initial weights for all variants.
+    """
     import ebbtide.runtime
 
     name, _, setting = args.variant.partition(":")
@@ -199,19 +208,21 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def _model(size: str) -> ByteGPT:
-    """Return the model, made on the device that trains it.
+    """Return the model, with its random weights drawn on the device that trains it.
 
-    A CPU takes a minute for billions of random weights.
+    On a CPU, drawing billions of weights takes a minute.
     """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return ByteGPT(SIZES[size])
 
 
 def host_plan(engine: Any, keep: float = 0.0) -> Plan:
-    """Return a plan that updates every subgroup on the host, with parameters where the config puts them.
+    """Return a plan that updates all optimizer state on the host.
+
+    The 16-bit parameters stay where DeepSpeed's config puts them.
 
     Args:
-        keep: Fraction of the offloaded parameters that stays on the device.
+        keep: Fraction of the offloaded parameters that is kept on the device instead.
     """
     from ebbtide.runtime.zero.checks.private import parameter_location
 

@@ -1,7 +1,7 @@
 """A phase of a study in a separate process, which reports its progress and can be made to wait.
 
-Engines of different kinds never share a process: leftovers of one (pinned memory, threads, a warm
-allocator) would affect the times of another.
+Engines of different kinds never share a process. Otherwise pinned memory, threads or a warm
+allocator of one engine would affect the times of another.
 """
 
 import multiprocessing
@@ -20,12 +20,12 @@ _parent: Connection | None = None  # in the child: who listens
 
 
 class PhaseError(RuntimeError):
-    """An error in a phase's process. The message has the end of the phase's log."""
+    """An error in the process of a study's phase. The message has the end of the process's log."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a phase: ``done`` of ``total`` units of work, and a note about the present activity."""
+    """The progress of a study's phase: ``done`` of ``total`` units of work, and a note on what runs now."""
 
     done: int
     total: int
@@ -33,10 +33,10 @@ class Progress:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Import modules once for all phases, in a server process. Call this before the first phase starts.
+    """Import modules once for all phases of a study, before the first phase starts.
 
-    The server runs nothing else and forks the phases. With CUDA, which does not survive a fork,
-    nothing is done, and each phase imports its modules.
+    A server process imports them and forks the phases. With CUDA, which does not survive a fork, nothing
+    is done here, and each phase imports its modules itself.
     """
     if _start_method() == "forkserver":
         from multiprocessing import forkserver
@@ -52,15 +52,16 @@ def _start_method() -> str:
 
 
 class PhaseProcess:
-    """A process that runs ``work(**arguments)`` and prints to a log file.
+    """A process that runs one phase of a study, ``work(**arguments)``, and prints to a log file.
 
-    It is owned by one thread. The process is killed if the ``with`` block is left early.
+    Only one thread may use this object. If its ``with`` block is left early, the process
+    is killed.
 
     Args:
-        work: A function that the process can import by name.
+        work: A function that the process can import by its name.
 
     Attributes:
-        waits: True if the process waits at a `pause`, as far as `progress` has been read.
+        waits: True if the process waits at a `pause`, as of the last report that `progress` has read.
     """
 
     def __init__(self, work: Callable[..., object], arguments: Mapping[str, Any], log: Path):
@@ -84,7 +85,7 @@ class PhaseProcess:
         remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
-        """Yield the progress reports of the phase, until its process ends or waits for `go_on`."""
+        """Yield the progress reports of a study's phase, until its process ends or waits for `go_on`."""
         while True:
             try:
                 report = self._child.recv()
@@ -96,7 +97,7 @@ class PhaseProcess:
             yield report
 
     def go_on(self) -> None:
-        """Let a phase continue that waits at a `pause`."""
+        """Let the process of a study's phase continue after it has waited at a `pause`."""
         self.waits = False
         self._child.send(None)
 
@@ -105,16 +106,19 @@ class PhaseProcess:
         return bool(self._process.is_alive())
 
     def kill(self) -> int:
-        """Kill the phase with SIGKILL, so that its process cannot tidy up. Return the exit status."""
+        """Kill the process of a study's phase with SIGKILL, and return its exit status.
+
+        The process cannot clean up then.
+        """
         self._process.kill()
         self._process.join()
         return int(self._process.exitcode)
 
     def finish(self) -> None:
-        """Wait until the phase's process ends.
+        """Wait until the process of this phase of a study ends.
 
         Raises:
-            PhaseError: If the exit status is not 0.
+            PhaseError: If the process ends with an exit status other than 0.
         """
         self._process.join()
         status = self._process.exitcode
@@ -130,7 +134,10 @@ def _run(
     environment: dict[str, str],
     parent: Connection,
 ) -> None:
-    """Run a phase in its process: send output to the log, and connect `report` and `pause` to the parent."""
+    """Run a phase of a study in its own process, with output to a log file.
+
+    `report` and `pause` then talk to the parent process.
+    """
     global _parent
     _parent = parent
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -147,16 +154,16 @@ def _run(
 
 
 def report(done: int, total: int, note: str = "") -> None:
-    """Report the progress of a phase to its parent process, if there is one."""
+    """Report the progress of a study's phase to the parent process, if there is one."""
     if _parent is not None:
         _parent.send(Progress(done, total, note))
 
 
 def pause() -> None:
-    """Wait in a phase until its parent process lets it continue. Without a parent, return immediately.
+    """Wait until the parent process lets this phase continue. Without a parent, return immediately.
 
     Raises:
-        EOFError: If the parent has ended.
+        EOFError: If the parent process has ended.
     """
     if _parent is not None:
         _parent.send(None)

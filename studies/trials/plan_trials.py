@@ -1,8 +1,9 @@
-"""Timing of several plans in turn on one engine, which switches between them.
+"""Timing of several plans in turn on one engine, which switches from plan to plan.
 
     python -m studies.trials.plan_trials --plans a.plan.json b.plan.json --size tiny --json P
 
-The record has a row per plan with the medians of its steps. It is written again after each plan.
+The result file has a row per plan, with the medians of its steps. It is written again after each
+plan.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def trials(args: argparse.Namespace) -> Any:
-    """Yield one row of measured times for each plan."""
+    """Train under each plan in turn, and yield a row of measured times per plan."""
     from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}

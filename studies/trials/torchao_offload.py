@@ -1,7 +1,7 @@
 """torchao's CPUOffloadOptimizer with the interface of a DeepSpeed engine, for comparison.
 
-It keeps the parameters in the model's own precision, so that the master copies have 16 bits.
-These are not the numerics of stock DeepSpeed.
+torchao keeps master copies of the parameters in the model's own precision of 16 bits. So it does
+not train the same numbers as stock DeepSpeed.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
 
 
 def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[str, Any]) -> Any:
-    """Return torchao's optimizer, with gradients offloaded too.
+    """Return torchao's offloading AdamW optimizer, set to offload gradients too.
 
     Raises:
         ImportError: If torchao is not installed.
@@ -26,7 +26,10 @@ def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[s
 
 
 class TorchaoEngine:
-    """A plain torch model with an engine's interface: ``engine(*batch)``, ``backward(loss)``, ``step()``."""
+    """A torch model under torchao's optimizer, with the interface of a DeepSpeed engine.
+
+    The interface is ``engine(*batch)``, ``backward(loss)`` and ``step()``.
+    """
 
     def __init__(self, model: torch.nn.Module, clipping: float, make: MakeOptimizer = cpu_offload_adamw) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,4 +64,4 @@ class TorchaoEngine:
         self._inner.zero_grad()
 
     def destroy(self) -> None:
-        """Do nothing, because there is nothing to release."""
+        """Do nothing, because this engine holds nothing that must be released."""

@@ -1,1 +1,4 @@
-"""Test of `tune verify`: it must find and name seeded defects, and leave correct runs alone."""
+"""Test of `tune verify`, which compares training under ebbtide with stock DeepSpeed.
+
+It must find and name defects that are put into training, and accept correct runs.
+"""

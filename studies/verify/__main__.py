@@ -1,4 +1,4 @@
-"""Entry point of ``python -m studies.verify``."""
+"""Command-line entry point: ``python -m studies.verify``."""
 
 from studies.verify.command import main
 

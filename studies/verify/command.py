@@ -1,13 +1,17 @@
-"""Test of `tune verify`: it must find and name seeded defects, and leave correct runs alone.
+"""Test of `tune verify`, which compares training under ebbtide with stock DeepSpeed.
 
     python -m studies.verify --json verify.json
 
-Defects are put into stock DeepSpeed's engines on one and two ranks, with ZeRO-2 and ZeRO-3. Each
-defect is judged twice. First, its run is compared with runs that must have the same bits, as a
-plan and stock DeepSpeed must. Second, the size of its difference from another implementation of
-AdamW is judged, in fp32 if 16 bits would hide the defect. Correct runs of other shapes must be
-left alone. Versions of DeepSpeed that are known to be wrong are checked by the command itself, if
-`scripts/compat.sh` has made a venv for them. The study takes under 10 minutes.
+`tune verify` must find defects that are put into training and name them, and accept correct runs.
+The defects are put into engines of stock DeepSpeed on one and two ranks, with ZeRO-2 and ZeRO-3.
+
+Each defect is judged in two ways. First, its run is compared with runs that must have the same
+bits, as ebbtide and stock DeepSpeed must. Second, its run is compared with another implementation of
+AdamW, and the size of the difference is judged. If 16 bits would hide the defect, fp32 is used.
+
+Correct runs of other model shapes must be accepted. `tune verify` also runs on versions of DeepSpeed
+that are known to be wrong, if `scripts/compat.sh` has installed them. The study takes under 10
+minutes.
 """
 
 import json
@@ -58,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Train and judge one group of runs, and return the number of judged pairs.
+    """Train one group of runs with and without defects, judge them, and return the number of judgements.
 
-    The judgements are added to ``cases`` (with a defect) and ``right`` (without).
+    A judgement is added to ``cases`` if it is on a run with a defect, otherwise to ``right``.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         expected = _launch(stage, ranks, Path(scratch), "--rounds", *rounds)
@@ -75,14 +79,17 @@ def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], ri
 
 
 def verdict_of(finding: Finding) -> dict[str, str]:
-    """Return the verdict of `tune verify` on a pair of runs, and the first difference that it names."""
+    """Return what `tune verify` says of two runs: its verdict, and the first difference that it names."""
     first = finding.first
     said = "" if first is None else f"step {first.step}: {first.name}"
     return {"verdict": finding.verdict, "said": said}
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the overhead of recording a training step for `tune verify`, in percent, on one rank."""
+    """Return how much longer a training step takes when `tune verify` records it, in percent.
+
+    The time is measured with one rank.
+    """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
 
@@ -119,10 +126,11 @@ def summary(
     overheads: dict[str, float],
     versions: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures of the study of `tune verify`.
+    """Return the results of the test of `tune verify`.
 
-    All ``seeded`` defects, and versions known to be wrong, should be ``found``. ``named_rightly`` is
-    the fraction with the right step, tensor and side.
+    ``seeded`` counts the judgements on runs with a defect, including versions of DeepSpeed known to be
+    wrong. ``found`` counts those that found the defect. ``named_rightly`` is the fraction that named the
+    right step, tensor and run.
     """
     run = [row for row in versions if "skipped" not in row]
     wrong = [row for row in run if row["wrong"]]
@@ -151,7 +159,7 @@ def _round(cases: Sequence[Case], name: str) -> dict[str, int]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    """Print the study's figures and the runs that were judged wrongly."""
+    """Print the results of the test of `tune verify`, and the runs that it judged wrongly."""
     missed = [case for case in figures["cases"] if not case["named"]]
     alarms = [row for row in figures["right_pairs"] if row["verdict"] == "defect"]
     console.print(*tables("verify", {**figures, "cases": missed, "right_pairs": alarms}))

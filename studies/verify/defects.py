@@ -1,4 +1,4 @@
-"""Defects that are put into a stock DeepSpeed engine, each with the place at which it shows first."""
+"""Defects that the test of `tune verify` puts into DeepSpeed, each with the place where it shows first."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,15 +16,16 @@ TENSOR = "blocks.1.widen.weight"
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect that is put into a DeepSpeed engine before its steps are recorded.
+    """A defect that is put into a DeepSpeed engine to test `tune verify`.
 
     Attributes:
         step: Step after which the defect shows.
-        names: Names of the values that show the defect first. A correct judgement names one of them.
+        names: Function that returns the names of the values in which the defect shows first. A correct
+            judgement names one of them.
         by_size: True if the defect is larger than the rounding differences between two Adam
             implementations.
-        dtype: Precision of the training that gets the defect: fp32 if 16 bits would hide the defect.
-        least_ranks: Minimum number of ranks at which the defect can occur.
+        dtype: Precision of the training: fp32 if 16 bits would hide the defect.
+        least_ranks: Smallest number of ranks with which the defect can occur.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Defect:
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder with the defect's run."""
+        """Return the name of the folder with the recorded run that has this defect."""
         return self.name if self.dtype == "bf16" else f"{self.dtype} {self.name}"
 
 
@@ -53,13 +54,16 @@ def masters(engine: Any) -> list[str]:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method. ``wrapper`` is called with the original method and the call's arguments."""
+    """Replace a method of ``owner``. ``wrapper`` gets the original method and the arguments of each call."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
 def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
-    """Call ``before`` and ``after`` around every optimizer step. ``after`` gets the result of ``before``."""
+    """Call ``before`` and ``after`` around each optimizer step of an engine.
+
+    ``after`` gets the result of ``before``.
+    """
 
     def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken, kept = engine.global_steps, before()
@@ -76,10 +80,11 @@ def around_updates(
     before: Callable[[int, Updated], object] = lambda *_: None,
     after: Callable[[int, Updated], object] = lambda *_: None,
 ) -> None:
-    """Call ``before`` and ``after`` around each call of DeepSpeed's inner optimizer.
+    """Call ``before`` and ``after`` around each call of the inner optimizer of a DeepSpeed engine.
 
-    There is one call per subgroup or parameter group. Both functions get the call's number in the
-    step, from 1, and the call's fp32 masters. If ``before`` returns True, the call is left out.
+    There is one such call per subgroup (ZeRO-3) or parameter group. Both functions get the number of
+    the call within the step, counted from 1, and the fp32 masters that the call updates. If ``before``
+    returns True, the call is left out.
     """
     inner, calls = engine.optimizer.optimizer, [0, -1]  # calls in this step, which step
 
@@ -98,7 +103,11 @@ def around_updates(
 
 
 def before(change: Callable[[Any], object]) -> Arm:
-    """Return a defect that calls ``change`` once with DeepSpeed's inner optimizer, before step `AT`."""
+    """Build a defect from ``change``, which is called once with DeepSpeed's inner optimizer.
+
+    The call is before one step (`AT`). The result is a function that puts the defect into an engine, to test
+    `tune verify`.
+    """
 
     def arm(engine: Any) -> None:
         done: list[bool] = []
@@ -115,7 +124,11 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """Return a defect that calls ``change`` with each subgroup's optimizer state, before step `AT`."""
+    """Build a defect from ``change``, which is called with each subgroup's optimizer state.
+
+    The calls are before one step (`AT`). The result is a function that puts the defect into an engine, to
+    test `tune verify`.
+    """
     return before(lambda inner: [change(state) for state in inner.state.values()])
 
 
@@ -133,9 +146,15 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 def in_tensor(
     name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
 ) -> Arm:
-    """Return a defect that changes the values of one tensor after a step.
+    """Build a defect that changes the values of one tensor after training steps.
 
-    With ``first``, only the rank that holds the tensor's start changes its part.
+    The result is a function that puts the defect into an engine, to test `tune verify`.
+
+    Args:
+        name: Name of the tensor.
+        change: Function that changes the values in place.
+        steps: Steps after which the values are changed.
+        first: True to change only the part on the rank that holds the start of the tensor.
     """
 
     def changed(engine: Any) -> None:
@@ -155,7 +174,10 @@ def narrow(values: torch.Tensor) -> None:
 
 
 def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
-    """Multiply the loss of each micro-batch by ``factor``, a function of the micro-batch's number from 1."""
+    """Multiply the loss of each micro-batch of an engine by ``factor``.
+
+    ``factor`` is a function of the number of the micro-batch, counted from 1 over all steps.
+    """
     seen = [0]
 
     def scaled(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -170,20 +192,26 @@ def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
 
 
 def dropped_micro_batch(engine: Any) -> None:
-    """Insert a defect: the gradients of the second micro-batch in step `AT` are lost on the last rank."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), the last rank loses the second micro-batch's gradients.
+    """
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     number = (AT - 1) * engine.gradient_accumulation_steps() + 2
     scaled_loss(engine, lambda seen: 0.0 if last and seen == number else 1.0)
 
 
 def values_of(engine: Any) -> torch.Tensor | None:
-    """Return a copy of this rank's part of the tensor `TENSOR`. None if the rank holds no part."""
+    """Return a copy of the part of the tensor `TENSOR` that this rank holds. None if it holds no part."""
     piece = piece_of(engine, TENSOR)
     return None if piece is None else piece.values.clone()
 
 
 def stale_parameter(engine: Any) -> None:
-    """Insert a defect: the update of step `AT` does not reach the parameter that the model computes with."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    One of the model's parameters keeps its old value after the update of one step (`AT`).
+    """
 
     def restore(kept: torch.Tensor | None) -> None:
         piece = piece_of(engine, TENSOR)
@@ -194,12 +222,16 @@ def stale_parameter(engine: Any) -> None:
 
 
 def skipped(some: Callable[[int], bool]) -> Arm:
-    """Return a defect that leaves out some calls of the inner optimizer in step `AT`."""
+    """Build a defect that leaves out some calls of DeepSpeed's inner optimizer in one step (`AT`).
+
+    ``some`` takes the number of a call within the step, and returns True to leave it out. Such defects
+    test `tune verify`.
+    """
     return lambda engine: around_updates(engine, lambda call, _: engine.global_steps == AT - 1 and some(call))
 
 
 def lost_names(engine: Any) -> list[str]:
-    """Return the names of the fp32 masters in the second subgroup (ZeRO-3) or parameter group."""
+    """Return the names of the fp32 masters in an engine's second subgroup (ZeRO-3) or parameter group."""
     optimizer = engine.optimizer
 
     def is_inside(parameter: Any) -> bool:

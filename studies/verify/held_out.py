@@ -1,4 +1,7 @@
-"""Held-out defects: they were written after the code of `tune verify` that judges runs, to test it."""
+"""Held-out defects for the test of `tune verify`, which judges training runs.
+
+They were written after the judging code, so that the code was not made to find them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +31,11 @@ from studies.verify.defects import (
 
 
 def wrong_settings(**wrong: Any) -> Arm:
-    """Return a defect: the inner optimizer has wrong settings in step `AT`.
+    """Build a defect that gives DeepSpeed's inner optimizer wrong settings in one step (`AT`).
 
-    A callable gets the right value of a setting and returns the wrong value.
+    Args:
+        wrong: Wrong values by name of the setting. A function gets the right value and returns the
+            wrong one.
     """
 
     def arm(engine: Any) -> None:
@@ -60,7 +65,11 @@ def loss_scaled_twice(engine: Any) -> None:
 
 
 def _wrong_gradient(change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Arm:
-    """Return a defect that changes one tensor's gradients in step `AT`. ``change`` also gets all gradients so far."""
+    """Build a defect that changes the gradients of one tensor in one step (`AT`).
+
+    ``change`` gets the gradient, and a list of all gradients of the tensor up to now. It returns the
+    wrong gradient.
+    """
 
     def arm(engine: Any) -> None:
         seen: list[torch.Tensor] = []
@@ -88,13 +97,18 @@ def _narrow_masters(engine: Any) -> None:
 
 
 def norm_name(engine: Any) -> str:
-    """Return the name of the method with which DeepSpeed's optimizer computes the gradient norm."""
+    """Return the name of the method of DeepSpeed's optimizer that computes the gradient norm."""
     name = "_get_norm_groups"
     return name if hasattr(engine.optimizer, name) else "scaled_global_norm"
 
 
 def norm_of_less(engine: Any) -> None:
-    """Insert a defect: in step `AT` the norm used for clipping is too small, as if gradients were missing."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), clipping uses a gradient norm that is too small.
+
+    The norm is what it would be if some gradients were missing.
+    """
 
     def less(whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         share, norms = 0.6 if engine.global_steps == AT - 1 else 1.0, whole(*args, **kwargs)
@@ -118,7 +132,12 @@ def not_clipped(engine: Any) -> None:
 
 
 def stale_in_one_forward(engine: Any) -> None:
-    """Insert a defect: forward passes after step `AT` read one tensor's old value. Later the value is right."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    The forward after one step (`AT`) reads the old value of one tensor.
+
+    After this forward, the value is right again.
+    """
     kept: list[torch.Tensor | None] = [None]
 
     def keep(values: torch.Tensor | None) -> None:

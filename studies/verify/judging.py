@@ -1,4 +1,4 @@
-"""The judgements of `tune verify` on the study's runs, compared with the known truth."""
+"""The judgements of `tune verify` on training runs with and without a known defect."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,15 +18,16 @@ LATE = 2  # steps later than it was made, a defect may rise above rounding
 
 @dataclass(frozen=True)
 class Case:
-    """The judgement of `tune verify` on one defect.
+    """The judgement of `tune verify` on one training run with a known defect.
 
     Attributes:
-        round: Round in which `tune verify` was tested on the defect.
-        judged: Kind of comparison: ``bits`` with a run that must be equal, ``size`` against the
-            rounding of another Adam, or ``no-offload`` against a run without offload that uses the
-            same Adam.
-        side: Run that has the defect.
-        named: True if the judgement names the defect's step and tensor, and blames the right side.
+        round: Group of defects (a round of testing) to which the defect belongs.
+        judged: Kind of comparison. ``bits``: with a run that must be equal. ``size``: with another
+            implementation of Adam, allowing for rounding. ``no-offload``: with a run without offload
+            that uses the same Adam.
+        side: Run that has the defect: that of the plan, or that of stock DeepSpeed.
+        found: True if the judgement is that there is a defect.
+        named: True if the judgement names the defect's step and tensor, and blames the right run.
     """
 
     defect: str
@@ -41,14 +42,18 @@ class Case:
 
 
 class Group:
-    """The recorded runs of one ZeRO stage on a number of ranks."""
+    """All recorded training runs of one ZeRO stage and one number of ranks."""
 
     def __init__(self, folder: Path, stage: int, ranks: int, expected: Mapping[str, Any]) -> None:
         self._folder, self._stage, self._ranks = folder, stage, ranks
         self._expected = expected
 
     def cases(self) -> Iterator[Case]:
-        """Yield the judgement of each defect by bits, in the plan's or the stock run in turn, and then by size."""
+        """Yield the judgements of `tune verify` on each defect.
+
+        First, each defect is judged by bits, in turn as a defect of the plan's run or of the stock run. Then
+        it is judged by the size of its difference.
+        """
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):
             if defect.name in self._expected:
@@ -59,7 +64,7 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Yield the findings on pairs of runs without a defect, with the names of the pairs."""
+        """Yield what `tune verify` finds in pairs of runs without a defect, with the name of each pair."""
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
         yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)
@@ -80,7 +85,10 @@ class Group:
         yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
 
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
-        """Judge a defect by bits. In fp32 a stock run stands in for the plan's, because both have the same bits."""
+        """Judge a defect by comparing bits.
+
+        In fp32, a second stock run takes the place of the plan's run, because both have the same bits.
+        """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)
         sides = {STOCK: right, PLAN: replace(right if wide else self._run("plan", PLAN), name=PLAN)}
@@ -97,9 +105,9 @@ class Group:
         return self._case(name, defect, "size", STOCK, finding, late=LATE)
 
     def _without_offload(self, name: str, defect: Defect) -> Case:
-        """Judge a defect as the command does: against training without offload.
+        """Judge a defect as the command `tune verify` does, by comparison with training without offload.
 
-        That run uses the same Adam, but another order of sums in the norm.
+        Both runs use the same Adam, but add up the gradient norm in another order.
         """
         wide = "fp32 " if defect.dtype == "fp32" else ""
         last = self._run(f"{wide}no-offload", NO_OFFLOAD)

@@ -1,7 +1,7 @@
-"""Rounds of defects for the study of `tune verify`.
+"""Rounds (groups) of defects for the test of `tune verify`.
 
-The code that judges runs was written together with the first round. Later rounds were written
-down before they were tried, and the repairs that they required came after.
+The first round was written together with the code that judges runs. Each later round was written
+before it was tried, and the code was improved afterwards if a defect was not found.
 """
 
 from studies.verify.defects import DEFECTS, Defect
@@ -12,6 +12,9 @@ ROUNDS: dict[str, tuple[Defect, ...]] = {"first": DEFECTS, "held out": HELD_OUT,
 
 
 def defects_of(rounds: tuple[str, ...], ranks: int) -> list[Defect]:
-    """Return the defects of the given rounds that can occur with this number of ranks."""
+    """Return the defects of the given rounds that can occur with this number of ranks.
+
+    A round is a group of defects.
+    """
     found = [defect for name in rounds for defect in ROUNDS[name]]
     return [defect for defect in found if ranks >= defect.least_ranks]

@@ -1,4 +1,7 @@
-"""The shapes of training in the study of `tune verify`: one for defects, and others that must pass."""
+"""Models and training settings for the test of `tune verify`.
+
+One of them is trained with defects. All others are trained without, and must be accepted.
+"""
 
 from dataclasses import dataclass
 
@@ -9,16 +12,16 @@ SUBGROUP = 20_000  # elements
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the settings of its training.
+    """A model and the settings of its training, for the test of `tune verify`.
 
     Attributes:
-        tied: The head shares the embedding's weight.
-        frozen: The embeddings are not trained.
+        tied: True if the output head shares the weight of the embedding.
+        frozen: True if the embeddings are not trained.
         accumulation: Micro-batches per step.
-        stage: ZeRO stage. 0 means the stage of the group that the shape is trained with.
-        subgroup: Elements of each subgroup.
-        initial_scale: Initial loss scale of fp16, as a power of two. At this scale some first steps
-            overflow.
+        stage: ZeRO stage. 0 means the stage of the group of runs that it is trained in.
+        subgroup: Elements of each subgroup of optimizer state.
+        initial_scale: Initial loss scale of fp16, as a power of two. It is so large that some of the
+            first steps overflow.
         resumed: Number of steps after which the run is saved and loaded again. 0 means never.
     """
 
@@ -51,5 +54,8 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the training shapes to test with a ZeRO stage. ZeRO-1 shapes are tested along with ZeRO-2."""
+    """Return the models and settings to train without defects with a ZeRO stage.
+
+    Those for ZeRO-1 are trained together with those for ZeRO-2.
+    """
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

@@ -1,7 +1,7 @@
-"""Training of one rank for the study of `tune verify`: all runs of one ZeRO stage.
+"""Training of one rank for the test of `tune verify`: all runs with one ZeRO stage.
 
-There are runs without a defect, and one with each defect. They share one process, because most of
-a single run's time is the start of Python.
+There are runs without a defect, and a run with each defect. All share one process, because a single
+run takes less time than the start of Python.
 """
 
 import argparse
@@ -94,7 +94,11 @@ def right_runs(stage: int, out: Path) -> None:
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
-    """Train and record a run with a defect. Return the step and the names at which the defect shows first."""
+    """Train and record a run with a defect.
+
+    Returns:
+        The step and the names of the values at which the defect shows first.
+    """
     with trained(out / defect.folder, stage, shape=Shape(dtype=defect.dtype)) as engine:
         defect.arm(engine)
         return {"step": defect.step, "names": list(defect.names(engine))}
@@ -116,7 +120,7 @@ def trained(
     torchs: bool = False,
     shape: Shape = TINY,
 ) -> Iterator[Any]:
-    """Yield an engine, so that the caller can put a defect into it. Afterwards train and record it."""
+    """Yield an engine, so that the caller can put a defect into it. Then train it and record the run."""
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
         _attach(engine, shape.stage or stage)
@@ -146,7 +150,10 @@ def trained(
 
 
 def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Shape = TINY) -> Any:
-    """Return a DeepSpeed engine for a shape. With ``torchs`` it uses torch's AdamW, which rounds differently."""
+    """Return a DeepSpeed engine for a model and its training settings.
+
+    If ``torchs`` is True, it uses torch's AdamW, which rounds differently.
+    """
     import deepspeed
 
     torch.manual_seed(0)
@@ -199,9 +206,9 @@ def _attach(engine: Any, stage: int) -> None:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the time of hashing all tensors, in percent of an optimizer step.
+    """Return the time that hashing all tensors takes, in percent of an optimizer step.
 
-    Both times are medians, measured in turn.
+    Both times are medians and are measured in turn.
     """
     engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)

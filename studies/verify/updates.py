@@ -1,7 +1,7 @@
-"""Held-out defects in the inputs or the arithmetic of an update, for one subgroup or all.
+"""Held-out defects for the test of `tune verify`: wrong inputs or arithmetic of the optimizer update.
 
-They were written down before `tune verify` was tested on them. Most affect one subgroup (ZeRO-3)
-or parameter group, as an offload that mixes up its buffers would.
+They were written before `tune verify` was tested on them. Most affect one subgroup (ZeRO-3) or one
+parameter group, as an offload that confuses its buffers would.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +16,11 @@ BOTH = 2  # the second subgroup or parameter group is the one that is wrong
 
 
 def scaled_gradient(engine: Any) -> None:
-    """Insert a defect: after the norm, one subgroup's gradient is scaled by 1 + 2^-7, which is one bit of bf16."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), one subgroup's gradient is scaled by 1 + 2^-7. This happens after the gradient norm
+    was computed. It changes a bf16 number by about its last bit.
+    """
 
     def scaled(call: int, updated: Updated) -> None:
         if engine.global_steps == AT - 1 and call == BOTH:
@@ -27,19 +31,25 @@ def scaled_gradient(engine: Any) -> None:
 
 
 def decay_in_another_group(engine: Any) -> None:
-    """Insert a defect: in step `AT` the parameter group without weight decay decays too."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), weight decay is applied to a group that has none.
+    """
     decay = max(group["weight_decay"] for group in engine.optimizer.optimizer.param_groups)
     wrong_settings(weight_decay=lambda own: own or decay)(engine)
 
 
 def _lose_moments(state: dict[str, Any]) -> None:
-    """Clear both moments, as a resume that restores only masters and step counts would."""
+    """Clear both Adam moments, as a resume that restores only masters and step counts would."""
     state["exp_avg"].zero_()
     state["exp_avg_sq"].zero_()
 
 
 def stale_master(engine: Any) -> None:
-    """Insert a defect: in step `AT` one subgroup is updated from its master of the step before."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), one subgroup's update starts from its fp32 master copy of one step before.
+    """
     old: Updated = []
 
     def restored(call: int, updated: Updated) -> None:
@@ -55,7 +65,7 @@ def stale_master(engine: Any) -> None:
 
 
 def _masters_of(optimizer: Any) -> Updated:
-    """Return the flat fp32 masters of DeepSpeed's optimizer, one per subgroup (ZeRO-3) or parameter group."""
+    """Return the flat fp32 masters of DeepSpeed's optimizer: one per subgroup (ZeRO-3) or parameter group."""
     name = "fp32_partitioned_groups_flat"
     if hasattr(optimizer, name):
         return list(getattr(optimizer, name))
@@ -63,7 +73,10 @@ def _masters_of(optimizer: Any) -> Updated:
 
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
-    """Change the gradients of all masters in step `AT`, after the norm and before any is clipped."""
+    """Change the gradients of an engine in one step (`AT`), after the gradient norm and before clipping.
+
+    ``change`` gets all fp32 masters, which hold the gradients.
+    """
     done: list[bool] = []
 
     def clipped(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +89,11 @@ def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
 
 
 def exchanged_updates(engine: Any) -> None:
-    """Insert a defect: two subgroups are updated with each other's gradients, up to the smaller size."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), two subgroups are updated with each other's gradients. If their sizes differ, only as
+    many elements as the smaller one has are exchanged.
+    """
 
     def exchange(flat: Updated) -> None:
         one, other = (master.grad for master in flat[:2])
@@ -103,7 +120,10 @@ def exchanged_names(engine: Any) -> Collection[str]:
 
 
 def narrow_sums(engine: Any) -> None:
-    """Insert a defect: sums of micro-batches are rounded to bf16 instead of fp32."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), gradients summed over micro-batches are rounded to bf16.
+    """
 
     def narrowed(flat: Updated) -> None:
         for master in flat:
@@ -114,7 +134,10 @@ def narrow_sums(engine: Any) -> None:
 
 
 def norm_without_a_rank(engine: Any) -> None:
-    """Insert a defect: in step `AT` the gradient norm lacks the last rank's gradients."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    In one step (`AT`), the gradient norm lacks the gradients of the last rank.
+    """
     import deepspeed.comm as dist
 
     def without(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -136,7 +159,10 @@ def norm_without_a_rank(engine: Any) -> None:
 
 
 def eps_inside(engine: Any) -> None:
-    """Insert a defect: all updates are m / sqrt(v + eps) instead of m / (sqrt(v) + eps)."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    Each update is m / sqrt(v + eps) instead of m / (sqrt(v) + eps).
+    """
     inner = engine.optimizer.optimizer
 
     def corrected(_: int, updated: Updated) -> None:
@@ -154,13 +180,19 @@ def eps_inside(engine: Any) -> None:
 
 
 def never_corrected(engine: Any) -> None:
-    """Insert a defect: no update has bias correction, so that all updates are m / sqrt(v)."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    Updates lack Adam's bias correction, so that each is m / sqrt(v).
+    """
     for group in engine.optimizer.optimizer.param_groups:
         group["bias_correction"] = False
 
 
 def late_rate(engine: Any) -> None:
-    """Insert a defect: from step `AT` on, updates use the learning rate of the step before."""
+    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+
+    From a certain step (`AT`) on, updates use the learning rate of the step before.
+    """
     inner = engine.optimizer.optimizer
     last: dict[int, list[float]] = {}
 

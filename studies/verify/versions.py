@@ -1,4 +1,4 @@
-"""Test of `tune verify` on versions of DeepSpeed that are known to be wrong or right."""
+"""Test of `tune verify` on versions of DeepSpeed that are known to be wrong, and on the installed one."""
 
 import json
 import os
@@ -37,7 +37,10 @@ for number in range(100):
 
 
 def known_versions() -> list[dict[str, Any]]:
-    """Return one row per DeepSpeed version: the findings of `tune verify`, or the reason for skipping."""
+    """Run `tune verify` on each DeepSpeed version to test, and return a row of its findings.
+
+    If the version is not installed, the row has the reason why it was skipped.
+    """
     return [_row(version, wrong) for version, wrong in VERSIONS]
 
 

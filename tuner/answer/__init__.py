@@ -1,1 +1,1 @@
-"""Answers for users: a plan's table, its reasons, and reports."""
+"""The presentation of a plan to its user: the comparison with other ways to train, the reasons, and reports."""

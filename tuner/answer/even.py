@@ -1,4 +1,4 @@
-"""A quick plan for interactive use, found with a small fraction of a full search."""
+"""A quick plan for interactive use, found with a small fraction of the simulations of a full search."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ def even_plan(
     offload_parameters: bool = False,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return a plan from a quick search, with its prediction and lower bound.
+    """Return a training plan from a quick search, with its prediction and the lower bound of an iteration.
 
-    The plan's reasons say whether a full search may find a better one.
+    The plan's ``reasons`` say if a full search may find a better plan.
 
     Raises:
         ImpossibleError: No plan fits into memory.
@@ -39,7 +39,7 @@ def even_plan(
 
 
 def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan | None:
-    """Return `even_plan`, or None if nothing fits."""
+    """Return a training plan from a quick search, or None if no plan fits into memory."""
     try:
         return even_plan(workload, machine, limits, **freedom)
     except ImpossibleError:
@@ -47,7 +47,7 @@ def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedo
 
 
 def best_of(found: Decision) -> Plan:
-    """Return the plan that a quick search has chosen, with its prediction and reasons."""
+    """Return the training plan that a quick search has chosen, with its prediction and the reasons for it."""
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)

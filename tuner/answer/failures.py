@@ -1,4 +1,7 @@
-"""The effect of failures on training: the useful share of the time, and the best checkpoint interval."""
+"""The effect of failures on training: its goodput, and the best interval between checkpoints.
+
+Goodput is the useful share of the time, after lost work and checkpoints.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,10 +22,20 @@ RESTART_S = 60.0  # as `tune plan --restart` has it
 def checkpointed(
     plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
 ) -> tuple[Plan, Choice]:
-    """Return a plan with the best checkpoint interval for a mean time between failures, and its cost and goodput.
+    """Return a training plan with the best checkpoint interval for a mean time between failures.
 
-    A plan that has an interval was searched with one, and keeps its cap and copy budget. For other plans the
-    usual copy budget and the largest useful one are tried, which is quick and seldom worse than the search.
+    If the plan already has an interval, its bandwidth cap and copy budget (host memory for copies of state) stay.
+    Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
+
+    Args:
+        plan: Plan with a prediction.
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        limits: Memory that checkpoints and plan may use.
+        mtbf_s: Mean time between failures in seconds.
+
+    Returns:
+        The plan, and the chosen checkpoint settings with their cost and goodput.
     """
     simulation = CheckpointSimulation(workload, plan, machine)
     failures = Failures(mtbf_s, RESTART_S)
@@ -42,13 +55,16 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Return the goodput of a plan with its checkpoints, and of baselines that wait for theirs.
+    """Return the goodput (useful share of the time) of training under a plan and under the baselines.
 
-    Each baseline has its best checkpoint interval.
+    Under a plan, checkpoints are written while training goes on. The baselines wait for each checkpoint, and each
+    has its best checkpoint interval.
 
     Args:
-        predicted: Prediction by role: the plan and the baselines.
-        choice: The plan's checkpoints, or None if there is no plan.
+        predicted: Predicted iteration by kind: the plan, stock DeepSpeed and no offload.
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        choice: Checkpoint settings of the plan, or None if there is no plan.
         mtbf_s: Mean time between failures in seconds.
     """
     result = dict(_waiting(predicted, workload, machine, mtbf_s))

@@ -1,4 +1,4 @@
-"""The reasons for a plan: the resources that limit its iteration, and the gain of each feature."""
+"""The reasons for a plan in sentences: what limits its iteration, and how much each technique saves."""
 
 from collections.abc import Mapping
 
@@ -56,7 +56,10 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Return a sentence about the cost of too few CPU threads for stock DeepSpeed's iteration, or an empty list."""
+    """Return a sentence about the time that DeepSpeed without a plan loses by too few CPU threads.
+
+    Return an empty list if it loses none.
+    """
     if workload.stock_threads is None:
         return []
 

@@ -29,13 +29,13 @@ UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
 def wide_console() -> Console:
-    """Return a console of the terminal's width or of COLUMNS, or of 120 columns in a file or a pipe."""
+    """Return a console for the output of ``tune``. It has the terminal's width, or COLUMNS, or 120 columns."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def show_machine(machine: Machine, console: Console) -> None:
-    """Print a machine's rates with their quartiles and sources, then its warnings."""
+    """Print a machine's rates with their quartiles and sources. Its warnings come last."""
     nodes = f" on {machine.numa_nodes} NUMA nodes" if machine.numa_nodes > 1 else ""
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores{nodes}")
     for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
@@ -74,7 +74,7 @@ def show_machine(machine: Machine, console: Console) -> None:
 
 
 def show_workload(workload: Workload, console: Console) -> None:
-    """Print a workload's phases with their spread, its layers' times and memory, and its warnings."""
+    """Print a workload: its phases with their spread, the times and memory of its layers, and its warnings."""
     w = workload
     shape = f"{w.params / 1e9:.4g} billion parameters in {len(w.subgroups)} subgroups on this rank"
     clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
@@ -111,7 +111,7 @@ def _amount(workload: Workload) -> str:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print a plan: the verdict in one sentence, the placements, the table of strategies, and the reasons."""
+    """Print a training plan: the advice in one sentence, the placements, the table of strategies, and the reasons."""
     console.print(headline(plan), style="bold")
     console.print(placed_in_words(plan))
     if plan.trained_as is not None:
@@ -140,7 +140,7 @@ _PLACED: Mapping[Placement, str] = {
 
 
 def placed_in_words(plan: Plan) -> str:
-    """Return the placement of the subgroups, the buffers and the overlap in sentences."""
+    """Return sentences on where a plan keeps its subgroups' optimizer state, on its buffers and on its overlap."""
     counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
     early, summed = sum(plan.updated_early), sum(plan.summed_on_device)
     sentences = [f"{plan.subgroup_count} subgroups: " + ", ".join(f"{n} {_PLACED[p]}" for p, n in counts)]
@@ -158,7 +158,10 @@ def placed_in_words(plan: Plan) -> str:
 
 
 def memory(plan: Plan) -> Table:
-    """Return a table of each memory's use at its peak by kind, under the plan and under the baselines."""
+    """Return a table of the peak use of GPU and host memory, divided by kind of data.
+
+    It has columns for a plan and for the baselines, such as DeepSpeed without a plan.
+    """
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
     told = {"plan": plan.prediction, **others}
@@ -182,10 +185,10 @@ def memory(plan: Plan) -> Table:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """Build a table with a row per predicted strategy, within 80 columns. Strategies that fit come first.
+    """Build a table with one row per predicted strategy (the plan or another way to train), within 80 columns.
 
-    Time between iterations and stored state have columns if there are any. A note below the table says what a
-    strategy that does not fit lacks.
+    Strategies that fit into memory come first. A note below the table says what the others lack. There are
+    columns for the time between iterations and for state on drives only if a strategy has any.
     """
     rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
     unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)

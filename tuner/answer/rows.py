@@ -1,4 +1,4 @@
-"""The table that compares a plan with the alternatives that were not chosen."""
+"""The table that compares a plan with other ways to train, each simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Row:
     """A row of the table that compares a plan with other ways to train. Each row was simulated.
 
     Attributes:
-        role: Kind of the row: the plan, a baseline, a variant of the plan, or another system.
-        label: Name for people, with the setting.
+        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or another system.
+        label: Text that names the row and its setting.
         simulated: Result of the simulation.
-        limits: Memory that the training may use.
+        limits: Memory that training may use.
     """
 
     role: Role
@@ -48,9 +48,10 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """Return a row of the comparison table as the prediction that a plan's file stores.
+        """Return a row of the table that compares ways to train, as the prediction that a plan's file stores.
 
-        Only the plan has an interval. Memory by kind is given for the plan, stock DeepSpeed and no offloading.
+        The row has no interval: its low and high times equal the predicted time. Memory by kind is given only for
+        the plan, DeepSpeed without a plan, and no offload.
         """
         seconds = self.result.iteration_s
         return Prediction(
@@ -68,11 +69,12 @@ class Row:
         )
 
     def fields(self, stock_s: float | None, tokens: int | None) -> dict[str, Any]:
-        """Return a row of the comparison table as JSON data.
+        """Return a row of the table that compares ways to train, as JSON data.
 
         Args:
-            stock_s: Seconds per iteration of stock DeepSpeed. If None, it does not fit and there is no speedup.
-            tokens: Number of tokens per iteration.
+            stock_s: Seconds per iteration of DeepSpeed without a plan, for the speedup. If None, DeepSpeed without a
+                plan does not fit, and the row has no speedup.
+            tokens: Number of tokens per iteration, or None if unknown.
         """
         return {
             "role": self.role,
@@ -87,7 +89,7 @@ class Row:
 
 
 def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
-    """Return the figures of a simulated iteration as JSON data, with times in seconds."""
+    """Return the times and memory peaks of a simulated iteration as JSON data. Times are in seconds."""
     return {
         "iteration_s": result.iteration_s,
         **result.phases,
@@ -107,15 +109,19 @@ def compare(
     others: bool = True,
     compile_: Compile = compiled,
 ) -> list[Row]:
-    """Simulate a plan and its alternatives, and return them as rows of a table.
+    """Simulate a training plan and other ways to train, and return a row of the comparison table for each.
 
-    The alternatives are stock DeepSpeed, no offloading (unless memory is unified), other systems, and variants
+    The other ways are DeepSpeed's own offload, no offload (unless memory is unified), other systems, and variants
     of the plan.
 
     Args:
-        plan: The plan. None if no plan fits.
-        others: Also simulate the systems in `PEERS`, and the plan without one of its features.
-        compile_: Function that compiles a schedule.
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        limits: Memory that training may use.
+        plan: Plan, or None if no plan fits.
+        others: True to include the systems in `PEERS` and variants of the plan. Each variant does without one
+            technique.
+        compile_: Function that prepares a schedule for simulation.
     """
     planned = workload if plan is None else workload.cut_as(plan)
 
@@ -142,10 +148,10 @@ def compare(
 
 
 def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
-    """Return the stock DeepSpeed strategy, with its setting, that a plan is compared with.
+    """Return the name and setting of DeepSpeed's own training strategy that a plan is compared with.
 
-    If the plan keeps parameters in host memory or state on storage, it is ZeRO-Infinity with the same offload.
-    Otherwise it is optimizer offload to host memory.
+    If the plan keeps parameters in host memory or optimizer state on a drive, the strategy is ZeRO-Infinity with
+    the same offload. Otherwise it is DeepSpeed's optimizer offload to host memory.
     """
     if plan is not None and ("host" in plan.parameter_locations or plan.stores):
         away = "cpu" if "host" in plan.parameter_locations else "device"
@@ -179,14 +185,17 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """Return predictions for all rows of the comparison table except the plan, as the plan's file stores them."""
+    """Return a prediction for each way to train that a plan was compared with.
+
+    A plan's file stores these predictions as its alternatives.
+    """
     return tuple(row.prediction for row in rows if row.role != "plan")
 
 
 def role_of(label: str) -> Role:
-    """Return the role (such as stock or variant) of an alternative in a plan's file, from its label.
+    """Return the kind of way to train (such as a baseline or a variant of the plan) that a label names.
 
-    Older versions of the service wrote strategies' names as labels.
+    Labels are in a plan's file. Older versions of the planning service wrote names of strategies instead.
     """
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"

@@ -1,4 +1,7 @@
-"""The data to draw a timeline: one steady iteration, as lanes of merged spans."""
+"""The data to draw one training iteration: the spans of time during which each lane works.
+
+A lane is a resource that runs operations one after the other, such as a copy direction.
+"""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -43,17 +46,18 @@ GROUPS: dict[OpKind, str] = {
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
-    """Return a timeline as JSON data, from the end of one backward to the end of the next.
+    """Return one iteration of a timeline as JSON data, from the end of a backward to the end of the next.
 
     Args:
         timeline: Simulated or measured timeline.
-        schedule: Schedule that was simulated. If None, there is no critical path.
+        schedule: Schedule that was simulated. If None, the result has no critical path.
 
     Returns:
-        ``duration_s``: Seconds of the iteration. ``lanes``: name, ``idle`` (share of the time without a running
-        op) and spans ``[start_s, end_s, group, label]``, with times from 0. ``critical``: The critical path as
-        ``[start_s, end_s, group, lane]``, without gaps. ``memory``: ``t_s``, ``device_bytes`` and
-        ``host_bytes`` as lists of equal length.
+        A dict with these keys. ``duration_s``: Seconds of the iteration. ``lanes``: For each lane (a resource
+        that runs one operation at a time), its name, the fraction of time in which it is ``idle``, and its spans
+        ``[start_s, end_s, group, label]``. Times start at 0. ``critical``: The critical path as spans
+        ``[start_s, end_s, group, lane]`` without gaps. ``memory``: The lists ``t_s``, ``device_bytes`` and
+        ``host_bytes`` of equal length.
     """
     start_s, end_s = window(timeline)
     shown = [
@@ -79,10 +83,10 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """Return the start and end of one iteration of a timeline, from one backward's end to the next.
+    """Return the start and end in seconds of one iteration in a timeline, from a backward's end to the next.
 
-    A measured run's iterations differ, so an iteration of about average length is returned. If there is no
-    whole iteration, return the start and end of the timeline.
+    In a measured timeline, the iteration is one of about average length. If the timeline has no whole iteration,
+    return its own start and end.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:

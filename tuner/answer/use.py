@@ -1,4 +1,4 @@
-"""The steps from a plan to training under it: DeepSpeed's config, the command, and the Trainer's arguments."""
+"""The instructions for training under a plan: a DeepSpeed config, a command, and arguments for the Trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,21 @@ CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the DeepSpeed config, the command and the Trainer's arguments for training under a plan.
+    """Return the DeepSpeed config, the command and the Hugging Face Trainer's arguments for training under a plan.
 
-    The config's file and the plan's file belong in the folder where training starts.
+    The files of the config and of the plan must lie in the folder in which training starts.
 
     Args:
-        config: DeepSpeed config to start from, if one was given.
+        plan: Plan to train under.
+        workload: Training job of one rank.
+        config: DeepSpeed config to start from. If None, a new one is made.
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
     return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}
 
 
 def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """Return Python source of the Hugging Face Trainer's arguments that a plan depends on."""
+    """Return Python source with those arguments of the Hugging Face Trainer that a plan depends on."""
     given: dict[str, Any] = {"output_dir": "out"}
     if workload.wire_dtype != "fp32":
         given[workload.wire_dtype] = True

@@ -1,4 +1,4 @@
-"""The verdict about offloading in one sentence, by the same rule for plan files, the service and searches."""
+"""The advice for or against offloading in one sentence, by one rule for plan files, service and searches."""
 
 import math
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The advice on whether to offload.
+    """The advice on whether to offload optimizer state.
 
     Attributes:
-        choice: `impossible` means that nothing fits.
-        sentence: The advice in one sentence.
-        gains: Gain of the plan as text. Empty without a plan.
+        choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
+        sentence: Advice in one sentence.
+        gains: Text on the gain of the plan. Empty if there is no plan.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
@@ -30,14 +30,14 @@ class Verdict:
 
 
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
-    """Return the advice on offloading from predictions for a plan and its baselines.
+    """Return the advice on offloading, given predictions for a plan, stock DeepSpeed and no offload.
 
-    Two iteration times differ if the other time lies outside the plan's interval. A plan without an interval
-    (from an older ebbtide) counts as exact. A multiple of stock's speed is given only if stock fits.
+    The plan counts as faster or slower only if the other time is outside its prediction's interval. A plan from
+    an older ebbtide has no interval. The gain over stock DeepSpeed is named only if stock DeepSpeed fits.
 
     Args:
-        predicted: Roles and predictions. The plan's prediction has its interval and its lower bound.
-        problem: Reason that no plan fits, if none does.
+        predicted: Pairs of kind and prediction. The plan's prediction has an interval and a lower bound.
+        problem: Reason that no plan fits into memory, if so.
     """
     by_role = dict(reversed(list(predicted)))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
@@ -74,7 +74,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Return whether another iteration time lies outside the interval of a plan's prediction."""
+    """Return True if another iteration time lies outside the interval of a plan's prediction."""
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
     return not low_s <= other_s <= high_s
@@ -99,7 +99,7 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """Return a plan's distance from the lower bound as text, or an empty string if the bound is unknown."""
+    """Return how far a plan's iteration is above the lower bound, as text. Empty if the bound is unknown."""
     if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
         return ""
     gap = plan.iteration_s / plan.lower_bound_s - 1
@@ -107,7 +107,7 @@ def distance(plan: Prediction) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the verdict on offloading for a plan's file, in one sentence."""
+    """Return the advice for or against offloading that follows from a plan's file, in one sentence."""
     if plan.prediction is None:
         return "A plan without a prediction: plan again with `tune plan` to know what it brings."
     others = [(role_of(p.strategy), p) for p in plan.alternatives]

@@ -1,4 +1,7 @@
-"""A search for the changes that make a job fit into memory: the smallest of each kind, the cheapest first."""
+"""A search for changes that make a training job fit into memory, such as a smaller micro-batch.
+
+Of each kind of change, the smallest sufficient one is returned. The cheapest kind comes first.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,13 +30,13 @@ Changes = Mapping[str, int | bool]
 
 @dataclass(frozen=True)
 class WayOut:
-    """A set of changes to a job or machine under which a plan fits.
+    """A set of changes to a training job or its machine with which a plan fits into memory.
 
     Attributes:
-        changes: Fields of a job (``data_parallel``, ``sequence`` ...) or of the machine
-            (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``) and their new values.
+        changes: New values of fields of the job (``data_parallel``, ``sequence`` ...) or of the machine
+            (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
         plan: Plan that fits, with its prediction.
-        tokens_per_s: Throughput of all ranks.
+        tokens_per_s: Throughput of all ranks, or None if unknown.
     """
 
     changes: Changes
@@ -47,15 +50,15 @@ class WayOut:
 
     @property
     def price(self) -> int:
-        """Return how expensive a set of changes is, as the rank of its most expensive change.
+        """Return how expensive a set of changes to a job is: the rank of its most expensive change.
 
-        A flag to type is cheap, and hardware to buy is expensive.
+        Changing a flag is cheap, and buying hardware is expensive.
         """
         return max(PRICES.index(name) for name in self.changes)
 
     @property
     def label(self) -> str:
-        """Return a description of the changes that make a training job fit into memory."""
+        """Return a short text that names the changes which make a training job fit into memory."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 
@@ -135,9 +138,10 @@ class _Tried:
         return Question(workload, machine, limits, SIZES, effort=QUICK)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
-        """Return the mildest change that makes a job fit into memory.
+        """Return the smallest change with which a training job fits into memory, or None.
 
-        Each change in the list needs less memory than the one before it.
+        Args:
+            steps: Changes of one kind. Each needs less memory than the one before.
         """
         if not steps or not self.fits(steps[-1]):
             return None
@@ -151,14 +155,16 @@ class _Tried:
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
-    """Return the smallest changes that make a job fit into memory, the cheapest first.
+    """Return the smallest changes that make a training job fit into memory, the cheapest first.
 
-    At equal price, the fastest comes first. A single change is preferred. If no single change of the job's own
-    fields suffices, changes are combined, first the ones that keep all samples. No change needs more GPU memory
-    than the card has.
+    Among equally cheap changes, the one with the fastest training comes first. If one change of the job's own
+    fields is enough, changes are not combined. Otherwise they are combined, and combinations that keep all
+    samples are tried first. No change needs more GPU memory than the card has.
 
     Args:
-        limits: Further arguments of `with_storage`.
+        job: Training job that does not fit.
+        machine: Machine that trains.
+        limits: Further arguments of `with_storage`, such as memory limits.
     """
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     found: dict[str, WayOut] = {}
@@ -180,7 +186,7 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
 
 
 def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
-    """Return a sentence about the smallest GPU on the market on which a training job fits without changes.
+    """Return a sentence that names the smallest common GPU memory with which a job fits without changes.
 
     Return an empty string if no GPU is large enough.
     """
@@ -288,7 +294,10 @@ def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> 
 
 
 def flags(way: WayOut, job: Job) -> str:
-    """Return the ``tune`` options that make a set of changes to a job, or words for changes without an option."""
+    """Return the ``tune`` options that make a set of changes to a training job.
+
+    A change without an option is described in words.
+    """
     return ", ".join(_flag(name, value, job.config) for name, value in way.changes.items())
 
 

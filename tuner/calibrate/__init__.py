@@ -1,1 +1,1 @@
-"""Rates of a machine, and intervals of predictions, learned from runs and their logs."""
+"""Corrections of a machine's rates, and intervals of predictions, learned from measured training runs."""

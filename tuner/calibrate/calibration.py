@@ -1,8 +1,9 @@
-"""The correction of a machine's rates by runs that were measured on it.
+"""The correction of a machine's rates by training runs that were measured on it.
 
-Each knob multiplies one rate, or several rates with a common cause. The most probable knobs are found by
-Gauss-Newton on logarithms: the runs pull the knobs, and the machine's own spreads hold the knobs that the
-runs do not show. So three runs are enough to correct the rates that three runs show, and no more.
+A knob is a factor for one rate, or for several rates with a common cause. The most probable factors are found
+by Gauss-Newton on logarithms. Measured times pull the knobs that they depend on. The other knobs stay where
+they are, since each deviation from the machine's given rates has a cost. So a few runs correct only those
+rates that their times show.
 """
 
 import math
@@ -41,17 +42,17 @@ LEAST_LOOP_S = 1e-4
 
 
 class CalibrationError(ValueError):
-    """An error for runs that cannot be used to calibrate a machine. The message names the run and the reason."""
+    """An error: a machine cannot be calibrated with the given runs. The message names the run and the reason."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured run that a machine is calibrated on.
+    """A measured training run that is used to calibrate a machine's rates.
 
     Attributes:
         name: Name of the run.
-        build: Function from a machine to the schedule of one iteration. Layers' times depend on the machine.
-        measured_s: Seconds by phase (see PHASES), at least one phase.
+        build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
+        measured_s: Measured seconds by phase, for at least one of PHASES.
         notes: Doubts that arose when the run was read.
     """
 
@@ -63,14 +64,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Knob:
-    """A correction of a machine: a factor for some of its rates, or for a rank's share of DRAM bandwidth.
+    """A correction in a machine's calibration: one factor for some of its rates.
 
     Attributes:
         name: Name of the correction.
-        fields: Rates of the machine.
-        width: Prior standard deviation in log units, which is how far presets and profiles may be off.
-        ranks: Number of ranks whose share of DRAM is corrected, or 0.
-        varies: Standard deviation from one campaign of runs to another, which more runs do not reduce.
+        fields: Rates that the factor multiplies.
+        width: Prior standard deviation of the factor in log units, which is how far the given rates may be off.
+        ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
+        varies: Standard deviation between different days or nodes in log units, which more runs do not reduce.
     """
 
     name: str
@@ -103,7 +104,7 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """A rate that measured runs corrected, in the rate's own unit."""
+    """A rate of a machine that calibration corrected, before and after. Values are in the rate's own unit."""
 
     knob: str
     field: str
@@ -115,14 +116,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A machine with calibrated rates, and the list of changes.
+    """A machine with rates that calibration corrected, and the list of corrections.
 
     Attributes:
         contradictions: Sentences about runs that no single set of rates explains.
-        unexplained: Sentences about phases that all runs agree on and no rate explains.
-        before_pct: Median error of a phase over all runs before the changes, in percent. 100 is a factor of two
-            in either direction.
-        left_pct: The same error after the changes.
+        unexplained: Sentences about phases that deviate in the same way in all runs, which no rate explains.
+        before_pct: Median prediction error of a phase over all runs before calibration, in percent. 100 means a
+            factor of two in either direction.
+        left_pct: Median prediction error after calibration, in percent.
     """
 
     machine: Machine
@@ -134,7 +135,10 @@ class Calibrated:
 
 
 def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
-    """Return a schedule's simulated seconds by phase. Time between iterations counts for ``iteration`` only."""
+    """Return a schedule's simulated seconds by phase, for one iteration of training.
+
+    The time between two iterations counts only for the phase ``iteration``.
+    """
     result = simulate_fast(schedule, machine)
     return {
         "forward": result.forward_s,
@@ -145,11 +149,11 @@ def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
 
 
 def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
-    """Return a machine with rates corrected by measured runs.
+    """Return a machine with rates corrected by measured training runs.
 
-    A rate that the runs do not show stays unchanged, with its provenance. A rate that they show becomes
-    ``fitted``, with quartiles from their agreement. If the error after the fit is larger than before, all rates
-    stay unchanged.
+    A rate that the runs' times do not depend on stays as it is. A corrected rate has the source ``fitted``, and
+    quartiles that show how well the runs agree. If predictions would be worse after the correction, no rate is
+    changed.
 
     Raises:
         CalibrationError: There is no run, or a run has no measured phase.
@@ -188,7 +192,7 @@ class _Fit:
 def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
     """Return the most probable corrections of a machine's rates.
 
-    If the runs agree that the machine is further from its data sheet than usual, the corrections may be larger,
+    If all runs show that the machine is further from its data sheet than usual, larger corrections are allowed,
     but only as large as needed.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
@@ -250,9 +254,9 @@ def _check(observations: Sequence[Observation]) -> None:
 
 
 def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
-    """Return a machine with the time between training phases, as measured runs show it.
+    """Return a machine with the time that training spends between its phases, as measured runs show it.
 
-    Only runs that measured all phases and the whole iteration are used.
+    Only runs with all phases and the whole iteration are used.
     """
     between = [
         max(LEAST_LOOP_S, 2 * seen.measured_s["iteration"] - sum(seen.measured_s.values()))
@@ -267,9 +271,9 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
 
 
 def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
-    """Return the knobs (groups of rates) that can be calibrated on a machine.
+    """Return the corrections (factors for groups of rates) that are possible for a machine.
 
-    There is one for each number of ranks that share the machine's DRAM.
+    There is one factor for each known number of ranks that share the machine's DRAM bandwidth.
     """
     known = [
         replace(knob, fields=fields)
@@ -285,11 +289,14 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
 def turned(
     machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
-    """Return a machine with the rates of each calibration knob multiplied by ``exp(x)``.
+    """Return a machine with the rates of each correction multiplied by ``exp(x)``.
 
     Args:
-        spread: By knob, the standard deviation in log units and the source of the value. Other knobs keep their
-            spread and provenance.
+        machine: Machine to change.
+        knobs: Corrections, each for a group of rates.
+        x: Logarithm of the factor for each correction.
+        spread: For some corrections, by number: the new standard deviation of the rates in log units, and the
+            source to record. Other rates keep their spread and source.
     """
     update: dict[str, Any] = {}
     limits = rate_limits(machine)
@@ -339,7 +346,7 @@ def _median_error(machine: Machine, observations: Sequence[Observation]) -> floa
 def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
     """Return the prediction errors of all measured phases of all runs, in log units.
 
-    The iteration of a run is left out if its phases are known, since it would count them twice.
+    The whole iteration of a run is left out if its phases are known. Otherwise they would count twice.
     """
     return [
         error
@@ -355,12 +362,15 @@ def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
 
 
 def _robust(scaled: Floats) -> Floats:
-    """Return pseudo-Huber residuals of scaled errors: beyond two spreads they count linearly, not squared."""
+    """Return prediction errors with limited weight for outliers (pseudo-Huber).
+
+    Errors beyond two standard deviations count linearly instead of squared.
+    """
     return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
 
 
 def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
-    """Return the standard deviations of the calibration's knobs, wider if the runs scatter more than NOISE."""
+    """Return the standard deviations of the corrections in a calibration, larger if the runs scatter more."""
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     scatter = max(1.0, 2 * cost / max(1, freedom))
     return np.asarray(np.sqrt(np.diag(covariance) * scatter))
@@ -379,9 +389,9 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Return the spread of predictions around measured iterations after calibration, in log units.
+    """Return the spread of predictions around measured iterations that is left after calibration, in log units.
 
-    It includes the model's own spread, but not the runs' measurement noise.
+    It includes the simulator's own error, but not the noise of the measurements.
     """
     left: list[float] = []
     for seen in observations:

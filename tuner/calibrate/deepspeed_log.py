@@ -1,15 +1,14 @@
-"""A parser for the phases, whole iterations and samples per second in DeepSpeed's log.
+"""A parser for DeepSpeed's log: seconds of each phase, of whole iterations, and samples per second.
 
-With ``wall_clock_breakdown`` each iteration prints its phases. With ``steps_per_print`` and log level info,
-the throughput timer's line also gives the time of day and the step number. The time between two such lines
-is that of whole iterations, including the training loop.
+With ``wall_clock_breakdown``, DeepSpeed prints the phases of each iteration. With ``steps_per_print`` and log
+level info, its throughput timer also prints lines with the time of day and the step number. The time between
+two such lines is the time of whole iterations, including the training loop.
 
-The samples per second of that line do not give whole iterations. The timer (``utils/timer.py``,
-ThroughputTimer) runs from the start of each forward (``runtime/engine.py``), or from each fetch of a batch
-if DeepSpeed was given ``training_data`` (``runtime/dataloader.py``), to the end of ``step()``.
-Micro-batches are added up. A log does not tell which of the two ran, and neither includes the loop's time
-after a step. So the samples per second are used only to find the number of samples per iteration. This
-holds for DeepSpeed 0.18.6 to 0.19.8.
+The samples per second in these lines do not give the time of an iteration. DeepSpeed's timer
+(``utils/timer.py``, ThroughputTimer) starts at each forward (``runtime/engine.py``), or at each fetch of a
+batch if DeepSpeed was given ``training_data`` (``runtime/dataloader.py``). It ends with ``step()``. A log
+does not show which of the two was timed, and the loop's time after a step is never included. So samples per
+second are used only to find the number of samples per iteration. This holds for DeepSpeed 0.18.6 to 0.19.8.
 """
 
 import re
@@ -39,14 +38,14 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class DeepSpeedLog:
-    """The measurements in a DeepSpeed log, without warm-up iterations.
+    """Measured times from a DeepSpeed log, without the first iterations (warm-up).
 
     Attributes:
         phases_s: Seconds of each iteration by phase.
-        wholes_s: Seconds per iteration from one line with the time of day to the next.
+        wholes_s: Seconds per whole iteration, from the times of day in the log.
         samples_per_s: Samples per second as DeepSpeed prints them.
         iterations: Number of logged iterations, including warm-up.
-        omp_threads: OMP_NUM_THREADS of each rank. None if the log does not tell.
+        omp_threads: OMP_NUM_THREADS of each rank. None if the log does not show it.
     """
 
     phases_s: Mapping[str, Sequence[float]]
@@ -57,12 +56,12 @@ class DeepSpeedLog:
 
     @property
     def sums_s(self) -> list[float]:
-        """Return the sum of all phases for each iteration in a DeepSpeed log, in seconds."""
+        """Return, for each iteration in a DeepSpeed log, the seconds of all its phases together."""
         return [sum(seconds) for seconds in zip(*self.phases_s.values(), strict=True)]
 
 
 def read_log(text: str) -> DeepSpeedLog:
-    """Parse DeepSpeed's log. A log without timing lines gives empty lists."""
+    """Parse the times in DeepSpeed's log. For a log without timing lines, the result has empty lists."""
     phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
     for line in _GLOBAL.finditer(text):
         timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
@@ -84,8 +83,8 @@ def read_log(text: str) -> DeepSpeedLog:
 def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
     """Return the seconds per iteration between neighboring lines of DeepSpeed's log.
 
-    A smaller step number marks another run. DeepSpeed's timer starts after the second step, so no warm-up is
-    included.
+    A smaller step number than before means that another run begins. DeepSpeed prints no such line before its
+    third step, so warm-up is not included.
     """
     return [
         (later - at).total_seconds() / (number - before)
@@ -95,7 +94,7 @@ def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
 
 
 def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """Return iteration times split into shorter and longer ones at a wide gap, or None without such a gap."""
+    """Split iteration times into short and long ones at a wide gap. Return None if there is no such gap."""
     ordered = sorted(seconds)
     least = max(LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL * len(ordered))
     gaps = [
@@ -110,7 +109,10 @@ def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None
 
 
 def level_notes(name: str, log: DeepSpeedLog) -> list[str]:
-    """Return a warning if a log's iterations take one of two clearly different times, or an empty list."""
+    """Return a warning if the iterations in a DeepSpeed log have two clearly different lengths.
+
+    Otherwise return an empty list.
+    """
     levels = levels_s(log.sums_s)
     if levels is None:
         return []

@@ -1,17 +1,17 @@
-"""An interval around a prediction that holds as often as it claims.
+"""An interval around a predicted iteration time that is meant to hold for nine runs in ten.
 
-A prediction is uncertain for three reasons: the spread of each rate (wide for a preset, narrow for a
-profile or a calibrated machine), errors of the model, and noise of an iteration. The first is propagated
-rate by rate. The others are `MODEL_SPREAD`, or the spread that a calibration left unexplained if that is
-larger.
+A prediction is uncertain for three reasons: the spread of each rate of the machine (wide for a preset, narrow
+for a measured or calibrated machine), errors of the simulator, and noise of single iterations. The effect of
+each rate's spread is simulated. The other two are `MODEL_SPREAD`, or the error that a calibration left
+unexplained if that is larger.
 
-`MODEL_SPREAD` was chosen on the published runs in the repository, so they are no proof of it. After a
-calibration on three random runs, intervals for the other runs hold seven to nine times in ten
+`MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a
+calibration on three random runs, the intervals for other runs hold seven to nine times in ten
 (`studies.published_runs --triples`).
 
-A preset describes a kind of node. A user's node is another one, with other builds of the software and
-another training loop, so `CAMPAIGN_SPREAD` is added. `OFFLOAD_SPREAD` is added if stock DeepSpeed offloads
-on a host without a published run. Profiles and calibrations were made where the runs are, and need neither.
+A preset describes a kind of node. The user's node has other software and another training loop, so
+`CAMPAIGN_SPREAD` is added. `OFFLOAD_SPREAD` is added for DeepSpeed's own offload on a host without published
+runs. Measured and calibrated machines need neither.
 """
 
 import math
@@ -58,11 +58,11 @@ STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do 
 
 
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
-    """Return the (low, high) seconds of an iteration between which nine measurements in ten are expected.
+    """Return the interval (low, high) in seconds that holds the iteration time of nine runs in ten.
 
     Args:
-        build: Function from a machine to the schedule of one iteration. The machine's rates may change layers'
-            times.
+        build: Function from a machine to the schedule of one iteration. Layers' times may depend on the machine.
+        machine: Machine with rates and their spread.
     """
 
     def seconds(turned_machine: Machine) -> float:
@@ -75,12 +75,14 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 def workload_interval_s(
     build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
-    """Return the (low, high) seconds of a workload's iteration between which nine in ten runs are expected.
+    """Return the interval (low, high) in seconds that holds the iteration time of nine runs of a workload in ten.
 
-    Layer times that were estimated from a model are as uncertain as the rates behind them.
+    Layer times that were estimated from a model's config are as uncertain as the machine's rates for them.
 
     Args:
-        build: Function from a workload to a schedule. The given workloads differ only in their layers' times.
+        build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
+        workload: Training job of one rank.
+        machine: Machine with rates and their spread.
     """
     schedule = build(workload)
     compiled = compile_schedule(schedule)
@@ -112,10 +114,11 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the standard deviation of a prediction's error that no rate explains, in log units.
+    """Return the standard deviation of a prediction's error that no rate of the machine explains, in log units.
 
     Args:
-        strategy: Name of the schedule's strategy.
+        machine: Machine that the prediction is for.
+        strategy: Name of the simulated strategy, such as stock DeepSpeed's offload.
     """
     if machine.unexplained_spread is not None:
         return machine.unexplained_spread
@@ -126,12 +129,12 @@ def model_spread(machine: Machine, strategy: str = "") -> float:
 
 
 def _published_host(machine: Machine) -> bool:
-    """Return whether a published run shows the CPU updates of several ranks on a machine's host."""
+    """Return True if a published run shows how fast several ranks together update on a machine's CPU."""
     return any("dram" in shares and shares["dram"].source == "published" for shares in machine.rank_shares.values())
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return the standard deviation of ``log(seconds)`` that the spread of a machine's rates causes."""
+    """Return the standard deviation of ``log(seconds)`` that follows from the spread of a machine's rates."""
     variance = 0.0
     for knob in (*knobs_of(machine, APART), *BESIDE):
         width = knob_sigma(machine, knob)
@@ -149,7 +152,7 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return the standard deviation of a calibration knob in log units, taken from its first rate."""
+    """Return the standard deviation, in log units, of the first rate in a group of a machine's rates."""
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value
     return quantity.log_sigma

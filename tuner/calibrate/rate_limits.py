@@ -1,4 +1,4 @@
-"""The upper limits that calibration keeps for a machine's rates."""
+"""The physical upper limits of a machine's rates, which calibration does not exceed."""
 
 from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
 from ebbtide.simulator.machine import Machine
@@ -7,9 +7,8 @@ from ebbtide.simulator.machine import Machine
 def rate_limits(machine: Machine) -> dict[str, float]:
     """Return the physical upper limit of each rate of a machine that has one.
 
-    Links and matrix products are limited by the data sheet, if there is a preset for the machine's device.
-    Unpinned copies have the limit of the same link. Updates are limited by the measured DRAM bandwidth. A rate
-    that is already higher stays unchanged.
+    The limits of links and matrix products are on the data sheet, if the device has a preset. Copies from
+    pageable memory have their link's limit. The limit of CPU updates follows from the measured DRAM bandwidth.
     """
     limits = sheet_limits(machine.device_name)
     for direction in ("h2d", "d2h"):

@@ -16,20 +16,20 @@ FLAGS_OF_THE_BATCH = "--micro-batch, --accumulation, --data-parallel or the batc
 
 
 def phases_of(measured_s: Mapping[str, float]) -> float:
-    """Return the total seconds of a run's measured phases."""
+    """Return the sum of the measured seconds of a run's phases: forward, backward and step."""
     return sum(seconds for phase, seconds in measured_s.items() if phase != "iteration")
 
 
 def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
-    """Return whether an iteration's time is too short to contain its phases."""
+    """Return True if a run's measured iteration is clearly shorter than its phases together."""
     return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
 
 
 def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
-    """Check that an iteration's time contains its phases.
+    """Check that a run's measured iteration is at least as long as its phases together.
 
     Raises:
-        CalibrationError: The iteration is shorter than its phases together.
+        CalibrationError: The iteration is shorter.
     """
     whole_s = measured_s.get("iteration")
     if whole_s is not None and too_short(whole_s, measured_s):
@@ -41,7 +41,10 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
 
 
 def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a warning if a run spends more time between its phases than in them, or an empty list."""
+    """Return a warning if a training run spends much more time between its phases than in them.
+
+    Otherwise return an empty list.
+    """
     phases_s = phases_of(measured_s)
     between_s = measured_s.get("iteration", 0.0) - phases_s
     if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
@@ -55,10 +58,10 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
 
 
 def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a warning if DeepSpeed's samples per second do not fit the described batch, or an empty list.
+    """Return a warning if the samples per second in DeepSpeed's log do not fit the batch size of the flags.
 
-    DeepSpeed counts from a forward, or from the fetch of its data, to the end of the step. That is at least the
-    time of the phases and at most the whole iteration.
+    DeepSpeed's timer runs from a forward, or from the fetch of its data, to the end of the step. That is at least
+    the time of the phases and at most the whole iteration. If it fits, return an empty list.
     """
     timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
     most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)
@@ -72,10 +75,12 @@ def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mappi
 
 
 def check_scale(machine: Machine, observations: Sequence[Observation]) -> None:
-    """Refuse a run that is a hundred times slower or faster than predicted, as no calibration explains it.
+    """Refuse a measured run with a phase a hundred times longer or shorter than predicted.
+
+    No calibration explains such a run. Most likely its unit is wrong, or other training was measured.
 
     Raises:
-        CalibrationError: There is such a run. Most likely its unit is wrong, or something else ran.
+        CalibrationError: There is such a run.
     """
     for seen in observations:
         predicted = predicted_s(seen.build(machine), machine)

@@ -1,4 +1,4 @@
-"""Readers for measured runs: DeepSpeed's log, a workload profile, or a CSV file."""
+"""Readers for measured training runs in a DeepSpeed log, a workload profile, or a CSV file."""
 
 import csv
 import math
@@ -29,14 +29,14 @@ _STARTED = ("launcher", "omp_threads")
 
 @dataclass(frozen=True)
 class Described:
-    """The facts about measured runs that their file lacks, taken from the command's flags.
+    """A description of measured training runs with facts that their file lacks, from the command's flags.
 
     Attributes:
-        model: A model's config, a description, or a path.
+        model: Model's config, a description, or a path.
         ds_config: DeepSpeed's config or its path.
-        workload: Profiled workload, which replaces ``model``.
-        shape: Fields of a `Job` by name.
-        strategy: Name of the strategy that ran.
+        workload: Measured workload, used instead of ``model``.
+        shape: Further fields of a `Job` by name.
+        strategy: Name of the strategy that ran, such as DeepSpeed's own offload.
         options: Options of the strategy.
     """
 
@@ -48,7 +48,7 @@ class Described:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, machine: Machine) -> Schedule:
-        """Return the schedule of one iteration of the measured training on a machine."""
+        """Return the schedule (all operations and waits) of one iteration of the measured training, on a machine."""
         work = self.workload
         if work is None:
             if self.model is None:
@@ -65,7 +65,7 @@ class Described:
 
     @cached_property
     def job(self) -> Job:
-        """Return the training job that a calibration's flags and DeepSpeed config describe.
+        """Return the training job that the flags of ``tune calibrate`` and the DeepSpeed config describe.
 
         Raises:
             ModelError: The flags or the config cannot be used.
@@ -77,7 +77,7 @@ class Described:
         """Return the number of samples per iteration of a measured training run over all ranks, or None if unknown.
 
         Raises:
-            ModelError: The DeepSpeed config contradicts the flags.
+            ModelError: The DeepSpeed config contradicts the command's flags.
         """
         from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
@@ -96,7 +96,9 @@ class Described:
 
 
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
-    """Read the measured runs in a file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
+    """Read the measured training runs in a file.
+
+    The file is a CSV file, a workload from `tune profile` (``.json``), or a DeepSpeed log.
 
     Raises:
         CalibrationError: The file cannot be read, or it has no usable run. The message says what is missing.

@@ -10,7 +10,10 @@ _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
-    """Return copies of a machine with each rate drawn from a normal distribution of its quartiles' width."""
+    """Return copies of a machine with each rate drawn at random from a normal distribution.
+
+    The distribution of a rate has the width of its quartiles.
+    """
     rng = random.Random(seed)
     return [
         machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD}) for _ in range(samples)

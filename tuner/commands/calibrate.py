@@ -1,4 +1,4 @@
-"""The ``tune calibrate`` command: correction of a machine's rates by runs that were measured on it."""
+"""The ``tune calibrate`` command, which corrects a machine's rates by training runs measured on it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 def calibrate(
     machine: str, runs: tuple[str, ...], strategy: str, ratio: float | None, out: str, as_json: bool, **source: Any
 ) -> None:
-    """Correct the rates of MACHINE (a file or a preset) by measured runs, each with its spread."""
+    """Correct the rates of MACHINE (a file or a preset) by measured training runs.
+
+    Each corrected rate gets a spread that shows how well the runs agree.
+    """
     from ebbtide.tuner.calibrate.calibration import calibrate as correct
     from ebbtide.tuner.calibrate.run_checks import check_scale
     from ebbtide.tuner.calibrate.run_logs import read_observations

@@ -1,4 +1,4 @@
-"""The ``tune checkpoint`` commands: list, verify, prune and export checkpoints."""
+"""The ``tune checkpoint`` commands, which list, verify, prune and export training checkpoints."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from ebbtide.tuner.inputs import BadInputError
 
 @click.group(epilog="Example: tune checkpoint list checkpoints/")
 def checkpoint() -> None:
-    """List, verify, prune and export checkpoints."""
+    """List, verify, prune and export training checkpoints."""
 
 
 FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True)
@@ -25,7 +25,7 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @JSON
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
-    """List the committed checkpoints of one or more folders, newest first."""
+    """List the complete checkpoints of one or more folders, the newest first."""
     from ebbtide.runtime.storage.hulls import list_checkpoints
 
     rows = [{**column, **_row(item)} for root, column in _columns(folders) for item in list_checkpoints(root)]
@@ -38,7 +38,10 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 @JSON
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
-    """Compare every byte of the checkpoints with their manifests. Exit code 2 if a checkpoint is damaged."""
+    """Compare every byte of the checkpoints with the checksums in their manifests.
+
+    Exit code 2 if a checkpoint is damaged.
+    """
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import verify as check
     from ebbtide.runtime.storage.reader import stored_problems
@@ -65,7 +68,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @JSON
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
-    """Delete all but the newest committed checkpoints in each given folder."""
+    """Delete old checkpoints: keep only the newest complete ones in each given folder."""
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
@@ -87,9 +90,9 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
 )
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:
-    """Write a checkpoint with stored state in DeepSpeed's own format, which stock DeepSpeed loads.
+    """Write a checkpoint in DeepSpeed's own format, which DeepSpeed loads without ebbtide.
 
-    Training may go on meanwhile.
+    It is for checkpoints with optimizer state on a drive. Training may go on during the export.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
     from ebbtide.runtime.checkpoint.protocol.retention import named_latest

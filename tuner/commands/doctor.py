@@ -33,9 +33,10 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @JSON
 @guarded
 def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_config: str | None, as_json: bool) -> None:
-    """Look for problems that would stop or slow down training on this machine.
+    """Look for problems of this machine that would stop or slow down training.
 
-    Exit code 0: No problem, or only slow settings, which are shown. Exit code 1: A problem must be fixed first.
+    Exit code 0: No problem, or only settings that make training slower, which are shown. Exit code 1: A problem
+    must be fixed first.
     """
     from ebbtide.tuner.doctor.examination import whole
 
@@ -52,7 +53,7 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
 
 
 def show(findings: Sequence[Finding], *, err: bool = False) -> None:
-    """Print a line for each finding of ``tune doctor``, with its fix below. Colors are for terminals only."""
+    """Print a line for each problem that ``tune doctor`` found, with its fix below. Colors are for terminals only."""
     from rich.console import Console
     from rich.text import Text
 

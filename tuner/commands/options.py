@@ -1,4 +1,4 @@
-"""Parts that several commands share: types of option values, ``--json``, and error handling."""
+"""Parts that several ``tune`` commands share: types of option values, ``--json``, and error handling."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,12 +27,13 @@ STORAGE = click.option(
 
 
 def needs(needed: str, present: bool, *names: str) -> None:
-    """Refuse flags of the running command that have no effect because a condition does not hold.
+    """Refuse options of the running ``tune`` command that have no effect because a condition does not hold.
 
     Args:
-        needed: The condition as people write it, such as ``with --mtbf``.
+        needed: Condition in words, such as ``with --mtbf``.
         present: True if the condition holds.
-        names: Parameters of the command that depend on the condition. Parameters at their default are ignored.
+        names: Parameters of the command that need the condition. Parameters that the user has not given are
+            ignored.
     """
     context = click.get_current_context()
     for parameter in context.command.params:
@@ -45,7 +46,7 @@ def needs(needed: str, present: bool, *names: str) -> None:
 
 
 def guarded(command: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a command so that bad input ends with a one-line error instead of a traceback."""
+    """Wrap a ``tune`` command so that bad input ends with a one-line error instead of a traceback."""
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> T:

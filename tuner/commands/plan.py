@@ -109,7 +109,7 @@ def plan(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Search for the best plan and explain why it is the best."""
+    """Search for the best plan for training on a machine, and explain why it is the best."""
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
 

@@ -115,7 +115,7 @@ def _push(url: str, path: str, replace: bool) -> None:
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
-    """Run an unchanged training script until its first steps are profiled."""
+    """Run an unchanged training script until its first steps are profiled, and write its workload."""
     from ebbtide.tuner.profiling import script_profile
 
     check_folder("--output", output)

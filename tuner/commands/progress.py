@@ -1,4 +1,4 @@
-"""A progress bar for commands that take more than a moment."""
+"""A progress bar for ``tune`` commands that take more than a moment."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from threading import Timer
 
 @contextmanager
 def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
-    """Yield a function to call with the finished fraction and the name of the current phase.
+    """Yield a function that shows progress, given the finished fraction and the name of the current phase.
 
-    If stderr is a terminal, it shows a progress bar on stderr after ``quiet_s`` seconds.
+    If stderr is a terminal, a progress bar appears on stderr after ``quiet_s`` seconds.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""The ``tune report`` command: a plan as a web page for readers without the tool."""
+"""The ``tune report`` command, which writes a training plan as a web page for readers without ebbtide."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ebbtide.tuner.inputs import BadInputError, read_plan, written
 @click.option("-o", "--output", default="report.html", show_default=True, help="File to write.")
 @guarded
 def report(plan_file: str, run: str | None, output: str) -> None:
-    """Write a self-contained web page about a plan, its reasons, and measured results if there are any."""
+    """Write a self-contained web page about a plan: its reasons, and a measured timeline if one is given."""
     from ebbtide.tuner.service.report import read_timelines, report_html
 
     plan = read_plan(plan_file)

@@ -1,4 +1,4 @@
-"""The ``tune run`` command: it starts a launcher and an unchanged script with ebbtide in every process."""
+"""The ``tune run`` command, which starts a training command with ebbtide in every process."""
 
 import os
 import re
@@ -29,10 +29,10 @@ ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def run(no_check: bool, command: tuple[str, ...]) -> None:
-    """Run a training command with ebbtide. Its DeepSpeed config must have the key "ebbtide".
+    """Run a training command under ebbtide. The script's DeepSpeed config must have the key "ebbtide".
 
-    The command is torchrun, deepspeed, accelerate launch, srun, or python alone for one process. It replaces
-    this process, so signals and the exit code are the command's own.
+    Use torchrun, deepspeed, accelerate launch or srun as COMMAND, or python for a single process. The command
+    replaces the process of ``tune run``, so signals and the exit code are the command's own.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -52,7 +52,7 @@ _LAUNCHERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horo
 
 
 def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether a command is plain ``python script.py``, without a launcher that has numbered its ranks."""
+    """Return True if a command is plain ``python script.py``, not started by a launcher that sets a rank."""
     if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or any(name in environment for name in _RANKS):
         return False
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
@@ -60,10 +60,10 @@ def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a launcher would set for a single process, with a free port.
+    """Return the environment variables that a launcher would set for a single training process.
 
-    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The variable
-    `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
+    They include a free port. Without them DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The
+    variable `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,10 +74,10 @@ def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _watch_for_engines() -> None:
-    """Start a watcher process that prints a message at the end if no engine had the key "ebbtide".
+    """Start a process that prints a message after training if no DeepSpeed config had the key "ebbtide".
 
-    The training command replaces this process, so signals and the exit code are the command's own. The watcher
-    and the command share a pipe, which is closed when the command has ended.
+    A separate process is needed because the training command replaces this one. The two share a pipe, which is
+    closed when the training command has ended.
     """
     folder = tempfile.mkdtemp(prefix="ebbtide-run-")
     os.environ[TOOK] = str(Path(folder, "took"))

@@ -73,7 +73,7 @@ def search(
     storage: tuple[tuple[str, int], ...],
     **base: Any,
 ) -> None:
-    """Search for the training configuration that is fastest, by simulation, in seconds."""
+    """Search by simulation for the fastest training configuration, which takes seconds."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report

@@ -45,7 +45,7 @@ TOKEN = "EBBTIDE_TOKEN"
 )
 @guarded
 def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:
-    """Answer what-if questions about training over HTTP and on a web page."""
+    """Start a server that answers what-if questions about training, over HTTP and on a web page."""
     try:
         from ebbtide.tuner.service.resources import LOOPBACK, Service
         from ebbtide.tuner.service.server import run

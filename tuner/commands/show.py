@@ -1,4 +1,4 @@
-"""The ``tune show`` command: a plan as text."""
+"""The ``tune show`` command, which prints a training plan as text."""
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
@@ -10,7 +10,7 @@ from ebbtide.tuner.inputs import read_plan
 @JSON
 @guarded
 def show(plan_file: str, as_json: bool) -> None:
-    """Show a plan: placements, prediction, the alternatives that it beat, and the reasons."""
+    """Show a plan: its placements, its prediction, the alternatives that are slower, and the reasons."""
     from ebbtide.tuner.answer.report import show_plan, wide_console
 
     result = read_plan(plan_file)

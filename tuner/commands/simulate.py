@@ -1,4 +1,4 @@
-"""The ``tune simulate`` command: the prediction of one iteration."""
+"""The ``tune simulate`` command, which predicts the time and memory of one training iteration."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def simulate(
     as_json: bool,
     **source: Any,
 ) -> None:
-    """Predict one iteration under a plan or a named strategy. Exit code 1 if it does not fit.
+    """Predict one training iteration under a plan or a named strategy.
 
-    The margin of free memory is that of `tune plan`.
+    Exit code 1 if training does not fit into memory. As in `tune plan`, some memory is left free.
     """
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.limits import Limits

@@ -1,4 +1,4 @@
-"""The ``tune verify`` command: a bitwise comparison of a script under its plan, stock and without offload."""
+"""The ``tune verify`` command: a bitwise comparison of a script's training with and without its plan."""
 
 import json
 import shutil
@@ -49,12 +49,13 @@ SIDES = ("stock", "no-offload")
 def verify(
     steps: int, against: str, seed: int, deterministic: bool | None, json_file: str | None, command: tuple[str, ...]
 ) -> None:
-    """Train some steps on each side and compare losses, gradient norms, parameters and fp32 masters.
+    """Check that a script trains under its plan as without it: compare a few training steps.
 
-    Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in DeepSpeed's config
-    (if there is one), stock, and without offload. Exit code 0: Identical, or equal except for rounding. Exit
-    code 1: A side is wrong. Exit code 2: The command could not be run to an end. Exit code 3: Nothing can be
-    said, since two runs of one side train differently (an unseeded generator).
+    The same command is run under the plan that the key "ebbtide" in DeepSpeed's config names (if there is one),
+    with DeepSpeed alone ("stock"), and without offload. Losses, gradient norms, parameters and fp32 masters are
+    compared. Exit code 0: The runs are identical, or equal except for rounding. Exit code 1: One of the compared
+    runs is wrong. Exit code 2: The command could not be run to its end. Exit code 3: The runs cannot be
+    compared, since two runs of the same command already differ (for example by an unseeded generator).
     """
     from ebbtide.tuner.verify.launch import NotDeterministicError, has_gpu, launch
     from ebbtide.tuner.verify.sides import verify as compare

@@ -1,4 +1,5 @@
-"""A search by simulation for the configuration that trains fastest on a machine.
+"""A search by simulation for the training configuration that is fastest on a machine.
 
-Unlike a plan, a configuration may change results bitwise, since micro-batches are summed in another order.
+A configuration has, for example, the micro-batch size, the ZeRO stage and the number of GPUs. Unlike a plan,
+it may change training results bitwise, since gradients are summed in another order.
 """

@@ -1,4 +1,4 @@
-"""The result of a configuration search, and its explanation in words."""
+"""The result of a search over training configurations, and its explanation in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,13 +16,14 @@ class Answer:
     """The result of a search over training configurations.
 
     Attributes:
-        space: The configurations that were searched.
-        outcomes: All simulated configurations, in the order of the search.
-        complete: True if every configuration was decided. A configuration that was not simulated then cannot
-            fit, cannot be simulated, or can neither be the fastest for any value of a knob nor on the front.
+        space: Set of configurations that was searched.
+        outcomes: Predictions of all simulated configurations, in the order of the search.
+        complete: True if every configuration was simulated or safely left out. One is left out if it cannot fit,
+            cannot be simulated, or is certainly neither the fastest for any value of a setting nor on the
+            Pareto front of speed and GPU memory.
         refused: Reasons that configurations cannot be simulated, with the number of configurations for each.
-        combinations: Number of configurations in the space.
-        spread: Fraction of the fastest configuration's time within which its prediction holds.
+        combinations: Number of configurations in the set.
+        spread: Relative uncertainty of the fastest configuration's predicted time.
     """
 
     space: Space
@@ -34,17 +35,18 @@ class Answer:
 
     @property
     def fitting(self) -> list[Outcome]:
-        """Return the training configurations that fit into memory, the fastest first.
+        """Return the predicted training configurations that fit into memory, the fastest first.
 
-        Among equals, the one with the least GPU memory is first.
+        Among equally fast ones, the one with the least GPU memory comes first.
         """
         fit = [o for o in self.outcomes if o.fits]
         return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
 
     @property
     def front(self) -> list[Outcome]:
-        """Return the Pareto front of speed and GPU memory among simulated training configurations, the fastest
-        first.
+        """Return the training configurations on the Pareto front of speed and GPU memory, the fastest first.
+
+        For each of them, every faster one takes more GPU memory. Only simulated configurations count.
         """
         front: list[Outcome] = []
         for outcome in self.fitting:
@@ -53,9 +55,9 @@ class Answer:
         return front
 
     def costs(self) -> dict[str, dict[Any, float]]:
-        """Return the best speed for each value of each setting that a search varies.
+        """Return the best speed that is possible with each value of each varied setting.
 
-        Speeds are fractions of the overall best speed.
+        A speed is a fraction of the overall best speed. The result has, by setting, the speed by value.
         """
         fitting = self.fitting
         costs: dict[str, dict[Any, float]] = {}
@@ -67,8 +69,9 @@ class Answer:
         return costs
 
     def remarks(self) -> list[str]:
-        """Return the result of a configuration search in words: the best one, the gain of offloading, and fewer
-        GPUs.
+        """Return the result of a configuration search in sentences.
+
+        They name the fastest configuration, the gain of offloading, and a smaller number of GPUs if that is enough.
         """
         if not self.fitting:
             return [self._nothing_fits()]

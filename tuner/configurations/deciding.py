@@ -1,8 +1,9 @@
-"""The choice of the training configurations to simulate until the result of a search is certain.
+"""The choice of the training configurations to simulate, so that the fastest one is found for certain.
 
-Each value of each free setting is a contest for the fastest configuration that has it. An upper bound of a
-configuration's speed, from its workload alone, takes microseconds. Configurations are taken by their
-bounds, the highest first. A configuration is simulated if its bound still beats the leader of a contest.
+A search also finds the fastest configuration for each value of each varied setting. An upper bound of a
+configuration's speed takes microseconds, without a simulation. Configurations are taken in the order of their
+bounds, the highest first. One is simulated only if its bound exceeds the best speed so far, overall or for
+one of its settings' values.
 """
 
 import heapq
@@ -35,14 +36,15 @@ APART = 0.03  # of the fastest, and of memory: closer ones are one point of the 
 
 @dataclass(frozen=True)
 class Promise:
-    """Bounds on a training configuration: no simulation of it is faster or takes less memory.
+    """Bounds on a training configuration, found without a simulation.
 
     Attributes:
         tokens_per_s: Upper bound of the throughput.
         device_bytes: Lower bound of the peak GPU memory in bytes.
-        missing_bytes: Lower bound of the bytes that both memories lack. Above 0, the configuration cannot fit.
-        refused: Reason that the configuration cannot be simulated. Empty if it can.
-        tight: True if the lower bound of all plans is included.
+        missing_bytes: Lower bound of the bytes that GPU and host memory lack together. Above 0, the configuration
+            cannot fit.
+        refused: Reason that the configuration cannot be simulated, or empty.
+        tight: True if the slow, closer bound over all plans is already included.
     """
 
     tokens_per_s: float = 0.0
@@ -53,7 +55,7 @@ class Promise:
 
 
 def promise(question: Question, c: Configuration) -> Promise:
-    """Return bounds on a training configuration's speed and memory from its workload alone, for any subgroup size."""
+    """Return quick bounds on a training configuration's speed and memory, valid for any subgroup size."""
     try:
         work = question.workload(c.changed(sub_group_size=10**9))
         name, options = question.strategy(c)
@@ -72,7 +74,7 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
-    """Tighten the bounds on a training configuration by the lower bound of all its plans, and return them.
+    """Return closer bounds on a training configuration, by the lower bound of an iteration over all plans.
 
     This takes milliseconds.
     """
@@ -121,12 +123,14 @@ def _of_stock(work: Workload, limits: Limits, name: str, options: dict[str, obje
 
 @dataclass
 class Contests:
-    """The training configurations simulated so far, and the fastest one in each contest.
+    """The training configurations that a search has simulated so far, and the fastest one of each group.
 
-    A contest is among the configurations with the same value of one setting.
+    A group is all configurations with the same value of one setting.
 
     Attributes:
-        most: Number of simulations after which the remaining configurations stay undecided.
+        question: Model and machine that the search is for.
+        space: Set of configurations that is searched.
+        most: Largest number of simulations. After them, the other configurations stay undecided.
         seen: Called with the number of simulated configurations.
     """
 
@@ -139,10 +143,9 @@ class Contests:
     _leaders: dict[object, float] = field(default_factory=dict)
 
     def of(self, c: Configuration) -> Iterator[object]:
-        """Yield the contests of a training configuration: the groups of configurations it competes with.
+        """Yield the groups that a training configuration belongs to.
 
-        The groups are all configurations, the ones that offload or do not, and the ones with the same value of a
-        setting.
+        The groups are all configurations, those that offload or do not, and those with the same value of a setting.
         """
         yield "all"
         for knob in self.space.free:
@@ -152,7 +155,10 @@ class Contests:
                 yield "stays", value == "none"
 
     def simulate(self, c: Configuration) -> Outcome | None:
-        """Simulate a training configuration once. Return None if the limit of simulations is reached."""
+        """Return the prediction for a training configuration, which is simulated only once.
+
+        Return None if the search has reached its largest number of simulations.
+        """
         if c not in self.outcomes:
             if len(self.outcomes) == self.most:
                 self.complete = False
@@ -165,34 +171,37 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return whether a training configuration of the given speed would be the fastest of one of its groups."""
+        """Return True if a training configuration with the given speed would be the fastest of one of its groups."""
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return whether a simulated training configuration is as fast as given bounds, with no more GPU memory."""
+        """Return True if a simulated training configuration is as fast as the given bounds and needs no more memory."""
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)
         found = self.outcomes.values()
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return whether no simulated training configuration of a group fits into memory so far."""
+        """Return True if no simulated training configuration of a group fits into memory so far."""
         return contest not in self._leaders
 
 
 def explore(
     question: Question, space: Space, *, trials: int = MOST, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Answer:
-    """Find the fastest training configuration, and the fastest one for each value of each free setting.
+    """Find the fastest training configuration, and the fastest one for each value of each varied setting.
 
     Args:
+        question: Model and machine.
+        space: Set of configurations to search.
         trials: Largest number of simulations. If it is too small, the answer is not complete.
-        progress: Called with the number of simulated configurations, and the most there can be.
+        progress: Called with the number of simulated configurations, and the largest possible number.
 
     Raises:
-        ValueError: trials < 1, more memory than the machine has, or no configuration that can be simulated.
+        ValueError: trials < 1, more memory is requested than the machine has, or no configuration can be
+            simulated.
     """
     if trials < 1:
         raise ValueError(f"--trials must be >= 1, but got {trials}")

@@ -1,4 +1,4 @@
-"""The predicted iteration of one training configuration, by the planner and the simulator."""
+"""The prediction of one training configuration's iteration, by the planner and the simulator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,14 +28,15 @@ _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 
 @dataclass(frozen=True)
 class Outcome:
-    """The prediction for a training configuration.
+    """The predicted time and memory of a training configuration.
 
     Attributes:
-        why_not: Empty if it fits. Otherwise the missing memory, or the reason that it cannot be simulated.
-        plan: Plan for offloaded state, if there is one.
-        missing_bytes: Bytes that both memories lack together.
-        refused: True if it cannot be simulated with any amount of memory.
-        deepspeed: Complete DeepSpeed config.
+        why_not: Empty if the configuration fits. Otherwise the missing memory, or the reason that it cannot be
+            simulated.
+        plan: Plan for its offloaded optimizer state, or None.
+        missing_bytes: Bytes that GPU and host memory lack together.
+        refused: True if the configuration cannot be simulated, however much memory there is.
+        deepspeed: Complete DeepSpeed config for it.
     """
 
     configuration: Configuration
@@ -56,16 +57,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a machine, with predictions of its training for any configuration.
+    """The input of a configuration search: a model, a machine and limits.
 
     Attributes:
-        ds_config: DeepSpeed's config for settings that no knob decides: precision, clipping, buckets. If empty,
-            bf16 is used.
-        device_memory_bytes: GPU memory of one rank. If None, the machine's.
-        host_memory_bytes: Host memory of one rank. If None, the rank's share of the machine's.
-        margin: Fraction of both memories to leave free. If None, the tuner's default.
+        model: Model or its config.
+        machine: Machine that trains.
+        ds_config: DeepSpeed's config for settings that the search does not vary, such as precision and clipping.
+            If empty, bf16 is used.
+        device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
+        host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
+        margin: Fraction of both memories to leave free. If None, the planner's default.
         started: Fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
-        storage: Directories for state that memory cannot hold, with the bytes that a node may use.
+        storage: Directories for optimizer state that memory cannot hold, with the bytes that a node may use.
     """
 
     model: Architecture | Mapping[str, Any] | str | Path
@@ -81,7 +84,10 @@ class Question:
 
     @cached_property
     def job(self) -> Job:
-        """Return the training job of a search before a configuration is applied. The default is bf16."""
+        """Return the training job of a configuration search before any configuration is applied.
+
+        Without a DeepSpeed config, it trains in bf16.
+        """
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
         return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
@@ -90,7 +96,7 @@ class Question:
         """Return the training job that a configuration describes.
 
         Raises:
-            ModelError: The configuration and the DeepSpeed config do not go together.
+            ModelError: The configuration and the search's DeepSpeed config contradict each other.
         """
         return self.job.changed(
             micro_batch=c.micro_batch,
@@ -103,7 +109,7 @@ class Question:
         )
 
     def workload(self, c: Configuration) -> Workload:
-        """Return the workload of one rank in an iteration of a training configuration.
+        """Return the workload (the planner's input) of one rank under a training configuration.
 
         Raises:
             ModelError: The workload cannot be estimated.
@@ -115,7 +121,7 @@ class Question:
         return found
 
     def limits(self, work: Workload) -> Limits:
-        """Return the limits on the memory that plans for a workload may use.
+        """Return the memory that plans for a workload may use.
 
         Raises:
             ValueError: More memory is requested than the machine has.
@@ -132,12 +138,12 @@ class Question:
         return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
 
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
-        """Return the name and options of the strategy that simulates a training configuration.
+        """Return the name and options of the training strategy with which a configuration is simulated.
 
-        The strategy is ``ebbtide`` if a plan is possible.
+        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise DeepSpeed's own.
 
         Raises:
-            ModelError: The config's offload of activations cannot be simulated for this configuration.
+            ModelError: DeepSpeed's config offloads activations, but this configuration does not recompute them.
         """
         if c.offload not in self._known:
             job = self.of(c)
@@ -154,9 +160,9 @@ class Question:
         return stock
 
     def answer(self, c: Configuration) -> Outcome:
-        """Simulate one training configuration, and return the outcome.
+        """Simulate one training configuration, and return its predicted time and memory.
 
-        If it cannot be simulated or does not fit, the outcome gives the reason.
+        If it cannot be simulated or does not fit, the result gives the reason.
         """
         try:
             work, (name, options) = self.workload(c), self.strategy(c)
@@ -198,10 +204,10 @@ class Question:
         )
 
     def _planned(self, c: Configuration) -> tuple[Plan | None, Score]:
-        """Return the fastest of the first plans for a training configuration, and its score.
+        """Return the fastest plan of a short search for a training configuration, and its score.
 
-        If no plan fits, the plan is None and the score is the one that lacks the least memory. At most a few
-        micro-batches are simulated, since more of them change neither memory nor overlap with the update.
+        If no plan fits, the plan is None, and the score is that of the plan which lacks the least memory. At most a
+        few micro-batches are simulated. More would not change memory or the overlap with updates.
         """
         few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
         key = ("plan", few)
@@ -220,7 +226,7 @@ class Question:
         return best.plan(search.workload, **folders), search.score(best)
 
     def spread(self, outcome: Outcome) -> float:
-        """Return the fraction of a predicted iteration time within which nine runs in ten are expected."""
+        """Return the relative uncertainty of a predicted iteration time: nine runs in ten are expected within it."""
         name, options = self.strategy(outcome.configuration)
         if outcome.plan is not None:
             options = {"plan": outcome.plan}

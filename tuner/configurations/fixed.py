@@ -1,4 +1,7 @@
-"""The settings that flags and DeepSpeed's config fix in a configuration search. The search varies the rest."""
+"""The settings of a configuration search that the command's flags and DeepSpeed's config fix.
+
+The search varies the other settings.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ _WHOLE = "train_batch_size"
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a DeepSpeed config with bad values that no setting of a configuration search can repair.
+    """Refuse a DeepSpeed config with an invalid value that a configuration search could not replace.
 
     Raises:
         ModelError: DeepSpeed or the simulator cannot use a value. The message names its key.
@@ -38,12 +41,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The fixed settings of a configuration search, with their values and sources.
+    """The settings that a configuration search does not vary, with their values and sources.
 
     Attributes:
         values: Value of each fixed setting.
         sources: Flag or config key that fixes each setting.
-        global_batch: Samples per step. None if it may change.
+        global_batch: Samples per optimizer step. None if the number may vary.
     """
 
     values: Mapping[str, Any]
@@ -73,7 +76,7 @@ class Fixed:
 
 
 def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None) -> Fixed:
-    """Return the settings of a configuration search that flags or DeepSpeed's config fix.
+    """Return the settings that the flags of a configuration search or DeepSpeed's config fix.
 
     A config value ``"auto"`` fixes nothing.
 

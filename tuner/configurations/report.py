@@ -11,7 +11,10 @@ from rich.table import Table
 
 
 def show(answer: Answer, console: Console) -> None:
-    """Print the result of a configuration search: remarks, the Pareto front, and the cost of settings."""
+    """Print the result of a configuration search.
+
+    It has sentences on the result, the Pareto front of speed and GPU memory, and the speed with each setting.
+    """
     for remark in answer.remarks():
         console.print(remark)
     if not answer.fitting:

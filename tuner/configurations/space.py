@@ -18,17 +18,17 @@ MOST_ACCUMULATION = 1024  # micro-batches of a step: each one is simulated
 
 @dataclass(frozen=True)
 class Configuration:
-    """A training configuration. The fields have the names that ``--free`` takes.
+    """A training configuration: the settings that a search varies. Fields have the names that ``--free`` takes.
 
     Attributes:
         micro_batch: Samples per rank and micro-batch.
         accumulation: Micro-batches per optimizer step.
         zero_stage: ZeRO stage: 1, 2 or 3.
         recompute: True if activations are computed again in backward (activation checkpointing).
-        offload: Offloaded data. ``none``: nothing. ``optimizer``: Optimizer state in host memory, under a plan.
-            ``parameters``: Also parameters, as far as that pays. ``nvme``: State on NVMe and parameters in host
-            memory, with stock DeepSpeed.
-        sub_group_size: Elements per subgroup. It has no effect without offload.
+        offload: Data that is offloaded. ``none``: nothing. ``optimizer``: optimizer state in host memory, under a
+            plan. ``parameters``: also parameters, if that is faster or needed. ``nvme``: state on NVMe drives and
+            parameters in host memory, with DeepSpeed alone.
+        sub_group_size: Elements per subgroup of optimizer state. It has no effect without offload.
         gpus: Number of data-parallel ranks.
     """
 
@@ -47,7 +47,7 @@ class Configuration:
 
     @property
     def impossible(self) -> str:
-        """Return the reason that no machine can train with a configuration, or an empty string if it is possible."""
+        """Return the reason that a configuration cannot train on any machine, or an empty string if it can."""
         if self.zero_stage < 3 and self.offload in ("parameters", "nvme"):
             return (
                 f"offload {self.offload} needs ZeRO-3, but got zero_stage {self.zero_stage} "
@@ -61,9 +61,10 @@ class Configuration:
         return ""
 
     def changed(self, **knobs: Any) -> "Configuration":
-        """Return a training configuration with some values changed.
+        """Return a training configuration with some settings changed.
 
-        Without offload ``sub_group_size`` gets its default, so that equivalent configurations compare equal.
+        Without offload, ``sub_group_size`` has no effect and gets its default, so that equivalent configurations
+        compare equal.
         """
         made = replace(self, **knobs)
         return replace(made, sub_group_size=10**9) if made.offload == "none" else made
@@ -95,14 +96,14 @@ KNOBS = tuple(Configuration.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class Space:
-    """The set of all training configurations that a search covers: every combination of its free settings.
+    """The set of training configurations that a search covers: every combination of the varied settings.
 
     Attributes:
-        base: Configuration that gives the values of all other settings.
-        free: Settings that may change.
-        choices: Values of the settings that are chosen independently. With a global batch, accumulation follows
-            from the others and is not included.
-        global_batch: Samples per step that every configuration must have. None if any number is allowed.
+        base: Configuration with the values of all other settings.
+        free: Settings that the search varies.
+        choices: Values of the varied settings. If the global batch is given, accumulation follows from the
+            other settings and is not included.
+        global_batch: Samples per optimizer step that every configuration must have. None allows any number.
     """
 
     base: Configuration
@@ -112,12 +113,12 @@ class Space:
 
     @classmethod
     def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
-        """Build the space of a configuration search from the usual values of each free setting.
+        """Build the set of configurations of a search from the usual values of each varied setting.
 
-        The base configuration's own values are included.
+        The base configuration's own values are added to them.
 
         Raises:
-            ValueError: A setting is unknown, none is free, or no configuration can have the global batch.
+            ValueError: A setting is unknown, no setting varies, or no configuration can have the global batch.
         """
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:
@@ -136,15 +137,15 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values.
+        """Return the training configuration with the chosen values of the varied settings.
 
-        Return None if it is impossible or has another global batch than the search requires.
+        Return None if no machine can train with it, or if it has another global batch than the search requires.
         """
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration
 
     def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values, even if it is impossible.
+        """Return the training configuration with the chosen values, even if no machine can train with it.
 
         Return None if it has another global batch than the search requires.
         """
@@ -157,7 +158,7 @@ class Space:
         return configuration if configuration.global_batch == self.global_batch else None
 
     def __iter__(self) -> Iterator[Configuration]:
-        """Yield every possible training configuration of a search once."""
+        """Yield each training configuration of a search once. Configurations that cannot train are left out."""
         made = (self.made(chosen) for chosen in self._combinations())
         yield from dict.fromkeys(c for c in made if c is not None)
 
@@ -166,7 +167,7 @@ class Space:
             yield dict(zip(self.choices, values, strict=True))
 
     def why_empty(self) -> str:
-        """Return the reason that a search has no possible training configuration, and a change that would help."""
+        """Return the reason that no configuration of a search can train, and a change that would help."""
         batched = [c for chosen in self._combinations() if (c := self.of_batch(chosen))]
         batch = self.global_batch
         if batched:

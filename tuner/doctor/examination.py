@@ -10,18 +10,21 @@ from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """Run the checks of ``tune doctor`` that take milliseconds and load nothing. ``tune run`` begins with them."""
+    """Run those checks of ``tune doctor`` that take milliseconds. ``tune run`` begins with them.
+
+    They check package versions and the compiler, without importing torch.
+    """
     return [*software.versions(), *software.compiler()]
 
 
 def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Run all checks of ``tune doctor``, which takes seconds to build the update kernel and load torch.
+    """Run all checks of ``tune doctor``. This takes seconds, to build the CPU update kernel and to import torch.
 
     Args:
-        plan: Plan with a need of host memory that is compared with the free memory, if given.
-        ranks: Number of processes on this machine.
+        plan: Plan whose need of host memory is compared with the free memory. None leaves this out.
+        ranks: Number of training processes on this machine.
         folder: Folder for checkpoints. If None, it is not checked.
-        config: DeepSpeed's config. If None, the checks of a config are left out.
+        config: DeepSpeed's config. If None, no config is checked.
     """
     import torch
     from ebbtide.runtime.hardware.usable import usable

@@ -1,4 +1,4 @@
-"""A finding of ``tune doctor``."""
+"""The result of one check of ``tune doctor``."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,13 +8,13 @@ State = Literal["ok", "slow", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output of ``tune doctor``.
+    """The result of one check of ``tune doctor``, which is one line of its output.
 
     Attributes:
         name: Name of the checked thing.
-        state: ``slow`` means that training works, but slower than possible. ``bad`` means that training does
-            not work, or not safely.
-        detail: What was found.
+        state: ``ok``, ``slow`` if training works but is slower than possible, or ``bad`` if training does not
+            work or is not safe.
+        detail: Text on what was found.
         fix: Change to make. Empty if none is needed.
     """
 

@@ -1,4 +1,4 @@
-"""The checks by ``tune doctor`` of NUMA nodes, the GPU's link, CPU threads, and locked memory."""
+"""The checks in ``tune doctor`` of NUMA nodes, PCIe links, CPU threads, and locked memory."""
 
 import os
 import resource
@@ -10,9 +10,9 @@ TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """Report this process's limit on locked memory.
+    """Report this process's limit on locked memory (memory that is never swapped out), for ``tune doctor``.
 
-    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited by the
+    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited only by the
     memory of the host and of its container.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -24,7 +24,7 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 
 
 def numa() -> Finding:
-    """Report whether this process may run on a NUMA node far from its GPU."""
+    """Report if this process may run on a NUMA node far from its GPU, for ``tune doctor``."""
     import torch
     from ebbtide.profiler.hardware import numa_layout
     from ebbtide.runtime.hardware.pci import pci_address
@@ -38,7 +38,7 @@ def numa() -> Finding:
 
 
 def threads(ranks: int) -> Finding:
-    """Report the number of threads for stock DeepSpeed's CPU updates, and the cost of too few."""
+    """Report how many CPU threads DeepSpeed without a plan would use for updates, and the cost of too few."""
     from ebbtide.runtime.hardware.cores import near_cores
 
     share = max(1, len(near_cores(None)) // ranks)
@@ -56,7 +56,10 @@ def threads(ranks: int) -> Finding:
 
 
 def queues() -> list[Finding]:
-    """Report if CUDA is set to a single hardware queue, as Megatron's scripts do."""
+    """Report if CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's launch scripts set it.
+
+    Copies then wait for earlier kernels of other CUDA streams. Otherwise return an empty list.
+    """
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given != "1":
         return []
@@ -73,7 +76,7 @@ def _pace(few: int, share: int) -> str:
 
 
 def links() -> list[Finding]:
-    """Report each GPU's PCIe link, compared with the widest and newest link that it supports."""
+    """Report each GPU's PCIe link, compared with the widest and newest link that the GPU supports."""
     try:
         import pynvml
 
@@ -104,7 +107,15 @@ def _card_generation(nvml: Any, handle: Any) -> int | None:
 
 
 def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
-    """Return a finding about a GPU's PCIe link. A link below the card's ability slows down every copy."""
+    """Return the result of checking a GPU's PCIe link. A link below the card's ability slows down every copy.
+
+    Args:
+        name: Name of the check.
+        width: Number of lanes in use.
+        widest: Number of lanes that the card supports.
+        slot: Newest PCIe generation that slot and card support together.
+        card: Newest PCIe generation that the card supports, or None if unknown.
+    """
     detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
     if width < widest or (card is not None and slot < card):
         return slow(

@@ -1,7 +1,7 @@
-"""The DeepSpeed versions that silently train wrongly, and the affected configurations.
+"""A list of DeepSpeed versions that train wrongly without an error, and the configurations concerned.
 
-Each entry was read in DeepSpeed's issue tracker, or was seen here if it has no number. Versions are by
-their sources.
+Each defect is in DeepSpeed's issue tracker, or was found by this project if it has no number. The affected
+versions were found by reading DeepSpeed's sources.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ _URL = "https://github.com/deepspeedai/DeepSpeed/issues"
 
 @dataclass(frozen=True)
 class KnownWrong:
-    """A defect of some DeepSpeed versions.
+    """A known defect of some DeepSpeed versions that makes training wrong without an error.
 
     Attributes:
-        since: First version with the defect. Empty if it was always there.
+        since: First version with the defect. Empty if all older versions have it.
         fixed: First version without the defect. Empty if the newest checked version (0.19.8) still has it.
         issue: Number in DeepSpeed's issue tracker. 0 if there is none.
-        what: The defect as a user sees it.
-        concerns: Function that returns whether a config is affected.
-        only_if: Further condition on the script, which no config shows. Empty if there is none.
+        what: Description of the defect as a user sees it.
+        concerns: Function that returns True if a DeepSpeed config is affected.
+        only_if: Further condition on the training script, which no config shows. Empty if there is none.
     """
 
     since: str
@@ -182,7 +182,7 @@ TABLE = (
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:
-    """Return the known defects of a DeepSpeed version under a config."""
+    """Return the known defects of a DeepSpeed version that affect training with a given config."""
     from packaging.version import Version
 
     installed = Version(version)

@@ -1,4 +1,4 @@
-"""The checks by ``tune doctor`` of host memory and cores: of the machine, this process, and a plan."""
+"""The checks in ``tune doctor`` of host memory, a container's limits, and shared memory."""
 
 import os
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 
 
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
-    """Compare the free host memory with the memory that a plan takes for all ranks of this machine."""
+    """Report if the free host memory is enough for a plan on all ranks of this machine, for ``tune doctor``."""
     free = f"{free_bytes / GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
@@ -31,7 +31,10 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
 
 
 def limits(mine: "Usable") -> Finding:
-    """Compare a container's limits on memory and CPU with the machine, since programs may not see them."""
+    """Report a container's limits on memory and CPU, compared with the whole machine.
+
+    Programs often do not see such limits.
+    """
     memory = "no memory limit" if mine.limit_bytes is None else f"{mine.limit_bytes / GIB:.1f} GiB of memory"
     usable = mine.allowed_cores
     detail = f"{memory}, {usable} of {mine.machine_cores} cores" + (
@@ -50,7 +53,7 @@ def limits(mine: "Usable") -> Finding:
 
 
 def shared_memory() -> list[Finding]:
-    """Name what is short of shared memory, and what killed training processes have left there."""
+    """Report if shared memory is too small for training, and buffers that killed training processes have left."""
     from ebbtide.runtime.hardware.launcher import SHARED
 
     try:

@@ -1,4 +1,4 @@
-"""The checks by ``tune doctor`` of the compiler, package versions, and DeepSpeed's private names."""
+"""The checks in ``tune doctor`` of the compiler, package versions, and DeepSpeed's internal names."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> list[Finding]:
-    """Compare the installed version of every package that ebbtide needs with the range in its metadata."""
+    """Report the installed version of each package that ebbtide needs, compared with the supported range."""
     from packaging.requirements import Requirement
 
     try:
@@ -44,7 +44,7 @@ def _version(name: str, specifier: str) -> Finding:
 
 
 def known_results(config: Mapping[str, Any]) -> list[Finding]:
-    """Report known defects of the installed DeepSpeed under a config."""
+    """Report known defects of the installed DeepSpeed that make training with a given config wrong."""
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:
@@ -72,7 +72,7 @@ def _known(row: KnownWrong) -> Finding:
 
 
 def compiler() -> list[Finding]:
-    """Check that the compiler of the update kernel and of DeepSpeed's ops exists, without running it."""
+    """Report if the compiler for ebbtide's CPU kernel and DeepSpeed's operators is installed. It is not run."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -94,7 +94,7 @@ def compiler() -> list[Finding]:
 
 
 def build_locks() -> list[Finding]:
-    """Find build locks of torch extensions that a killed process left. The next build would wait forever."""
+    """Find lock files of torch extensions that a killed process left. A next build would wait forever."""
     from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
 
@@ -110,7 +110,7 @@ def build_locks() -> list[Finding]:
 
 
 def kernel() -> list[Finding]:
-    """Build and load the CPU update kernel, as the first training step would."""
+    """Build and load ebbtide's CPU update kernel, as the first training step would, and report an error."""
     from ebbtide.runtime.kernels import host
 
     try:
@@ -122,7 +122,7 @@ def kernel() -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """Report whether the installed DeepSpeed's sources have the private names that a plan needs."""
+    """Report if the installed DeepSpeed has all internal names that training under a plan uses."""
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.private_names import missing_names
 

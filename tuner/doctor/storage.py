@@ -1,4 +1,7 @@
-"""The check by ``tune doctor`` of the checkpoint folder: write access, and whether synced files are durable."""
+"""The check in ``tune doctor`` of the checkpoint folder.
+
+It tests if files can be written, and if synchronized files survive a crash of the machine.
+"""
 
 import os
 import statistics
@@ -17,7 +20,7 @@ _UNSAFE = {"nobarrier", "barrier=0"}
 
 
 def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> list[Finding]:
-    """Write, sync, rename and remove a small file in the checkpoint folder, and report the result."""
+    """Write, sync, rename and remove a small file in the checkpoint folder, and report problems."""
     name = "checkpoint folder"
     where = Path(folder)
     if not where.is_dir():

@@ -1,4 +1,4 @@
-"""A check of how a DeepSpeed config would train under a plan, without training."""
+"""A check in ``tune doctor`` of how training with a DeepSpeed config would go under a plan. Nothing is trained."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,9 +28,9 @@ _SWAPPED = (
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
-    """Report how `ebbtide.initialize` would treat a DeepSpeed config.
+    """Report how `ebbtide.initialize` would treat a DeepSpeed config, without training.
 
-    The findings include the keys that it reads differently than DeepSpeed.
+    The report includes config keys that have another effect under a plan than with DeepSpeed alone.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at

@@ -1,6 +1,8 @@
-"""The way from good guesses to a good plan: annealing over the subgroups' ways and the order of their updates.
+"""Simulated annealing, which improves a good plan step by step.
 
-Both move together (`ebbtide.tuner.placements.moves`): often only worse plans lie between two good ones.
+It changes the placements of subgroups (parts of DeepSpeed's optimizer state) and the order of their updates
+together, by the moves in `ebbtide.tuner.placements.moves`. Changing only one of them often gets stuck, since
+only slower plans lie between two good ones.
 """
 
 import math
@@ -28,14 +30,16 @@ LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
 def anneal(
     search: Search, evaluations: int | None = None, progress: Callable[[float], object] = lambda _: None
 ) -> None:
-    """Add to the search's scores what it comes by; deterministic under the search's seed.
+    """Improve the plans of a search by simulated annealing. The result is deterministic for the search's seed.
 
-    Half of the time goes to the best of other numbers of each way, which moves of single
-    subgroups seldom reach, and the other half to the best of all, from a lower temperature.
+    Every better plan is added to the search's scores. Half of the evaluations start from the best plans with
+    different staging buffers or different numbers of subgroups per placement, as moves of single subgroups
+    seldom reach them. The other half starts from the best plan, at a lower temperature.
 
     Args:
-        evaluations: None: as many as are worth it for so many subgroups.
-        progress: called with the share of them that is done.
+        search: Plan search with at least one scored plan.
+        evaluations: Number of simulated plans. If None, it grows with the number of subgroups, up to a limit.
+        progress: Called with the finished fraction of the evaluations.
     """
     count = len(search.workload.subgroups)
     if evaluations is None:
@@ -55,13 +59,17 @@ def anneal(
 
 
 def _near(search: Search) -> bool:
-    """Return whether the best plan is so close to the bound that a better one would not be worth the search."""
+    """Return True if a search's best plan is so close to the lower bound that further search is not worth it."""
     bound = search.fluid(None if search.moves_parameters else search.locations)
     return search.best_s <= CLOSE * bound.iteration_s
 
 
 def settings(search: Search) -> None:
-    """Try other threads, slots, prefetch, overlap, host slots and orders for the best plan, in turn."""
+    """Try other settings for the best plan of a search, one setting after the other.
+
+    The settings are CPU threads, the numbers of staging buffers on the GPU and of buffers for stored state in
+    host memory, prefetched subgroups, overlap with the next forward, and update orders.
+    """
     best = search.best()
     most = max(1, min(MOST_SLOTS, sum(p in STAGED for p in best.placements)))
     values: dict[str, list[Any]] = {
@@ -89,8 +97,10 @@ def _starts(search: Search, most: int) -> list[Candidate]:
 
 
 class _Walk:
-    """A walk from a candidate: the last accepted plan, and the time of the best one. Worse ones are accepted
-    with heat only.
+    """A walk of simulated annealing through training plans.
+
+    It starts from one plan and holds the plan that was accepted last. A slower plan is accepted only by chance,
+    and less often as the temperature falls.
     """
 
     def __init__(self, search: Search, base: Candidate) -> None:
@@ -100,7 +110,10 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
-        """Anneal a plan from a temperature to zero. Stop early near the lower bound."""
+        """Try changes of a training plan while the annealing temperature falls from ``heat_s`` seconds to zero.
+
+        Stop early if the best plan is near the lower bound.
+        """
         for step in range(evaluations):
             if _near(self.search):
                 return

@@ -1,7 +1,9 @@
-"""The choice of the checkpoint interval and write rate with the best expected goodput under failures.
+"""The choice of a plan's checkpoint settings for the best expected goodput under failures.
 
-Interval, bandwidth cap and copy budget are searched together. A slower write disturbs training less, but
-takes longer to commit. A late commit costs work at each failure and rules out short intervals.
+Goodput is the useful share of the training time. The interval between checkpoints, the cap on the write
+bandwidth and the host memory for copies (the copy budget) are searched together. A slower write disturbs
+training less, but the checkpoint is complete later. Then each failure loses more work, and short intervals
+are impossible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ SAME = 1e-4  # relative goodput that is not worth more memory
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint plan with its best interval, its simulated cost and its expected goodput."""
+    """The settings of a plan's checkpoints, with the best interval, the simulated cost and the expected goodput."""
 
     saving: CheckpointPlan
     cost: CheckpointCost
@@ -60,9 +62,9 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
 
 
 def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
-    """Return a checkpoint plan with the interval of the highest expected goodput.
+    """Return checkpoint settings with the interval that has the highest expected goodput.
 
-    Its bandwidth cap and copy budget are kept.
+    The bandwidth cap and the copy budget (host memory for copies of state) stay as given.
     """
     cost = simulation.cost(saving)
     steps = best_interval_steps(simulation.iteration_s, cost, failures)
@@ -73,15 +75,16 @@ def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Fa
 def best_checkpointing(
     simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Return the checkpoint plan with the highest expected goodput over intervals, caps and copy budgets.
+    """Return the checkpoint settings with the highest expected goodput.
 
-    Among equally good ones, the plan with the least memory is returned.
+    Intervals, bandwidth caps and copy budgets (host memory for copies of state) are varied. Among equally good
+    settings, the ones that reserve the least host memory are returned.
 
     Args:
-        simulation: Simulation of the checkpoints of one plan.
+        simulation: Simulation of the checkpoints of one training plan.
         failures: Failure model of the training job.
-        spare_bytes: Host memory that checkpoints may reserve.
-        base: Checkpoint plan that gives the writers, the mode and the folder.
+        spare_bytes: Host memory in bytes that checkpoints may reserve.
+        base: Settings that give the number of writers, the mode and the folder.
     """
     base = base or CheckpointPlan()
     budgets = _budgets(simulation, spare_bytes, base)
@@ -103,7 +106,7 @@ def best_checkpointing(
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
-    """Return the checkpoint plan that reserves the least memory among the plans with the best goodput."""
+    """Return the checkpoint settings that reserve the least host memory among those with the best goodput."""
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
@@ -117,15 +120,15 @@ def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: Checkpoin
 
 
 def blocks(size_bytes: float) -> int:
-    """Return a number of bytes rounded up to whole blocks of a checkpoint's copy budget."""
+    """Return a number of bytes rounded up to whole blocks of host memory, the unit of a checkpoint's copy buffers."""
     return -(-int(size_bytes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures) -> dict[str, int]:
-    """Return the steps between checkpoints by the rules of Young, Daly and CheckFreq.
+    """Return the training steps between two checkpoints by the rules of Young, Daly and CheckFreq.
 
-    No interval is shorter than a commit needs. CheckFreq's rule ignores failures and checkpoints as often as an
-    overhead of 3.5% allows.
+    No interval is shorter than the time until a checkpoint is complete. CheckFreq's rule ignores failures. It
+    checkpoints as often as an overhead of 3.5% allows.
     """
     fewest = cost.fewest_steps(iteration_s)
     seconds = {
@@ -138,12 +141,19 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
 
 def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
-    """Raise if failures are so frequent that no plan makes progress, before a plan is searched.
+    """Raise RuleError if failures are so frequent that training makes no progress under any plan.
 
-    The check assumes that a step takes its forward and backward only, and that saving costs no time.
+    It runs before a plan is searched. It assumes that a step takes only its forward and backward, and that
+    checkpoints cost no time.
+
+    Args:
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        restart_s: Seconds from a failure until training runs again.
 
     Raises:
-        RuleError: Less than `LEAST_GOODPUT` of the time would be progress even then.
+        RuleError: Less than `LEAST_GOODPUT` of the time would be progress even under these assumptions.
     """
     failures = planned_failures(mtbf_s, restart_s)
     persist_s = workload.checkpoint_bytes / capacities(machine, workload.ranks_per_node)["storage"]
@@ -172,12 +182,12 @@ def with_checkpoints(
     restart_s: float,
     folder: str | None,
 ) -> Plan:
-    """Return a plan with its checkpoint settings, the predicted stall, and the reasons for them.
+    """Return a training plan with checkpoint settings, the predicted stall of training, and the reasons.
 
-    Without an MTBF, the plan gets no checkpoint interval.
+    Without a mean time between failures (``mtbf_s``), the plan gets no checkpoint interval.
 
     Raises:
-        ValueError: mtbf_s or restart_s is not positive, or mtbf_s is so short that nothing is trained.
+        ValueError: mtbf_s or restart_s is not positive, or failures are too frequent for any progress.
     """
     assert plan.prediction is not None
     spare = limits.spare_host_bytes(plan.prediction)

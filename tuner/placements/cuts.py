@@ -1,6 +1,7 @@
-"""The choice of DeepSpeed's ``sub_group_size``.
+"""The choice of DeepSpeed's ``sub_group_size``, the number of elements in a subgroup of optimizer state.
 
-Small subgroups fill and drain the lanes better. Large subgroups cost less time per op.
+With small subgroups, copies and updates overlap better. Large subgroups need fewer operations, and each
+operation has a fixed cost.
 """
 
 import math
@@ -25,14 +26,18 @@ TOLD = 0.97  # and where others were asked for, this to be told
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
-    """Return the workload as it is and with other subgroups, largest first. Sizes that give nearly as many
-    subgroups as a larger one are left out, and so are those that give too many.
+    """Return a workload with its own subgroups and with subgroups of other sizes, the largest subgroups first.
+
+    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
 
     Args:
-        pieces: Whether DeepSpeed keeps its own subgroups, and those of the plan are pieces of them.
+        workload: Training job of one rank.
+        sizes: Subgroup sizes to try, in elements.
+        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part of one of
+            DeepSpeed's.
 
     Raises:
-        ValueError: The workload does not know its parameters.
+        ValueError: The workload does not list its parameters.
     """
     result = {len(workload.subgroups): workload}
     for size in sorted(sizes, reverse=True):
@@ -44,7 +49,7 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
 
 def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
-    """Return the workloads with numbers of subgroups nearest to `QUICK_COUNTS`."""
+    """Return a few of the given workloads for a quick search: those with about 32 and about 110 subgroups."""
 
     def nearest(count: int) -> Workload:
         return min(cuts, key=lambda cut: abs(math.log(len(cut.subgroups) / count)))
@@ -53,16 +58,16 @@ def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
 
 
 def merged(workload: Workload, many: int) -> Workload:
-    """Return a workload with every ``many`` neighboring subgroups joined into one."""
+    """Return a workload with every ``many`` neighboring subgroups of optimizer state joined into one."""
     sizes = workload.subgroups
     joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
     return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})
 
 
 def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
-    """Return a plan for smaller subgroups that copies the choices of a plan for larger ones.
+    """Return a plan for small subgroups that copies the choices of a plan for large ones of the same model.
 
-    Each smaller subgroup is treated as the larger subgroup that holds its middle element.
+    Each small subgroup is treated as the large subgroup that holds its middle element.
     """
     ends, begin, owner = list(accumulate(coarse.subgroups)), 0, list[int]()
     for size in fine.subgroups:

@@ -1,9 +1,10 @@
-"""The decision that every planning command uses: the subgroup size of a job, and the best plan for it.
+"""The decision on a job's plan and its subgroup size, used by every planning command.
 
-Every entry point calls `decide`. All of them may vary the subgroup size, placements and their order, early
-updates, on-device gradient accumulation, buffers, threads and overlap. On request they also vary parameter
-locations and storage. They leave the same memory margin. Only the effort differs: a quick answer compares
-first guesses at a few subgroup sizes, and a full one improves the best of them.
+Every command calls `decide`. It may vary the subgroup size, the placement of each subgroup (the memory of
+its optimizer state), the order of updates, early updates (before the gradient norm is known), on-device
+gradient accumulation, buffers, CPU threads and overlap. On request it also moves 16-bit parameters to host
+memory and optimizer state to storage. The memory margin is the same for all commands, but the effort is not:
+a quick decision compares simple plans at a few subgroup sizes, and a full one improves the best of them.
 """
 
 import math
@@ -36,18 +37,24 @@ Progress = Callable[[float, str], object]
 
 
 def silently(_share: float, _what: str) -> None:
-    """Ignore the progress of a search. This is the default callback."""
+    """Ignore a report of a plan search's progress. This is the default callback."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The job that a plan is decided for, and the effort.
+    """The input of a plan decision: the training job, the machine, the memory limits, and the effort.
 
     Attributes:
-        subgroup_sizes: Sizes to try in addition to the workload's own. Empty: its own alone.
-        pieces: Whether DeepSpeed keeps its own subgroup size, and the plan's subgroups may be pieces of DeepSpeed's.
-        offload_parameters: Whether parameters may live on the host although plans fit without.
-        folders: Fields of a plan that stores state.
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        limits: Memory that plans may use.
+        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If empty, only the
+            workload's own size is used.
+        offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the GPU.
+        folders: Fields of the plan's file that name the directories for stored optimizer state.
+        seed: Seed of the search.
+        effort: Fraction of a full search's evaluations.
+        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups.
     """
 
     workload: Workload
@@ -76,11 +83,15 @@ class Question:
         effort: float | None = None,
         pieces: bool = False,
     ) -> "Question":
-        """Build the input of a plan decision, with defaults for everything that is not given.
+        """Build the input of a plan decision, with defaults for all arguments that are not given.
 
         Args:
-            subgroup_sizes: Subgroup sizes to try in addition to the workload's own. If None, `SIZES`. If empty,
-                only the workload's own size is used.
+            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`.
+                If empty, only the workload's own size is used.
+
+        Raises:
+            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined with
+                ``storage``.
         """
         limits, machine, folders = with_storage(
             workload,
@@ -104,7 +115,7 @@ class Question:
 
     @property
     def cuts(self) -> list[Workload]:
-        """Return the workload with each subgroup size to be tried, the largest subgroups first."""
+        """Return one workload for each subgroup size that the plan search tries, the largest subgroups first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
         found = recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
@@ -126,10 +137,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan that was chosen.
+    """The result of a plan decision.
 
     Attributes:
-        search: the search that found it, at the subgroup size that was chosen.
+        question: Input of the decision.
+        search: Plan search that found the plan, at the chosen subgroup size.
+        chosen: Chosen plan, as the search represents it.
     """
 
     question: Question
@@ -138,7 +151,10 @@ class Decision:
 
     @property
     def plain_s(self) -> float:
-        """Return an iteration of the best plan without early updates at that size."""
+        """Return the seconds per iteration of the best plan without early updates, at the chosen subgroup size.
+
+        An early update starts before the gradient norm is known.
+        """
         return self.search.plain_s
 
     @property
@@ -147,17 +163,22 @@ class Decision:
 
     @property
     def folders(self) -> Mapping[str, Any]:
-        """Return the plan's fields for storage directories, or none if the chosen plan stores no state."""
+        """Return the fields of the plan's file for storage directories. They are empty if no state is stored."""
         return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
 
 
 def decide(question: Question, progress: Progress = silently) -> Decision:
-    """Return the fastest plan that is known after the question's effort.
+    """Return the fastest plan that a search with the given effort finds, and its subgroup size.
 
-    A full answer begins with the quick one and is never slower.
+    A full search starts with a quick one, so its plan is never slower than the quick plan.
+
+    Args:
+        question: Training job, machine, memory limits and effort.
+        progress: Called with the finished fraction and the name of the current phase.
 
     Raises:
-        ImpossibleError: nothing fits. If the bytes alone cannot fit, nothing is simulated.
+        ImpossibleError: No plan fits into memory. If the job's bytes alone cannot fit, nothing is simulated.
+        RuleError: The step has too many micro-batches for its number of layers.
     """
     check_length(question.workload)
     check_bytes(question.workload, question.machine, question.limits)
@@ -190,13 +211,15 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
 
 
 def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Search]]:
-    """Return the decision after a quick search, and the searches that it has compared.
+    """Return the plan of a quick search, and the searches of all subgroup sizes that were compared.
 
     Args:
-        last: whether the smallest subgroups are tried if none of the few sizes fits.
+        question: Training job, machine, memory limits and effort.
+        progress: Called with the finished fraction and the name of the current phase.
+        last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
-        ImpossibleError: nothing fits.
+        ImpossibleError: No plan fits into memory.
     """
     searches = _searches(question, progress, last=last)
     finalists = _finalists(searches)
@@ -210,21 +233,28 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 
 
 def _decided(question: Question, best: Search) -> Decision:
-    """Return the decision for the best plan of a search, without what brings next to nothing."""
+    """Return the decision for the best plan of a search.
+
+    Early updates and on-device gradient accumulation that save almost no time are removed from the plan.
+    """
     return Decision(question, best, fewest(best, best.best()))
 
 
 def _searches(
     question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
 ) -> list[Search]:
-    """Return the first plans at each cut that plans fit with, few of them: sizes are compared by those.
+    """Return a short plan search for each subgroup size with which a plan fits into memory.
+
+    The sizes are compared by the best plans of these searches.
 
     Args:
-        known: searches that need not be begun again.
-        last: whether the smallest subgroups are tried if none of few sizes fits.
+        question: Training job, machine, memory limits and effort.
+        progress: Called with the finished fraction and the current subgroup size.
+        known: Earlier searches, which are returned as they are for their subgroup sizes.
+        last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
-        ImpossibleError: none fits at any.
+        ImpossibleError: No plan fits with any subgroup size.
     """
     have = {search.workload.subgroups: search for search in known}
     cuts, searches, tried = question.cuts, list[Search](), list[Peaks]()
@@ -248,7 +278,9 @@ def _searches(
 
 
 def check_length(workload: Workload) -> None:
-    """Refuse a training step that would take hours and many GiB to search, before any simulation.
+    """Refuse a training step with so many micro-batches that the plan search would take hours and many GiB.
+
+    Nothing is simulated.
 
     Raises:
         RuleError: The step has too many micro-batches for its number of layers.
@@ -264,10 +296,10 @@ def check_length(workload: Workload) -> None:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Refuse a training job if no plan can fit its state into memory, before any simulation.
+    """Refuse a training job with state that no plan can fit into memory. Nothing is simulated.
 
     Raises:
-        ImpossibleError: The bytes do not fit, no matter how they are divided among memories.
+        ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
     """
     least = roomiest(workload, machine, limits)
     if limits.missing_bytes(least):
@@ -275,7 +307,10 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
 
 
 def follow(search: Search, coarser: Sequence[Search]) -> None:
-    """Try the best plans of larger subgroups, and early updates."""
+    """Score in a plan search the best plans that were found for larger subgroups, then try early updates.
+
+    An early update starts before the gradient norm is known.
+    """
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
             search.score(finer(other.best(), other.workload, search.workload))
@@ -283,27 +318,33 @@ def follow(search: Search, coarser: Sequence[Search]) -> None:
 
 
 def improve(search: Search, effort: float) -> None:
-    """Anneal with a share of the evaluations of a search in earnest."""
+    """Improve the plans of a search by simulated annealing.
+
+    Args:
+        search: Plan search.
+        effort: Fraction of a full search's evaluations.
+    """
     search.effort = min(1.0, effort)
     anneal(search)
 
 
 def glance(search: Search) -> None:
-    """Improve the plans of a search for a moment."""
+    """Improve the plans of a search by a short simulated annealing, as for a quick answer."""
     anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
 
 
 def _finalists(searches: Sequence[Search]) -> list[Search]:
-    """Return the most promising searches, the best first."""
+    """Return the plan searches with the fastest best plans, the fastest first."""
     by_time = sorted(searches, key=lambda search: search.best_s)
     return [search for search in by_time if search.best_s <= NEAR * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the fastest search, or one of larger subgroups that is as fast.
+    """Return the plan search with the fastest plan, or one with larger subgroups that is nearly as fast.
 
     Args:
-        quick: a decision than which no other search is slower.
+        searches: Plan searches at different subgroup sizes.
+        quick: Decision of a quick search. No search with a slower plan is returned, unless it is the fastest.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
@@ -312,10 +353,10 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
 
 
 def about_subgroups(search: Search) -> list[str]:
-    """Return a sentence about the gain of another subgroup size, if the plan's subgroups are large.
+    """Return advice on a faster subgroup size, if the plan's subgroups are large.
 
     Returns:
-        A list with the sentence, or an empty list if the gain is small.
+        A list with one sentence, or an empty list if a smaller size would gain little.
     """
     work, machine = search.workload, search.machine
     if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
@@ -331,7 +372,7 @@ def about_subgroups(search: Search) -> list[str]:
 
 
 def about_pieces(work: Workload) -> list[str]:
-    """Return a sentence about pieces of DeepSpeed's subgroups, if the workload has them."""
+    """Return a sentence on how a plan divides DeepSpeed's subgroups, or an empty list if it does not."""
     if not work.deepspeed_subgroup_size:
         return []
     return [

@@ -1,9 +1,9 @@
-"""A check of whether a job's state fits into memory, without a simulation.
+"""A check of whether a training job's state fits into memory, without a simulation.
 
-A plan divides the parameters among placements and parameter locations. If they could be divided at will,
-and staging buffers took no memory, a small linear program would give the least memory that is missing. No
-plan lacks less. So a job is refused immediately if its program lacks bytes. The shares of a solution show
-where to look for plans with whole subgroups.
+A plan divides the parameters among placements (memories for optimizer state) and among locations of the
+16-bit parameters. The check assumes any division, even of parts of subgroups, and staging buffers without
+size. A small linear program then gives the least memory that is missing. No real plan misses less, so a job
+is refused immediately if bytes are missing. The solution also shows where to look for plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,13 @@ from ebbtide.simulator.workload import Workload
 class Fit:
     """The division of a model's parameters among placements that leaves the most room in the fullest memory.
 
+    A placement is the memory in which the optimizer state of parameters lives and is updated.
+
     Attributes:
-        device_peak_bytes: Least GPU memory at the peak.
-        host_peak_bytes: Least host memory at the peak.
-        storage_bytes: Least storage.
-        shares: Fraction of the parameters by placement and parameter location.
+        device_peak_bytes: Peak of GPU memory in bytes.
+        host_peak_bytes: Peak of host memory in bytes.
+        storage_bytes: Bytes on storage.
+        shares: Fraction of the parameters by placement and by location of the 16-bit parameters.
     """
 
     device_peak_bytes: int
@@ -37,22 +39,22 @@ class Fit:
     shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
-        """Return the fraction of a model's parameters that have a given placement."""
+        """Return the fraction of a model's parameters with optimizer state in a given placement."""
         return sum(share for (p, _), share in self.shares.items() if p == placement)
 
     @property
     def away(self) -> float:
-        """Return the fraction of a model's parameters that live in host memory."""
+        """Return the fraction of a model's 16-bit parameters that live in host memory."""
         return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 
 def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:
     """Return the division of a model's parameters among placements that leaves the most room in memory.
 
-    Only placements that a search may choose are used.
+    Only placements that a plan search may choose are used.
 
     Args:
-        away: Fraction of the parameters that must live in host memory. If None, any fraction.
+        away: Fraction of the 16-bit parameters that must live in host memory. If None, any fraction.
     """
     from scipy.optimize import linprog
 

@@ -1,8 +1,8 @@
 """The choice of the subgroups with 16-bit parameters in host memory between their uses.
 
-Such parameters must be fetched for each forward and backward pass. In return there is GPU memory for a
-workload that would not fit, or for more state and buffers while the link is idle. Results are
-bit-identical. The chosen subgroups are evenly spaced, so that fetches do not delay each other.
+Such parameters must be copied to the GPU for each forward and backward pass. This frees GPU memory for a job
+that would not fit, or for more optimizer state and buffers. It costs little while the link is idle. Training
+results are bit-identical. The chosen subgroups are evenly spaced, so that the copies do not delay each other.
 """
 
 import math
@@ -20,9 +20,9 @@ SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried besi
 
 
 def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
-    """Return parameter locations with ``away`` of ``count`` subgroups in host memory, evenly spaced.
+    """Return a location for each subgroup's 16-bit parameters, with ``away`` of them in host memory.
 
-    An empty tuple means that all parameters stay on the GPU.
+    The subgroups in host memory are evenly spaced. An empty tuple means that all parameters stay on the GPU.
     """
     if not away:
         return ()
@@ -39,12 +39,17 @@ def begun(
     freely: bool = False,
     effort: float | None = None,
 ) -> Search:
-    """Return the search with its first guesses. Parameters leave the device, and state goes to storage, only
-    where not all of it fits into memory.
+    """Return a plan search that has already tried some simple plans.
+
+    Parameters move to host memory, and optimizer state to storage, only if no plan fits otherwise.
 
     Args:
-        freely: parameters may leave although plans fit with all of them on the device.
-        effort: share of a search's evaluations (`Search`).
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        limits: Memory and storage that plans may use.
+        seed: Seed of the search.
+        freely: True if parameters may move to host memory even if a plan fits without that.
+        effort: Fraction of a full search's evaluations.
     """
     found = Search(workload, machine, limits.in_memory, seed, effort=effort)
     found.try_first()
@@ -61,10 +66,13 @@ def begun(
 
 
 def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -> None:
-    """Let parameters live on the host, with first guesses of how many: the fewest that fit, and shares of the others.
+    """Allow a plan search to keep 16-bit parameters in host memory, and try some plans that do.
+
+    First tried are the fewest subgroups with which a plan fits, then several larger numbers of subgroups.
 
     Args:
-        tried: further locations.
+        search: Plan search that is extended.
+        tried: A further choice of parameter locations to try, one location per subgroup.
     """
     if search.workload.zero_stage < 3 or search.machine.unified_memory:
         return
@@ -81,7 +89,10 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
 
 
 def brought(search: Search, made: Plan) -> list[str]:
-    """Return a sentence about the gain of a plan's parameters in host memory, or an empty list if there are none."""
+    """Return a sentence about the time or memory that a plan gains by keeping parameters in host memory.
+
+    Return an empty list if no parameters are in host memory.
+    """
     w = search.workload
     size = moved_out(w, fetched_elements(w, made.parameter_locations)) * w.wire_bytes
     if not size or made.prediction is None:
@@ -97,9 +108,10 @@ def brought(search: Search, made: Plan) -> list[str]:
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Return the fewest subgroups with parameters in host memory such that a plan with CPU updates fits.
+    """Return the fewest subgroups that need parameters in host memory before a plan with CPU updates fits.
 
-    Stored state is used if needed. If even all subgroups do not suffice, return the number of subgroups.
+    The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is enough, return
+    the number of all subgroups.
     """
     low, high = 0, count
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""The error that names the memory that is too small for every plan."""
+"""The error for a training job that no plan fits into memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from ebbtide.simulator.workload import Workload
 
 
 class ImpossibleError(RuleError):
-    """An error because no plan fits into memory. The message names each memory that is short, and useful changes.
+    """An error for a training job that no plan fits into memory. The message names each memory that is too small.
 
     Attributes:
-        fact: Sentence about the missing memory, the one that lacks most first.
+        fact: Sentence about the missing memory. The memory that lacks most comes first.
         advice: General advice. `ebbtide.tuner.answer.ways_out` tries changes and gives better advice.
-        missing: Bytes that the nearest plan lacks, by memory.
-        ways: Smallest changes that fit, with their plans, if `ebbtide.plan` has looked for them.
+        missing: Missing bytes by memory, for the plan that comes nearest to fitting.
+        ways: Smallest changes of the job with which a plan fits, if `ebbtide.plan` has looked for them.
     """
 
     ways: tuple[Any, ...] = ()
@@ -26,7 +26,7 @@ class ImpossibleError(RuleError):
 
     @classmethod
     def explain(cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
-        """Build the error about missing memory from the memory peaks of all plans that were tried."""
+        """Build the error for a job that fits no memory, from the memory peaks of all plans that were tried."""
         nearest = min(scores, key=limits.missing_bytes)
         taken = {
             "GPU memory": nearest.device_peak_bytes,

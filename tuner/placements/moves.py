@@ -1,4 +1,8 @@
-"""A plan as the search moves it: the one set of moves, over the subgroups' ways and the order of their updates."""
+"""The random changes (moves) that turn a training plan into a similar one during a plan search.
+
+A move changes the placements of subgroups (the memory of their optimizer state), the order of their updates,
+or the number of buffers.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,17 +32,18 @@ CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code i
 
 
 def is_staged(recipe: Recipe) -> bool:
-    """Return whether subgroups of a placement are staged to the GPU for their update."""
+    """Return True if a placement's subgroups are copied to the GPU for their update (a staged update)."""
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Return the placements that a search may choose on a machine.
+    """Return the placements (memories for a subgroup's optimizer state) that a search may choose on a machine.
 
     On a machine with unified memory, only placements with CPU updates remain.
 
     Args:
-        storage: True if state may go to storage.
+        machine: Machine that trains.
+        storage: True if optimizer state may live on a drive.
     """
     found = tuple(RECIPES) if storage else CHOICES
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
@@ -53,7 +58,10 @@ _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
 
 
 def plain(code: int) -> int:
-    """Return the code without early update and without a sum on the device."""
+    """Return a subgroup's code without the flags for early update and on-device gradient accumulation.
+
+    A code has the placement, the parameter location and the flags of a subgroup of optimizer state.
+    """
     return code & ~(EARLY | SUMMED)
 
 
@@ -69,19 +77,23 @@ _STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))
 
 
 def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
-    """Return the placements of some codes."""
+    """Return the placement of each subgroup of optimizer state, given each subgroup's code.
+
+    A code has the placement, the parameter location and the flags of a subgroup.
+    """
     return tuple(PLACEMENTS[code & _PLACED] for code in codes)
 
 
 @dataclass(frozen=True)
 class Freedom:
-    """What the moves may change of a plan, beside the order of the updates and the slots.
+    """The changes that a plan search may make, in addition to update orders and numbers of buffers.
 
     Attributes:
-        placements: What a subgroup may become.
-        early, sums, parameters: Updates may begin before the norm, sums of micro-batches may stay on the
-            device, and parameters may move between device and host.
-        threads: Numbers of threads that are tried.
+        placements: Placements that a subgroup of optimizer state may get.
+        early: True if updates may start before the gradient norm is known.
+        sums: True if gradients of micro-batches may be summed on the GPU.
+        parameters: True if 16-bit parameters may move between GPU and host memory.
+        threads: Numbers of CPU threads to try.
     """
 
     placements: tuple[Placement, ...] = CHOICES
@@ -93,10 +105,16 @@ class Freedom:
 
 @dataclass
 class Moved:
-    """The sequences hold the subgroups of each queue in the order of their updates.
+    """A training plan in the form that a search changes.
 
     Attributes:
-        codes: `Way.code` of each subgroup.
+        codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
+        sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their updates.
+        slots: Number of staging buffers: GPU memory for one staged subgroup each.
+        prefetch: Number of subgroups that are copied to the GPU ahead of time.
+        free: Changes that the search may make.
+        host_slots: Number of buffers in host memory for subgroups that are stored on a drive.
+        threads: Number of CPU threads for updates, or 0 for the default.
     """
 
     codes: list[int]
@@ -118,9 +136,16 @@ class Moved:
         host_slots: int = HOST_SLOTS,
         threads: int = 0,
     ) -> Self:
-        """Build a plan that a search can change from placements and an update order.
+        """Build a training plan in the form that a search changes.
 
-        If ``order`` is None, use layer order.
+        Args:
+            codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
+            order: Order of the subgroups' updates. If None, the order in which forward needs them.
+            slots: Number of staging buffers on the GPU.
+            prefetch: Number of subgroups that are copied to the GPU ahead of time.
+            free: Changes that the search may make.
+            host_slots: Number of buffers in host memory for stored subgroups.
+            threads: Number of CPU threads for updates, or 0 for the default.
         """
         codes = [int(code) for code in codes]
         sequences = [
@@ -130,7 +155,7 @@ class Moved:
         return cls(codes, sequences, slots, prefetch, free, host_slots, threads)
 
     def moved(self, rng: Random) -> Self:
-        """Return a neighbour of this plan."""
+        """Return a copy of this training plan with one random change."""
         moves = self._moves()
         (change,) = rng.choices([*moves], [*moves.values()])
         new = replace(self, codes=list(self.codes), sequences=[list(sequence) for sequence in self.sequences])
@@ -138,7 +163,7 @@ class Moved:
         return new._limited()
 
     def _moves(self) -> dict[Callable[[Self, Random], None], float]:
-        """Return the moves that this plan has, with how often each is made."""
+        """Return the random changes that are possible for this training plan, each with its relative frequency."""
         kind, free = type(self), self.free
         return {
             kind._swap: 40,
@@ -155,7 +180,7 @@ class Moved:
 
     @property
     def staged(self) -> int:
-        """Return the number of subgroups that a plan stages to the GPU for their update."""
+        """Return the number of subgroups that a plan copies to the GPU for their update."""
         return bytes(self.codes).translate(_STAGED_OR_NOT).count(1)
 
     def _limited(self) -> Self:
@@ -167,7 +192,10 @@ class Moved:
         return self.sequences[_QUEUES[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
-        """Let two subgroups take each other's way and place in the order. Parameters stay where they are."""
+        """Exchange the placements and the positions in the update order of two random subgroups.
+
+        The 16-bit parameters of both stay where they are.
+        """
         one, other = rng.randrange(len(self.codes)), rng.randrange(len(self.codes))
         first, second = self._sequence(one), self._sequence(other)
         i, j = first.index(one), second.index(other)
@@ -176,7 +204,11 @@ class Moved:
         self.codes[one], self.codes[other] = ALLOWED[self.codes[other] ^ away], ALLOWED[self.codes[one] ^ away]
 
     def _place(self, rng: Random) -> None:
-        """Give a subgroup another placement. In another queue, its place is mostly where its layer is."""
+        """Give a random subgroup another placement.
+
+        If the CPU now updates it instead of the GPU, or the reverse, its position in the new update order mostly
+        follows its layer, and otherwise is random.
+        """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]
         others = [p for p in self.free.placements if PLACEMENT_CODES[p] != code & _PLACED]
@@ -196,7 +228,7 @@ class Moved:
         self.codes[subgroup] = ALLOWED[self.codes[subgroup] ^ bit]
 
     def _turn_early(self, rng: Random) -> None:
-        """Let a subgroup's update begin early, or wait for the norm."""
+        """Make a random subgroup's update early (before the gradient norm is known), or no longer early."""
         self._turn(EARLY, rng)
 
     def _turn_sum(self, rng: Random) -> None:
@@ -206,7 +238,7 @@ class Moved:
         self._turn(PARAMETERS_ON_HOST, rng)
 
     def _shift_early(self, rng: Random) -> None:
-        """Let one subgroup's update wait for the norm, and another's begin early in its place."""
+        """Make one random early update wait for the gradient norm, and make another subgroup's update early."""
         early = [s for s, code in enumerate(self.codes) if code & EARLY]
         others = [s for s, code in enumerate(self.codes) if not code & EARLY and CAN_BE_EARLY[plain(code)]]
         if early and others:
@@ -214,7 +246,7 @@ class Moved:
                 self.codes[subgroup] ^= EARLY
 
     def _reorder(self, rng: Random) -> None:
-        """Move a part of a sequence elsewhere, turned round or not."""
+        """Move a random part of an update order to another position, sometimes reversed."""
         sequence = rng.choice(self.sequences)
         if len(sequence) < 2:
             return
@@ -248,7 +280,10 @@ class Moved:
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
     def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
-        """Return a plan's placement codes and issue order as `PlanSweep.evaluate` takes them."""
+        """Return a plan's placement codes and the order of its updates, with one entry per subgroup.
+
+        `PlanSweep.evaluate` takes both arrays.
+        """
         heads = [iter(sequence) for sequence in self.sequences]
         issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(_QUEUES)], dtype=np.int64)
         return np.array(self.codes, dtype=np.int8), issue

@@ -1,4 +1,7 @@
-"""The exact optimum of a plan for few subgroups, by trying every useful order of placements."""
+"""An exact search for the fastest plan of a job with few subgroups of optimizer state.
+
+Every useful assignment of placements to subgroups is tried.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,12 +19,12 @@ MOST_SUBGROUPS = 10
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best plan of an exact search, and statistics of the search.
+    """The best plan of an exact search, and statistics of that search.
 
     Attributes:
-        candidate: The best plan.
-        iteration_s: Seconds per iteration. No choice of placements, staging buffers, prefetch and threads is
-            faster.
+        candidate: Best plan, as the search represents it.
+        iteration_s: Its seconds per iteration. No choice of placements, staging buffers (GPU memory for a staged
+            subgroup), prefetched subgroups and threads is faster.
         simulated: Number of plans that were simulated.
         pruned: Number of combinations of placement counts and buffers that the lower bound ruled out.
     """
@@ -33,15 +36,16 @@ class Optimum:
 
 
 def optimum(search: Search) -> Optimum:
-    """Return the best plan for few subgroups by branch and bound.
+    """Return the fastest plan for few subgroups of optimizer state by branch and bound.
 
-    Combinations of subgroups per placement are pruned by their lower bound, then all their orders are tried.
-    The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and measured
-    numbers of threads. Updates overlap forward. Each queue has the update order that
-    `ebbtide.tuner.placements.update_orders` proposes. A search that has run before prunes more.
+    A combination gives the number of subgroups for each placement. Combinations with a lower bound above the
+    best time are skipped. For the others, every assignment to the subgroups is tried. The result is exact over
+    placements, staging buffers, prefetch, on-device gradient accumulation and the measured numbers of threads.
+    It assumes that updates overlap the next forward, and the update orders of
+    `ebbtide.tuner.placements.update_orders`. More combinations are skipped if the search has already run.
 
     Raises:
-        ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits.
+        ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.
     """
     count = len(search.workload.subgroups)
     if count > MOST_SUBGROUPS:
@@ -76,7 +80,7 @@ def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
 
 
 def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
-    """Yield every order of placements with the given number of subgroups per placement."""
+    """Yield every assignment of placements to subgroups that has the given number of subgroups per placement."""
     left = dict(numbers)
     chosen: list[Placement] = []
 

@@ -1,4 +1,7 @@
-"""The plan with the shortest predicted iteration, or the best goodput, that fits into memory."""
+"""The search for the plan with the shortest predicted iteration, or with the best goodput under failures.
+
+Only plans that fit into memory are considered. Goodput is the useful share of the training time.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -51,32 +54,35 @@ def plan(
     effort: float | None = None,
     progress: Progress = silently,
 ) -> Plan:
-    """Return the best plan for a workload on a machine.
+    """Return the best plan for a training workload on a machine. The result is deterministic for a given seed.
 
-    `ebbtide.tuner.placements.decision` decides, as for every other answer. Deterministic under ``seed``.
+    The decision is made by `ebbtide.tuner.placements.decision`, as for all planning commands.
 
     Args:
-        device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
-        robust: minimise the 90th percentile over the rates' spread instead of the expected case.
-        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
-            bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
-        restart_s: from a failure until training runs again.
-        subgroup_sizes: Subgroup sizes to try beside the workload's own. None: those of
-            `ebbtide.tuner.placements.cuts`. Empty: the workload's own alone.
-        pieces: DeepSpeed keeps its own subgroup size, which the workload names, and the plan's subgroups may be
-            pieces of DeepSpeed's (`Workload.in_pieces`). Under ZeRO-3, without ``storage``.
-        offload_parameters: the 16-bit parameters may live in host memory between their uses where
-            that is faster; where nothing fits otherwise they do anyhow.
-        storage: directories for state that memory cannot hold, and what it may take there, of all
-            ranks of a node.
-        endurance_bytes: that these drives may be written with in their life, together.
-        memory_margin: share of both memories that stays free; None: from the profile's spread.
-        effort: share of the evaluations of a search in earnest, above 0 and at most 1; None: 1. With
-            `QUICK` the plan is there sooner and may be some percent slower.
-        progress: called with the share that is done, and with what is.
+        device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
+        host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
+        robust: Minimize the 90th percentile of the iteration time over the spread of the machine's rates,
+            instead of the expected time.
+        mtbf_s: Mean time between failures of the whole job, in seconds. The checkpoint interval, its bandwidth
+            cap and its copy budget are chosen by expected goodput. If None, the plan has no checkpoint interval.
+        restart_s: Seconds from a failure until training runs again.
+        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, the sizes
+            in `ebbtide.tuner.placements.cuts`. If empty, only the workload's own size is used.
+        pieces: DeepSpeed keeps its own subgroup size, which the workload names. The plan's subgroups may be
+            parts of DeepSpeed's (`Workload.in_pieces`). It needs ZeRO-3 and excludes ``storage``.
+        offload_parameters: Let 16-bit parameters live in host memory between their uses if that is faster. If no
+            plan fits otherwise, they do so in any case.
+        storage: Directories for state that memory cannot hold, with the bytes that all ranks of a node together
+            may use in each.
+        endurance_bytes: Bytes that may be written to all these drives together during their life.
+        memory_margin: Fraction of both memories to leave free. If None, it follows from the profile's spread.
+        effort: Fraction of a full search's evaluations, above 0 and at most 1. None means 1. With `QUICK` the
+            plan is found sooner and may be a few percent slower.
+        progress: Called with the finished fraction and the name of the current phase.
 
     Raises:
-        ImpossibleError: nothing fits; says how much is missing and which knob helps most.
+        ImpossibleError: No plan fits into memory. The message says how much is missing, and which change helps
+            most.
     """
     if mtbf_s is not None:
         check_failures(workload, machine, mtbf_s, restart_s)
@@ -131,7 +137,7 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
 
 
 def about(workload: Workload, machine: Machine) -> str:
-    """Return a description of the trained model and the machine, and whether the machine was measured."""
+    """Return a text that names the trained model and the machine of a plan, and says if it was measured."""
     known = "a preset" if machine.measured_with == "preset" else "measured"
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
@@ -143,11 +149,14 @@ def predict(
     limits: Limits,
     lower_bound_s: Callable[[float], float] = lambda _: 0.0,
 ) -> Prediction:
-    """Return the simulator's prediction for a plan, with the interval that the rates' spread gives.
+    """Return the simulator's prediction for a plan's iteration, with the interval that the rates' spread gives.
 
     Args:
+        workload: Training job of one rank.
+        machine: Machine with rates and their spread.
+        made: Plan to predict.
         limits: Memory limits that the prediction records.
-        lower_bound_s: Function from the plan's time to a lower bound, both in seconds.
+        lower_bound_s: Function from the plan's time per iteration to a lower bound, both in seconds.
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
@@ -179,10 +188,10 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan with a new prediction for another profile of the workload or machine.
+    """Return a plan with a new prediction, for another profile of its workload or machine.
 
     Raises:
-        PlanError: The workload has another number of subgroups.
+        PlanError: The workload has another number of subgroups than the plan.
     """
     search = Search(workload, machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.proven_s)

@@ -1,6 +1,6 @@
-"""A short plan search for use inside a training loop, by ``plan="auto"`` and re-planning.
+"""A short plan search for use during training: for ``plan="auto"`` and for a new plan while training runs.
 
-Needs neither pandas nor matplotlib.
+It needs neither pandas nor matplotlib.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
 
 @dataclass(frozen=True)
 class QuickPlan:
-    """The result of a short plan search.
+    """The result of a short plan search during training.
 
     Attributes:
-        plan: Best plan, which is ``current`` itself if nothing is faster.
-        iteration_s: Predicted mean iteration of ``plan`` in seconds.
-        current_s: Predicted mean iteration of the plan that runs now, in seconds.
+        plan: Best plan. It is the plan in force (``current``) if nothing is faster.
+        iteration_s: Predicted mean iteration time under ``plan``, in seconds.
+        current_s: Predicted mean iteration time under the plan in force, in seconds.
     """
 
     plan: Plan
@@ -58,13 +58,16 @@ def quick_plan(
     result is deterministic for a given ``seed``.
 
     Args:
-        current: Plan that runs now. The result is no slower in simulation. It stores no subgroup that
-            ``current`` does not store, since storage has no room for others.
-        device_bytes: GPU memory of this rank for the whole workload. If None, the memory that ``current`` uses.
-        host_bytes: Host memory of this rank. If None, its share of the machine's, or the memory that
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        current: Plan in force. The result is no slower in simulation. It stores only subgroups that ``current``
+            also stores, since storage has no room for others.
+        device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that ``current``
+            uses.
+        host_bytes: Host memory of this rank in bytes. If None, its share of the machine's, or the memory that
             ``current`` uses if that is more.
         effort: Fraction of a full search's evaluations.
-        move_parameters: Let parameters change between GPU and host memory. Otherwise they stay as in
+        move_parameters: Let 16-bit parameters change between GPU and host memory. Otherwise they stay as in
             ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)

@@ -1,4 +1,4 @@
-"""The state of the plan search: candidate plans, their scores, and the first guesses."""
+"""The state of a plan search: the plans tried so far, their scores, and the simple plans it begins with."""
 
 from __future__ import annotations
 
@@ -64,13 +64,18 @@ _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search: what `PlanSweep.evaluate` takes.
+    """A plan that a search can score: the fields of a plan that are searched.
 
     Attributes:
-        ways: `Way.code` of each subgroup. Sums that stay on the device where memory does not hold them all
-            are the first ones.
-        staging_slots: fewer, where memory does not hold them beside activations.
-        order: None: the one that `UpdateOrders` guesses for the placements.
+        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte each. If GPU
+            memory cannot hold all on-device gradient sums, only the first ones are kept there.
+        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are used if
+            memory cannot hold them together with the activations.
+        prefetch: Number of subgroups that are copied to the GPU ahead of time.
+        threads: Number of CPU threads for updates, or 0 for the default.
+        overlap_forward: True if updates may overlap the next forward.
+        order: Order of the subgroups' updates. If None, the one that `UpdateOrders` proposes.
+        host_slots: Number of buffers in host memory for subgroups that are stored on a drive.
     """
 
     ways: bytes
@@ -90,7 +95,10 @@ class Candidate:
         locations: Sequence[ParameterLocation] = (),
         **fields: Any,
     ) -> Self:
-        """Return a candidate that waits for the norm, with every sum of micro-batches on the device."""
+        """Return a searched plan without early updates and with on-device gradient accumulation wherever possible.
+
+        An early update starts before the gradient norm is known.
+        """
         located = locations or ["device"] * len(placements)
         codes = [PLACEMENT_CODES[p] + LOCATION_CODES[h] + SUMMED for p, h in zip(placements, located, strict=True)]
         return cls(bytes(ALLOWED[code] for code in codes), staging_slots, prefetch, **fields)
@@ -108,7 +116,7 @@ class Candidate:
         )
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
-        """Build a plan's file from a candidate of the search, with further ``fields`` of a plan."""
+        """Build the plan's file from a plan of the search. ``fields`` are further fields of the file."""
         staged = not STAGED.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
@@ -127,17 +135,20 @@ class Candidate:
         return Plan.model_validate({**made, **fields})
 
     def with_codes(self, codes: Codes) -> Self:
-        """Return the same with other ways."""
+        """Return this searched plan with another code for each subgroup.
+
+        A code has the placement, the parameter location and the flags of a subgroup of optimizer state.
+        """
         return replace(self, ways=codes.tobytes())
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
-        """Return the same with other placements, as far as these allow the bits of the ways."""
+        """Return this searched plan with other placements. Flags that a new placement does not allow are removed."""
         pairs = zip(self.ways, placements, strict=True)
         codes = (code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
         return replace(self, ways=bytes(ALLOWED[code] for code in codes))
 
     def count(self, bit: int) -> int:
-        """Return the number of subgroups with a bit in their way."""
+        """Return the number of subgroups in a searched plan that have a given flag, such as early update."""
         return sum(bool(code & bit) for code in self.ways)
 
     @cached_property
@@ -157,7 +168,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Score:
-    """The simulated time and memory peaks of a candidate plan. The time is ``inf`` if the plan does not fit."""
+    """The simulated seconds per iteration and memory peaks of a searched plan. ``inf`` if it does not fit."""
 
     iteration_s: float
     device_peak_bytes: int
@@ -166,14 +177,17 @@ class Score:
 
 
 class Search:
-    """Holds the sweep and remembers every score; deterministic under its seed.
+    """A search for the fastest plan of one workload on one machine. It is deterministic for a given seed.
+
+    It remembers the score (simulated time and memory) of each plan that it has tried.
 
     Attributes:
-        effort: share of the evaluations that a search in earnest makes; 0 < effort <= 1.
-        early: updates may begin before the norm. Times are means over steps of which
-            `Workload.expected_clip_rate` clip.
-        moves_parameters: parameters may move between device and host.
-        locations: of the parameters of first guesses; empty: all on the device.
+        effort: Fraction of a full search's evaluations, in (0, 1].
+        early: True if updates may start before the gradient norm is known. Times are then means over steps, of
+            which the fraction `Workload.expected_clip_rate` clips gradients.
+        moves_parameters: True if 16-bit parameters may move between GPU and host memory.
+        locations: Location of each subgroup's parameters in the plans that the search begins with. If empty, all
+            are on the GPU.
     """
 
     effort = 1.0
@@ -193,9 +207,14 @@ class Search:
         """Prepare a search for the plans of a workload on a machine.
 
         Args:
-            fixed: Fields of all candidate plans that are not searched.
-            storable: Subgroups whose state may be on a drive. None allows all, if a drive is given.
-            effort: Share of the evaluations of a full search. None makes all of them.
+            workload: Training job of one rank.
+            machine: Machine that trains.
+            limits: Memory and storage that plans may use.
+            seed: Seed of the search.
+            fixed: Values of fields that are equal in all plans and are not searched.
+            locations: Location of each subgroup's 16-bit parameters in the first plans. If empty, the GPU.
+            storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
+            effort: Fraction of a full search's evaluations. If None, 1.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -227,28 +246,31 @@ class Search:
 
     @property
     def free(self) -> Freedom:
-        """Return what the moves may change."""
+        """Return the changes that this plan search may make to a plan."""
         threads = () if "threads" in self.fixed else (0, *sorted(self.machine.host_adam_by_threads))
         return Freedom(self.choices, self.early, self.sums, self.moves_parameters, threads)
 
     def share_of(self, evaluations: int, least: int = 1) -> int:
-        """Return the number of evaluations that a search makes at its effort, out of a full search's number."""
+        """Return the number of plans to evaluate at this search's effort, given the number for a full search."""
         return max(min(least, evaluations), round(self.effort * evaluations))
 
     @property
     def most_ops(self) -> int:
-        """Return the largest number of ops that an iteration has under any plan."""
+        """Return the largest number of simulated operations in one iteration, over all plans of the search."""
         return self._sweep.most_ops
 
     @property
     def sums(self) -> bool:
-        """Return whether a search's job allows on-device gradient accumulation."""
+        """Return True if gradients of several micro-batches may be summed on the GPU in a search's plans."""
         return self._sweep.held.sums and not self.machine.unified_memory
 
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:
-        """Return the score of a candidate plan, simulated only once, and score it without early updates too."""
+        """Return the score (simulated time and memory) of a plan. Each plan is simulated only once.
+
+        A plan with early updates (before the gradient norm is known) is also scored without them.
+        """
         candidate = self.ordered(candidate)
         if candidate not in self.scores:
             result = self._simulate(candidate)
@@ -265,7 +287,10 @@ class Search:
         return self.scores[candidate]
 
     def ordered(self, candidate: Candidate) -> Candidate:
-        """Return the same with an order of its updates, with what is fixed, and as far as memory holds it."""
+        """Return a searched plan completed with an update order and the search's fixed fields.
+
+        Staging buffers and on-device gradient sums are reduced to the number that GPU memory can hold.
+        """
         if candidate not in self._ordered:
             completed = self._completed(candidate)
             codes, slots = self.fitted(completed.codes, completed.staging_slots, completed.host_slots)
@@ -281,7 +306,10 @@ class Search:
         return replace(candidate, **changed) if changed else candidate
 
     def fitted(self, codes: Codes, slots: int, host_slots: int = HOST_SLOTS) -> tuple[Codes, int]:
-        """Return the ways with the first of their sums on the device, and the slots, that device memory holds."""
+        """Return the placement codes and the number of staging buffers that fit into GPU memory.
+
+        If memory is short, first the staging buffers are reduced, then on-device gradient sums of later subgroups.
+        """
         crossing = codes & ~SUMMED
         taken = self._taken(crossing, slots, host_slots)[0]
         if taken > self.limits.device_bytes:
@@ -319,10 +347,20 @@ class Search:
         host_slots: int = HOST_SLOTS,
         most_s: float = math.inf,
     ) -> float:
-        """Return the predicted seconds of a plan without remembering them. ``inf`` if the plan does not fit.
+        """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory.
+
+        The result is not stored in the search's scores.
 
         Args:
-            most_s: a plan that takes longer even in right steps is not looked at any further.
+            codes: Code of each subgroup's placement, parameter location and flags.
+            slots: Number of staging buffers (GPU memory for one staged subgroup each).
+            prefetch: Number of subgroups that are copied to the GPU ahead of time.
+            threads: Number of CPU threads for updates, or 0 for the default.
+            overlap: True if updates may overlap the next forward.
+            issue: Order in which the subgroups' updates are issued. If None, the order of forward.
+            host_slots: Number of buffers in host memory for stored subgroups.
+            most_s: Limit in seconds. If the plan is slower even in steps that do not clip, steps that clip are not
+                simulated.
         """
         codes, slots = self.fitted(codes, slots, host_slots)
         if not (self._may_store(codes) and self.limits.hold(*self._taken(codes, slots, host_slots))):
@@ -331,16 +369,19 @@ class Search:
         return self._mean_s(codes, self._sweep.evaluate(codes, *options), options, most_s)
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
-        """Return a candidate plan's seconds per iteration, even if the plan does not fit into memory."""
+        """Return the predicted seconds per iteration of a plan, even if the plan does not fit into memory."""
         c = self._completed(candidate)
         c = c if self.sums else c.with_codes(c.codes & ~SUMMED)
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self._sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: np.ndarray, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return the mean seconds over steps that clip and steps that do not.
+        """Return the mean seconds per iteration over steps that clip gradients and steps that do not.
 
         Args:
-            row: of the steps that do not.
+            codes: Code of each subgroup's placement, parameter location and flags.
+            row: Simulator's results for a step that does not clip.
+            options: Further arguments of the simulation.
+            most_s: If a step that does not clip takes longer, its time is returned.
         """
         from ebbtide.simulator.engines import kernel
 
@@ -371,14 +412,14 @@ class Search:
         return times.mean_s(self.workload.expected_clip_rate)
 
     def peaks(self, candidate: Candidate) -> Score:
-        """Return the peaks of a candidate, without remembering them."""
+        """Return the simulated time and memory peaks of a plan, without storing them in the search's scores."""
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
-        """Return a candidate plan's seconds per iteration once iterations repeat steadily, if that is longer.
+        """Return a plan's seconds per iteration after many iterations, if that is longer than ``seconds``.
 
-        If copies to the host take longer than an iteration, they fall behind gradually. The first iterations do not
-        show that.
+        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. The
+        first iterations do not show that.
         """
         few, many = SETTLED
         sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
@@ -400,11 +441,14 @@ class Search:
         return not (kept and np.isin(codes[kept] % SUMMED, _STORED_CODES).any())
 
     def holds(self, c: Candidate) -> bool:
-        """Return whether the candidate fits, without a simulation."""
+        """Return True if a searched plan fits into memory, found without a simulation."""
         return self.limits.hold(*self._taken(c.codes, c.staging_slots, c.host_slots))
 
     def _taken(self, codes: Codes, slots: int, host_slots: int) -> tuple[int, int, int]:
-        """Return the peaks of a plan: all activations are there at the end of forward."""
+        """Return the peaks of GPU memory, host memory and storage under a plan, in bytes.
+
+        The peak of GPU memory is at the end of forward, when it holds all activations.
+        """
         amounts, early = self._sweep.amounts(codes)
         held = self._sweep.held_bytes(amounts, slots, host_slots, early, self._sweep.summed_elements(codes))
         return held["device"] + self._device_bytes(codes), held["host"], held["storage"]
@@ -420,17 +464,20 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Return whether any scored candidate plan fits into memory."""
+        """Return True if any plan that a search has scored fits into memory."""
         return not math.isinf(self.best_s)
 
     def best(self) -> Candidate:
-        """Return the fastest candidate plan so far. Among equals, return the one that takes the least GPU memory."""
+        """Return the fastest plan that a search has scored. Among equals, return the one with the least GPU memory."""
         return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
     # -- first guesses -----------------------------------------------------------------------
 
     def try_(self, c: Candidate) -> float:
-        """Return the seconds of a candidate, with early updates where they are faster."""
+        """Return the seconds per iteration of a plan, with early updates if they make it faster.
+
+        An early update starts before the gradient norm is known.
+        """
         seconds = self.score(c).iteration_s
         if self.early and not math.isinf(seconds):
             seconds = min(seconds, self.score(self.with_early(c)).iteration_s)
@@ -440,7 +487,10 @@ class Search:
         return self.score(c).iteration_s
 
     def with_early(self, c: Candidate, placements: Sequence[Placement] = EARLY_PLACEMENTS) -> Candidate:
-        """Return a candidate with as many early updates, from the last subgroup on, as there is memory and time for."""
+        """Return a plan with as many early updates (before the gradient norm is known) as memory and time allow.
+
+        They begin with the last subgroup, since backward computes its gradients first.
+        """
         c = waiting(self.ordered(c))
         for placement in placements:
             able = self.able(c, placement)
@@ -454,21 +504,19 @@ class Search:
 
     @staticmethod
     def able(c: Candidate, placement: Placement) -> NDArray[np.int64]:
-        """Return the subgroups of a placement that can be updated before the norm."""
+        """Return the subgroups of a placement that can be updated before the gradient norm is known."""
         plain = c.codes & ~(EARLY | SUMMED)
         return np.flatnonzero(CAN_BE_EARLY[plain] & (plain % SUMMED == PLACEMENT_CODES[placement]))
 
     def try_first(self, locations: tuple[ParameterLocation, ...] | None = None) -> float:
-        """Try first guesses: all on the host, evenly spread shares on a coarse grid, and shares near the bound's.
+        """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-        Subgroups far larger than the others, such as an embedding's, are tried everywhere: no swap
-        with a single other one fits into memory.
+        Tried are CPU updates of all subgroups, evenly spread mixtures of placements, and mixtures near the one that
+        has the lower bound. A subgroup that is far larger than the others, such as an embedding's, is tried in every
+        placement, because an exchange with a single small subgroup would not fit into memory.
 
         Args:
-            locations: parameter locations; None: as in the last guesses.
-
-        Returns:
-            The seconds of the best of them.
+            locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.
         """
         self.locations = self.locations if locations is None else locations
         count = len(self.workload.subgroups)
@@ -504,11 +552,14 @@ class Search:
     def evenly(
         self, numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
     ) -> Candidate:
-        """`evenly`, with parameters where first guesses have them."""
+        """Return a plan with placements spread evenly over the subgroups, and with the search's parameter locations."""
         return evenly(numbers, slots, fixed, self.locations)
 
     def _least_stored(self) -> float:
-        """Try the fewest stored subgroups, with any numbers of the other placements. Return the best time."""
+        """Try plans that keep as few subgroups as possible on a drive. Return the fastest one's seconds.
+
+        The other subgroups are divided among the other placements in many ways.
+        """
         count, best_s = len(self.workload.subgroups), math.inf
         stored = next(p for p in self.choices if p in STORED)
         others = [p for p in self.choices if p not in STORED]
@@ -535,7 +586,14 @@ class Search:
         slots: Sequence[int],
         seconds: Callable[[Candidate], float] | None = None,
     ) -> float:
-        """Return the best time of evenly spread shares, with some subgroups held apart."""
+        """Try plans with evenly spread mixtures of placements. Return the seconds of the fastest one.
+
+        Args:
+            fixed: Placements of single subgroups that do not take part.
+            points: Number of mixtures.
+            slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try.
+            seconds: Function that returns a plan's seconds. If None, early updates are tried too.
+        """
         numbers = _grid(len(self.workload.subgroups) - len(fixed), points, self.choices)
         some = (self.evenly(n, number, fixed) for n, number in product(numbers, slots))
         return min(map(seconds or self.try_, some))
@@ -560,7 +618,10 @@ class Search:
 
     @property
     def _division(self) -> Fit:
-        """Return the division with the most room left, with as many parameters on the host as first guesses have."""
+        """Return the division of parameters among placements that leaves the most room in memory.
+
+        As many 16-bit parameters are in host memory as in the plans that the search begins with.
+        """
         away = sum(
             n for n, location in zip(self.workload.subgroups, self.locations, strict=False) if location == "host"
         )
@@ -588,17 +649,22 @@ class Search:
     # -- bounds ------------------------------------------------------------------------------
 
     def fluid(self, locations: tuple[ParameterLocation, ...] | None = None) -> Bound:
-        """Return the bound for a fluid, there in milliseconds.
+        """Return a lower bound of an iteration under any plan, found in milliseconds.
+
+        The bound assumes that subgroups of optimizer state could be divided into any fractions.
 
         Args:
-            locations: parameter locations. None: any.
+            locations: Location of each subgroup's 16-bit parameters. If None, any.
         """
         if locations not in self._fluid:
             self._fluid[locations] = fluid_bound(*self._bounded(locations))
         return self._fluid[locations]
 
     def floor_s(self, locations: tuple[ParameterLocation, ...]) -> float:
-        """Return a lower bound with parameters there. ``inf``: not even the workload alone fits."""
+        """Return a lower bound in seconds of an iteration with the given parameter locations.
+
+        It is ``inf`` if the job does not fit into memory with any plan.
+        """
         try:
             return self.fluid(locations).iteration_s
         except ValueError:
@@ -606,14 +672,18 @@ class Search:
 
     @cached_property
     def bound(self) -> Bound:
-        """Return the bound of every plan within the memory that plans may take, with fractions of subgroups."""
+        """Return the lower bound of an iteration under any plan within the search's memory limits.
+
+        The bound allows fractions of subgroups.
+        """
         anywhere = None if self.workload.zero_stage == 3 and not self.machine.unified_memory else ()
         return tightened(self.fluid(anywhere), *self._bounded(anywhere), most_nodes=0)
 
     def proven_s(self, iteration_s: float) -> float:
-        """Return a lower bound of a plan's iteration in seconds, as close to a given time as is worth the work.
+        """Return a lower bound, in seconds, of an iteration under any plan.
 
-        Whole subgroups are required if there are few of them and the bound with fractions is far below.
+        A bound with fractions of subgroups is quick. If it is far below ``iteration_s`` and there are few subgroups,
+        a closer bound with whole subgroups is computed.
         """
         fractions_s = self.bound.iteration_s
         few = len(self.workload.subgroups) <= NAMED
@@ -630,21 +700,21 @@ class Search:
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:
-    """Return whether plans may update early.
+    """Return True if a job's plans may start updates before the gradient norm is known (early updates).
 
-    The runtime can do so under ZeRO-3. Without any step that does not clip it never pays.
+    ebbtide's runtime supports this under ZeRO-3 only. If every step clips gradients, it never pays.
     """
     return workload.zero_stage == 3 and not machine.unified_memory and workload.expected_clip_rate < 1
 
 
 def turned(c: Candidate, subgroups: Collection[int], bit: int) -> Candidate:
-    """Return the candidate with a bit of these subgroups' ways turned."""
+    """Return a plan with a flag, such as early update, inverted for the given subgroups."""
     some = set(subgroups)
     return replace(c, ways=bytes(code ^ bit if s in some else code for s, code in enumerate(c.ways)))
 
 
 def waiting(c: Candidate) -> Candidate:
-    """Return the candidate without early updates."""
+    """Return a plan without early updates, so that every update waits for the gradient norm."""
     return replace(c, ways=bytes(code & ~EARLY for code in c.ways))
 
 
@@ -663,10 +733,15 @@ def evenly(
     fixed: Mapping[int, Placement] | None = None,
     locations: Sequence[ParameterLocation] = (),
 ) -> Candidate:
-    """Build a candidate plan with the given number of subgroups per placement: resident first, others interleaved.
+    """Build a plan that spreads the given number of subgroups per placement evenly over the model.
+
+    Subgroups that stay on the GPU come first. The other placements are interleaved.
 
     Args:
+        numbers: Number of subgroups by placement.
+        slots: Number of staging buffers (GPU memory for one staged subgroup each).
         fixed: Placements of further subgroups at given positions.
+        locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]
     stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]
@@ -682,17 +757,17 @@ def evenly(
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
-    """Return the predicted seconds of an iteration in which all early updates are committed."""
+    """Return the predicted seconds of an iteration if no early update must be undone."""
     from ebbtide.simulator.engines import kernel
 
     return float(evaluated(sweep, c)[kernel.ITERATION_S])
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:
-    """Return what `PlanSweep.evaluate` takes beside the ways."""
+    """Return the arguments of `PlanSweep.evaluate` for a plan, except the placement codes."""
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 
 
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
-    """Return the simulator's row of results for a candidate plan."""
+    """Return the simulator's array of results (times and memory peaks) for a searched plan."""
     return sweep.evaluate(c.codes, *options_of(c))

@@ -1,8 +1,9 @@
-"""How many updates begin before the norm is known, on the guess that the step does not clip.
+"""The choice of the early updates: updates that start before the gradient norm is known.
 
-EarlyUpdates take host memory, and a step that clips makes all of them wrong. So they are planned for
-where the mean iteration is shorter by more than nothing. The clip rate may be wrong: while its guesses pause,
-such a plan is nearly as quick as the best one without.
+They assume that the step does not clip gradients. They take host memory, and a step that clips must undo and
+repeat all of them. So a plan has them only if they shorten the mean iteration. If more steps clip than
+expected, the runtime stops early updates for a while. The plan is then nearly as fast as the best plan
+without them.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,11 @@ LITTLE = 5e-4  # of an iteration: early updates and sums on the device that save
 
 
 def try_early(search: Search) -> None:
-    """Try first guesses of early updates: beside the best plans that wait, with room made for them, and spread."""
+    """Try plans with early updates (before the gradient norm is known) in a plan search.
+
+    They are added to the best plans without early updates, to variants of these that leave more memory free, and
+    at different distances between the subgroups.
+    """
     if not (search.early and search.fits):
         return
     known = sorted((c for c in search.scores if not c.count(EARLY)), key=lambda c: search.scores[c].iteration_s)
@@ -48,7 +53,7 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Try as many early host updates as the best plan has, and fewer, closer together and less close."""
+    """Try other numbers of early CPU updates in the best plan, and other distances between their subgroups."""
     best = search.ordered(search.best())
     able = search.able(best, "host").tolist()
     early = [s for s in able if best.ways[s] & EARLY]
@@ -59,7 +64,7 @@ def _spread(search: Search) -> None:
 
 
 def fewest(search: Search, best: Candidate) -> Candidate:
-    """Return the candidate without the early updates, and the sums on the device, that bring next to nothing."""
+    """Return a plan without the early updates and on-device gradient sums that save almost no time."""
     best = search.ordered(best)
     most_s = (1 + LITTLE) * search.score(best).iteration_s
     for bit in (EARLY, SUMMED):
@@ -73,7 +78,7 @@ def fewest(search: Search, best: Candidate) -> Candidate:
 
 
 def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]:
-    """Return a sentence about a plan's early updates and the time they save.
+    """Return a sentence about a plan's early updates (before the gradient norm is known) and their gain.
 
     Return an empty list if the job cannot have early updates, as below ZeRO-3.
     """

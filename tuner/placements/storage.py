@@ -1,4 +1,4 @@
-"""Optimizer state on storage: its capacity, its directories, and its cost."""
+"""Optimizer state on drives: the room for it, its directories, and its cost in time and wear."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,9 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Return the memory limits, a machine with the storage directories' rates, and a plan's fields for them.
+    """Return memory limits, a machine with the rates of the given directories, and a plan's fields for them.
+
+    The directories hold optimizer state that memory cannot hold.
 
     Args:
         storage: Bytes by directory. An empty name means any directory, as fast as the machine's storage.
@@ -34,13 +36,16 @@ def with_storage(
 
 
 def room(machine: Machine, storage: Mapping[str, int]) -> int:
-    """Return the bytes of optimizer state that fit on storage if each directory takes its planned share."""
+    """Return the bytes of optimizer state that fit into storage directories of the given sizes.
+
+    Each directory takes a share of the state that the plan fixes, so a small directory limits the total.
+    """
     part = _shares(machine, storage)
     return int(min(size / part[name] for name, size in storage.items()))
 
 
 def named(machine: Machine, storage: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of a plan that name the directories of stored state."""
+    """Return the fields of a plan's file that name the directories for stored optimizer state."""
     if len(storage) < 2:
         return {"storage_dir": next(iter(storage), None) or None}
     return {"storage_shares": {n: round(s, 4) for n, s in _shares(machine, storage).items()}}
@@ -58,7 +63,7 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
-    """Return sentences about a plan's use of storage, or an empty list if it stores nothing."""
+    """Return sentences about a plan's optimizer state on drives, or an empty list if it stores none."""
     work = search.workload
     if STORED.isdisjoint(c.placements):
         return []
@@ -84,7 +89,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
 
 
 def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
-    """Return a sentence about the bytes that a plan writes per step and day, and the drives' lifetime."""
+    """Return a sentence about the bytes that a plan writes to drives per step and per day, and their lifetime."""
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
     told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"

@@ -1,13 +1,13 @@
-"""The choice of the order of subgroups' updates.
+"""The choice of the update order of the subgroups of optimizer state.
 
-A CPU update may start when its gradient is in host memory. The updated parameters are needed when the next
-forward reaches their layer. Gradients arrive last layer first, and forward needs the first layers first. If
-all gradients have arrived when the norm is known, forward order is best. Otherwise some orders are compared
-on a model of the CPU, the copies and the next forward:
+A CPU update can start when the subgroup's gradient is in host memory. The updated parameters are needed when
+the next forward reaches their layer. Gradients arrive from the last layer to the first, but forward needs
+the first layers first. If all gradients have arrived when the gradient norm is known, the order of forward
+is best. Otherwise some orders are compared on a simple model of the CPU, the copies and the next forward:
 
-- Among arrived gradients, first the one that forward needs soonest (Schrage's rule for release times and
-  tails).
-- As gradients arrive, except for the last layers, which are updated first or at the end.
+- Of the gradients that have arrived, the one that forward needs soonest comes next (Schrage's rule for
+  release times and tails).
+- The order of arrival, except for the last layers, which are updated first or at the end.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class UpdateOrders:
-    """Update orders for placements of one workload on one machine."""
+    """A chooser of the subgroups' update order, for one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         amounts, room = Bytes.of(workload), capacities(machine, workload.ranks_per_node)
@@ -46,7 +46,11 @@ class UpdateOrders:
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
-        """Return the update orders for given placements: the CPU's by a model, the GPU's in forward order."""
+        """Return the update order for given placements of the subgroups.
+
+        CPU updates are ordered by a simple model of the copies and the next forward. GPU updates are in the order in
+        which forward needs the parameters.
+        """
         hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
         if hosted not in self._known:
             self._known[hosted] = self._of(hosted)
@@ -59,11 +63,16 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the update order with which the next forward ends first, by a model of CPU and copies."""
+        """Return the order of CPU updates with which the next forward ends first, by a model of CPU and copies.
+
+        Args:
+            arrived: Seconds, relative to the moment at which the gradient norm is known, at which the gradient is in
+                host memory, by subgroup.
+        """
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
-        """Yield the update orders that are compared, for given arrival times of the gradients."""
+        """Yield the orders of CPU updates to compare, given when each subgroup's gradient is in host memory."""
         yield self.by_urgency(arrived)
         ascending = sorted(arrived)
         count = len(ascending)
@@ -75,7 +84,7 @@ class UpdateOrders:
             yield [*late, *early]
 
     def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
-        """Return the earliest end of the next forward for an update order, in seconds after the norm is known."""
+        """Return the end of the next forward for an order of CPU updates, in seconds after the norm is known."""
         host_s = copied_s = before_s = end_s = 0.0
         for s in sequence:
             # The slot that it writes to is free when the copy before the last has left. No `max`: a search asks
@@ -92,7 +101,10 @@ class UpdateOrders:
         return end_s
 
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
-        """Return the arrival of each subgroup's gradient in host memory, in seconds after the norm is known."""
+        """Return the time at which each subgroup's gradient is in host memory.
+
+        Times are in seconds after the gradient norm is known.
+        """
         free_s, arrived = 0.0, {}
         for micro_step in range(self.micro_batches):
             begin_s = micro_step * (self.forward_s + self.backward_s)
@@ -103,7 +115,10 @@ class UpdateOrders:
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
-        """Return an update order that always takes the arrived gradient of the earliest layer next."""
+        """Return an order of CPU updates that always takes forward's earliest layer next.
+
+        Only gradients that have arrived in host memory at that moment are considered.
+        """
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []
         sequence: list[int] = []

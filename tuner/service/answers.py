@@ -1,4 +1,7 @@
-"""The computations of a service's worker: one function per kind of request, with JSON data as result."""
+"""The computations of the planning service's worker processes.
+
+There is one function per kind of request. The results are JSON data.
+"""
 
 import csv
 import io
@@ -64,7 +67,7 @@ TEMPLATES = Templates(build_strategy)  # a worker answers one request after the 
 
 
 def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
-    """Simulate one iteration under a strategy or a plan, and return its figures as JSON data."""
+    """Simulate one training iteration under a strategy or a plan, and return its times and memory as JSON data."""
     machine, workload = resolve(request)
     name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
@@ -86,7 +89,10 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
 
 
 def answer(request: Answer, progress: Progress) -> dict[str, Any]:
-    """Return advice on offloading as JSON data: a table of a plan, stock and other systems, and a verdict."""
+    """Return advice on offloading as JSON data: a verdict, and a table of ways to train with their times.
+
+    The table has a plan, DeepSpeed without a plan, no offload and, on request, other systems.
+    """
     check_plannable(request)
     machine, workload = resolve(request)
     limits, machine, _ = with_storage(workload, machine, storage_of(request))
@@ -127,9 +133,9 @@ def _limits(limits: Limits) -> dict[str, Any]:
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
-    """Return the smallest changes that make a service's scenario fit into memory.
+    """Return the smallest changes with which the training job of a request fits into memory.
 
-    A profiled workload allows no changes.
+    There are none for a measured workload, which cannot be changed.
     """
     if request.workload is not None:
         return {"ways": [], "another_way": ANOTHER_WAY}
@@ -230,7 +236,12 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
 
 
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
-    """Return a row per point, as `ebbtide.what_if` gives them; told how far it is."""
+    """Return a table with one row for each strategy at each combination of values, like `ebbtide.what_if`.
+
+    Args:
+        request: Request for a grid of simulations.
+        progress: Called with the finished fraction and the name of the current phase.
+    """
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
@@ -263,7 +274,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
-    """Search for the best plan of a scenario, and return it with the time of a quick plan."""
+    """Search for the best plan of a request's training job. Return it, and the time of a quick plan."""
     from ebbtide.tuner.placements.planning import plan as search
 
     check_plannable(request)
@@ -292,7 +303,10 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:
-    """Return the expected goodput at a given checkpoint interval and at the best one, and the rules of thumb."""
+    """Return the expected goodput (useful share of training time) with a given checkpoint interval.
+
+    The result also has the best interval with its goodput, and the intervals by two rules of thumb.
+    """
     cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
     failures = Failures(request.mtbf_s, request.restart_s)
     asked = (request.iteration_s, cost, failures)

@@ -1,4 +1,4 @@
-"""The service's web application: access checks, limits, and the form of error responses."""
+"""The planning service's web application: access checks, limits, and the form of error responses."""
 
 import asyncio
 import hmac
@@ -45,7 +45,7 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Build the service's web application. Worker processes start and end with it."""
+    """Build the planning service's web application. Its worker processes start and end with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +89,7 @@ def create_app(service: Service) -> FastAPI:
 def _health(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", responses={503: {"description": "the database does not answer"}})
     async def healthz() -> Health:
-        """Report that the server takes requests and its database answers. Needs no token."""
+        """Report that the server takes requests and that its database works. This needs no token."""
         try:
             waiting = await asyncio.to_thread(service.store.waiting)
         except sqlite3.Error as error:
@@ -98,12 +98,15 @@ def _health(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        """Redirect to the page that lists the service's routes."""
+        """Redirect to the web page that lists the planning service's routes."""
         return RedirectResponse("/docs.html")
 
 
 def _unknown(app: FastAPI) -> None:
-    """Answer requests that no route takes: 405 with the path's methods, or 404 if the path is unknown."""
+    """Answer requests for unknown routes: with status 405 if only the method is wrong, and otherwise 404.
+
+    The response with status 405 names the methods that the path has.
+    """
 
     @app.api_route(API + "/{path:path}", methods=METHODS, include_in_schema=False)
     async def unknown(request: Request) -> Response:
@@ -118,7 +121,7 @@ def _unknown(app: FastAPI) -> None:
 
 
 class Page(StaticFiles):
-    """Static files of the service's web page. Browsers must check for new versions each time."""
+    """The files of the planning service's web page. Browsers must ask for a newer version each time."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -130,12 +133,15 @@ class Page(StaticFiles):
 
 
 def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONResponse:
-    """Build an error response of the form ``{"errors": [{"key", "rule", "value"}]}``, as for every error."""
+    """Build an error response of the planning service: ``{"errors": [{"key", "rule", "value"}]}``."""
     return JSONResponse({"errors": list(errors)}, status, headers=headers or None)
 
 
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
-    """Return one error for an error response. The value is shortened text, so that nothing harmful is sent back."""
+    """Return an entry for the planning service's error response: the key, the violated rule and the sent value.
+
+    The value is shortened text, so that nothing harmful is sent back.
+    """
     return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
 
@@ -188,16 +194,17 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
-    """An exception that ends a request with an error response before any route handles it."""
+    """An exception that ends a request to the planning service with an error response, before any route runs."""
 
     def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
         self.status, self.error = status, broken_rule(key, rule, value)
 
 
 class Guard:
-    """The outermost layer of the web application: checks of every request, and headers of every response.
+    """The outermost layer of the planning service's web application. It checks each request before any route runs.
 
-    It checks the host name, the token, and the size, duration and nesting of the body.
+    It checks the host name, the token, and the body's size, duration and nesting. It adds headers to each
+    response.
     """
 
     def __init__(self, app: Any, service: Service) -> None:
@@ -299,10 +306,10 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> Any:
-    """Parse the JSON body of a request.
+    """Parse the JSON body of a request to the planning service.
 
     Raises:
-        Refusal: The body has NaN or infinity, deep nesting, or half characters, which no text can hold.
+        Refusal: The body is not valid JSON, has NaN, infinity or deep nesting, or has invalid Unicode.
     """
     try:
         sent = json.loads(body, parse_constant=_constant)

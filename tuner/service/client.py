@@ -1,4 +1,4 @@
-"""A Python client of the planning service ``tune serve``, with only the standard library."""
+"""A Python client of the planning service ``tune serve``. It needs only the standard library."""
 
 import json
 import os
@@ -18,11 +18,11 @@ ENDED = ("done", "failed", "cancelled")
 
 
 class ServiceError(RuntimeError):
-    """An error if the planning service refuses a request or cannot be reached. The message gives the reason."""
+    """An error: the planning service refused a request or cannot be reached. The message gives the reason."""
 
 
 class Client:
-    """A client of one planning server.
+    """A client of one server of the planning service.
 
         >>> service = Client("http://127.0.0.1:8377")                            # doctest: +SKIP
         >>> service.simulate(machine="h200", model="Llama 3 8B")["iteration_s"]  # doctest: +SKIP
@@ -30,7 +30,8 @@ class Client:
 
     Args:
         url: URL that `tune serve` prints.
-        token: Token of a server that listens beyond loopback. If None, the variable ``EBBTIDE_TOKEN``.
+        token: Token that the server requires if it listens on more than the local machine. If None, the
+            environment variable ``EBBTIDE_TOKEN``.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 240.0) -> None:
@@ -61,15 +62,23 @@ class Client:
             raise ServiceError(f"no tune serve answers at {self._url}: {error}") from None
 
     def simulate(self, **scenario: Any) -> dict[str, Any]:
-        """Simulate one iteration on the planning server. The fields are those of ``POST /api/v1/simulate``."""
+        """Simulate one training iteration on the planning server.
+
+        The arguments are the fields of ``POST /api/v1/simulate``.
+        """
         return dict(self.call("/simulate", scenario))
 
     def answer(self, **scenario: Any) -> dict[str, Any]:
-        """Ask the planning server whether and how to offload. The fields are those of ``POST /api/v1/answer``."""
+        """Ask the planning server for advice on offloading and for a plan.
+
+        The arguments are the fields of ``POST /api/v1/answer``.
+        """
         return dict(self.call("/answer", scenario))
 
     def plan(self, **scenario: Any) -> Plan:
-        """Search for the best plan on the planning server, as a job, and wait for the result.
+        """Search for the best training plan on the planning server, wait for the result, and return it.
+
+        The search runs as a job of the server.
 
         Raises:
             ServiceError: The job failed or was cancelled.
@@ -77,7 +86,7 @@ class Client:
         return Plan.model_validate(self.job("plan", scenario)["plan"])
 
     def job(self, kind: str, request: Mapping[str, Any], poll_s: float = 0.5) -> Any:
-        """Submit a job to the planning server, wait for its end, and return its result."""
+        """Submit a background job to the planning server, wait for its end, and return its result."""
         job = self.call(f"/jobs/{kind}", dict(request))
         while (state := self.call(f"/jobs/{job['id']}"))["state"] not in ENDED:
             time.sleep(poll_s)
@@ -94,12 +103,19 @@ class Client:
         self.call("/machines?replace=true" if replace else "/machines", machine.model_dump(mode="json"))
 
     def post_run(self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> str:
-        """Upload the timeline of a training run, with the plan of the run if given, and return the run's id."""
+        """Upload the timeline of a training run to the planning server, and return the id that the run gets.
+
+        Args:
+            name: Name of the run.
+            timeline: Measured timeline.
+            plan: Plan that the run trained under, if any.
+            measured_on: Description of the machine.
+        """
         return str(self.call("/runs", run_body(name, timeline, plan, measured_on))["id"])
 
 
 def run_body(name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = "") -> dict[str, Any]:
-    """Return a training run's timeline in the form that the planning server takes."""
+    """Return a training run's timeline as JSON data that the planning server accepts as an upload."""
     return {
         "name": name,
         "source": timeline.source,

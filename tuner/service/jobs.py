@@ -1,4 +1,7 @@
-"""The job queue of the planning service: stored on disk, run by low-priority workers, watched by streams."""
+"""The job queue of the planning service.
+
+Jobs are stored on disk and run by worker processes of low priority. Clients can follow their progress.
+"""
 
 import asyncio
 import contextlib
@@ -24,7 +27,10 @@ REMEMBERED = 512  # events for streams that fell behind
 
 
 class Feed:
-    """A feed of job events for any number of streams. A slow stream loses old events."""
+    """A source of events about the planning service's jobs, for any number of clients.
+
+    A client that reads slowly misses old events.
+    """
 
     def __init__(self) -> None:
         self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=REMEMBERED)
@@ -34,7 +40,7 @@ class Feed:
         self._closed = False
 
     async def close(self) -> None:
-        """End every stream of job events, because the server ends."""
+        """End the event streams of all clients, because the server ends."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -46,7 +52,7 @@ class Feed:
             self._changed.notify_all()
 
     async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Yield new job events, and None if there was no event for a while."""
+        """Yield each new event about the planning service's jobs, and None if there is no event for a while."""
         last = self._number
         while not self._closed:
             fresh = [event for event in self._events if event[0] > last]
@@ -64,7 +70,7 @@ class Feed:
 
 
 class Jobs:
-    """The job queue. Every change is on disk before any client learns of it."""
+    """The job queue of the planning service. Every change is on disk before any client learns of it."""
 
     def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
         self._store, self._pool, self._quota, self.feed = store, pool, quota, feed
@@ -75,8 +81,9 @@ class Jobs:
         self._telling: set[asyncio.Task[None]] = set()
 
     def start(self) -> int:
-        """Requeue the jobs that an earlier server left, start to run jobs, and return the number of interrupted
-        jobs.
+        """Start to run the jobs of the planning service, and return the number of interrupted jobs.
+
+        Jobs that were running when an earlier server ended are queued again.
         """
         recovered = self._store.recover(self._quota.attempts)
         self._tasks = [asyncio.create_task(self._dispatch()) for _ in range(self._pool.jobs.size)]
@@ -84,16 +91,19 @@ class Jobs:
         return recovered
 
     async def stop(self) -> None:
-        """Stop all running jobs. They stay ``running`` on disk, and the next server starts them again."""
+        """Stop all running jobs of the planning service.
+
+        They stay ``running`` on disk, so that the next server starts them again.
+        """
         for task in (*self._tasks, *self._running.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
 
     async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
-        """Add a job to the queue, and return its state when it is on disk.
+        """Add a job to the planning service's queue. Return its state when the job is on disk.
 
         Raises:
-            BusyError: Too many jobs wait already.
+            BusyError: The queue already has the largest allowed number of jobs.
         """
         if self._store.waiting() >= self._quota.jobs_waiting:
             raise BusyError(
@@ -106,7 +116,7 @@ class Jobs:
         return job
 
     async def cancel(self, job: str) -> bool:
-        """Cancel a job. Return False if it had ended already."""
+        """Cancel a job of the planning service. Return False if the job has already ended."""
         stopped = await asyncio.to_thread(self._store.finish, job, "cancelled", "cancelled")
         task = self._running.get(job)
         if stopped and task is not None:
@@ -115,7 +125,7 @@ class Jobs:
         return stopped
 
     def state(self, job: str) -> dict[str, Any] | None:
-        """Return a job's stored state, with the progress of a running attempt."""
+        """Return the stored state of a job. For a running job it includes the progress."""
         stored = self._store.job(job)
         live = self._progress.get(job)
         return {**stored, **live} if stored and live and stored["state"] == "running" else stored
@@ -172,7 +182,7 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that writes to the database, and try again while the disk takes nothing."""
+    """Call a function that writes to the database. Try again as long as the disk is full or fails."""
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)

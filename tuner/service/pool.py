@@ -1,4 +1,7 @@
-"""Worker processes in separate lanes, so that light requests never wait for heavy ones."""
+"""Worker processes of the planning service, with separate queues for light requests, heavy ones and jobs.
+
+So light requests never wait for heavy ones.
+"""
 
 import asyncio
 import contextlib
@@ -19,10 +22,10 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class InvalidError(RuleError):
-    """An error for a request that breaks rules of the service.
+    """An error: a request breaks rules of the planning service.
 
     Attributes:
-        rows: Every rule that the request breaks.
+        rows: All rules that the request breaks.
     """
 
     def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
@@ -31,33 +34,33 @@ class InvalidError(RuleError):
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
-        """Parse a worker process's message about broken rules into an error."""
+        """Build an error from a worker process's message that names the rules which a request breaks."""
         rows = [Broken(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
 
 class BusyError(RuntimeError):
-    """An error for a request that finds the queue of waiting requests full."""
+    """An error: too many requests already wait for a worker process of the planning service."""
 
 
 class WorkerError(RuntimeError):
-    """An error of a worker process that failed or ended, without a known fault of the request."""
+    """An error: a worker process of the planning service failed or ended, and no fault of the request is known."""
 
 
 class LostWorkerError(WorkerError):
-    """An error for a worker process that ended, perhaps killed by the system for lack of memory."""
+    """An error: a worker process of the planning service ended, perhaps killed for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a worker process as bytes: JSON or other text."""
+    """The result that a worker process of the planning service sent, as bytes: JSON or other text."""
 
     body: bytes
     is_json: bool = True
 
 
 class Worker:
-    """A worker process and its pipes. One task at a time uses it."""
+    """A worker process of the planning service and its pipes. It works on one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -65,7 +68,7 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Start a worker process, and return when it is ready for requests.
+        """Start a worker process of the planning service, and return when it is ready for requests.
 
         Raises:
             WorkerError: The process could not be started, or ended early.
@@ -93,15 +96,20 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether the worker process is alive. A killed process may not be reaped yet."""
+        """Return True if a worker process of the planning service is alive. A killed process counts as ended."""
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
-        """Send a call to the worker process, and wait for its result.
+        """Send a request to a worker process of the planning service, and wait for its result.
+
+        Args:
+            call: Request as JSON.
+            on_progress: Called with each report of progress.
+            result_bytes: Largest size of the result in bytes.
 
         Raises:
             InvalidError: The request is at fault.
-            WorkerError: The worker failed.
+            WorkerError: The worker process failed.
             LostWorkerError: The worker process ended.
         """
         stdin = self._process.stdin
@@ -144,14 +152,17 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """Kill the worker process. Its unfinished result is lost."""
+        """Kill a worker process of the planning service. Its unfinished result is lost."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
 
 class Lane:
-    """A few worker processes that share one queue of calls. A process that ended is replaced."""
+    """A queue of requests in the planning service, with a few worker processes of its own.
+
+    A worker process that has ended is replaced by a new one.
+    """
 
     def __init__(
         self, name: str, size: int, niceness: int, limit_s: float, waiting: int, quota: Quota, patient: bool = False
@@ -166,7 +177,7 @@ class Lane:
             self._free.put_nowait(None)  # started by its first call
 
     async def warm(self) -> None:
-        """Start every worker process of a lane, so that the first call need not wait for a start."""
+        """Start all worker processes of a queue now, so that the first request need not wait for a start."""
         for _ in range(self.size):  # one by one: the first compiles for all, the others read that
             worker = await self._free.get()
             try:
@@ -175,15 +186,20 @@ class Lane:
                 self._free.put_nowait(worker)
 
     async def call(self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None) -> Result:
-        """Wait for a free worker process, then for its result.
+        """Wait for a free worker process, send a request to it, and return its result.
 
-        If the caller is cancelled (because a client left or a job was stopped), the work is cancelled too. In a
-        patient lane, the worker finishes its work instead.
+        If the caller is cancelled (because a client has left or a job was stopped), the worker process is killed. In
+        a queue marked as patient, the worker process finishes its work instead.
+
+        Args:
+            name: Kind of the request.
+            body: Fields of the request.
+            on_progress: Called with each report of progress.
 
         Raises:
-            BusyError: The queue is full.
-            InvalidError: See `Worker.call`.
-            WorkerError: See `Worker.call`.
+            BusyError: Too many requests already wait.
+            InvalidError: The request is at fault, or takes too long.
+            WorkerError: The worker process failed or ended.
         """
         if self._waiting >= self._most_waiting:
             raise BusyError(
@@ -242,7 +258,7 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """End every worker process of a lane."""
+        """Kill all worker processes of a queue of requests."""
         for worker in self._all:
             worker.kill()
 
@@ -253,9 +269,9 @@ def _unheard(task: asyncio.Task[Result]) -> None:
 
 
 class Cache:
-    """A cache of results by the digest of their request. The least recently used result is removed first.
+    """A cache of the planning service's results. If it is full, the result that was unused longest is removed.
 
-    Every result depends on its request alone, so equal requests have equal results.
+    A result depends on its request alone, so equal requests have equal results. The key is the request's digest.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -283,10 +299,10 @@ class Cache:
 
 
 class Pool:
-    """The three lanes of worker processes: for light requests, heavy requests and jobs.
+    """All worker processes of the planning service, with a queue each for light requests, heavy ones and jobs.
 
-    Light workers run at normal priority and all others at low priority. So a light request gets nearly a whole
-    core even on a busy machine.
+    Workers for light requests run at normal priority, the others at low priority. So a light request gets nearly
+    a whole core even on a busy machine.
     """
 
     def __init__(self, quota: Quota, light_workers: int | None = None) -> None:
@@ -299,12 +315,17 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the answer to a request from the cache, or from a worker process of the right lane.
+        """Return the result of a request, from the cache or from a worker process.
+
+        Args:
+            name: Kind of the request.
+            body: Fields of the request.
+            light: True for the queue of light requests, False for the queue of heavy ones.
 
         Raises:
-            BusyError: See `Lane.call`.
-            InvalidError: See `Lane.call`.
-            WorkerError: See `Lane.call`.
+            BusyError: Too many requests already wait.
+            InvalidError: The request is at fault, or takes too long.
+            WorkerError: The worker process failed or ended.
         """
         key = Cache.key(name, json.dumps(body, sort_keys=True).encode())
         held = self.cache.get(key)
@@ -314,6 +335,6 @@ class Pool:
         return held
 
     def close(self) -> None:
-        """End every worker process of all lanes."""
+        """Kill all worker processes of the planning service."""
         for lane in (self.light, self.heavy, self.jobs):
             lane.close()

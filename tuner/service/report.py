@@ -1,4 +1,7 @@
-"""A self-contained web page about a plan and training under it, and training runs as the service stores them."""
+"""The web page of ``tune report`` about a plan and training under it, and the form of uploaded runs.
+
+The page is a single file that loads nothing from elsewhere.
+"""
 
 import base64
 import html
@@ -35,7 +38,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class ReportCall(BaseModel):
-    """The input of a worker for a report: the plan, and a training run as it was uploaded."""
+    """The input of a worker process that makes a report page: a plan, its training job, and an uploaded run."""
 
     plan: Plan
     scenario: Scenario | None = None
@@ -43,7 +46,7 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
-    """Return the report page about a plan as HTML, for a worker's call."""
+    """Return the report page about a plan as HTML. A worker process of the planning service calls this."""
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
@@ -54,29 +57,29 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
 
 
 def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
-    """Return the timelines of stock and of a plan as a trace for ui.perfetto.dev."""
+    """Return simulated timelines, of DeepSpeed without a plan and under a plan, for ui.perfetto.dev."""
     stock, planned = predicted(call.plan, call.scenario)
     return stock.perfetto(planned)
 
 
 def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
-    """Return the simulated timelines of stock DeepSpeed and of a plan."""
+    """Return the simulated timelines of DeepSpeed without a plan and of training under a plan."""
     machine, workload = resolve(scenario)
     stock = build_strategy(stock_offload(workload.zero_stage), workload)
     return [simulate(stock, machine), _under(plan, workload, machine)]
 
 
 def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
-    """Return the predicted timeline of the plan."""
     cut = workload.cut_as(plan)
     return simulate(build_strategy("ebbtide", cut, plan=plan), machine)
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Return the timeline of an uploaded training run.
+    """Return the timeline of a training run that was uploaded to the planning service.
 
     Raises:
-        ValueError: A kind of op or a lane is unknown, or an op ends before it starts.
+        ValueError: The run names an unknown kind of operation or an unknown lane (such as a copy direction), or
+            an operation ends before it starts.
     """
     spans = []
     for number, s in enumerate(run.spans):
@@ -101,10 +104,10 @@ def _member(kind: Any, value: str, key: str) -> Any:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """Return the row of an uploaded training run in the list of runs, with predicted and measured times.
+    """Return one row of the web page's list of uploaded runs, with predicted and measured seconds per iteration.
 
     Raises:
-        ValueError: See `timeline_of`.
+        ValueError: The upload is not a valid run.
     """
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
@@ -124,12 +127,13 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | None = None) -> dict[str, Any]:
-    """Return a stored run as the page shows it.
+    """Return a stored training run as JSON data for the web page.
 
     Args:
-        machines: the machines that the server knows.
-        workload: the profiled workload that the server knows. If the run's plan was made for it, and for one
-            of ``machines``, the plan's predicted timeline is shown beside the run's.
+        text: Stored run.
+        machines: Machines that the server knows.
+        workload: Measured workload that the server was started with. If the run's plan was made for it and for
+            one of ``machines``, the result includes the plan's predicted timeline.
     """
     run = Run.model_validate_json(text)
     timeline, plan = timeline_of(run), run.plan
@@ -148,15 +152,15 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
 
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
-    """Return a timeline in the form of an uploaded training run."""
+    """Return a timeline as a training run that the planning service accepts as an upload."""
     return Run.model_validate(run_body(name, timeline, plan, measured_on))
 
 
 def read_timelines(text: str) -> list[Timeline]:
-    """Read timelines from a trace that `Timeline.to_perfetto` wrote, or from a run as the service takes it.
+    """Read timelines from a trace that `Timeline.to_perfetto` wrote, or from an upload to the planning service.
 
     Raises:
-        ValueError: The text is neither of them.
+        ValueError: The text is neither a trace nor an upload.
     """
     try:
         document = json.loads(text)
@@ -214,14 +218,15 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
 
 
 def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
-    """Return a web page about a plan in one file, which needs no network.
+    """Return a web page about a plan as HTML in a single file, which needs no network.
 
-    The page allows only its own script and style, by their hashes.
+    The page lets the browser run only its own script and style, which it names by their hashes.
 
     Args:
+        plan: Plan to show.
         timelines: Timelines of training under the plan, measured or predicted. The first measured one is
             compared with the plan's prediction.
-        told: Description of the trained model and the machine. If empty, the one in the plan's file.
+        told: Description of the trained model and the machine. If empty, the one in the plan's file is used.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}

@@ -1,6 +1,6 @@
 """The requests that the planning service accepts, with limits for every field.
 
-Unknown fields and paths are refused.
+Unknown fields and paths of files are refused.
 """
 
 import math
@@ -72,34 +72,39 @@ MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 @dataclass(frozen=True)
 class Quota:
-    """The limits of the planning service, with times in seconds and sizes in bytes.
+    """The limits of the planning service. Times are in seconds and sizes in bytes.
+
+    A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low
+    priority.
 
     Attributes:
-        body_bytes: Size of a request, except for uploaded timelines.
+        body_bytes: Size of a request without a timeline.
         run_bytes: Size of a request with a timeline.
-        light_ops: Largest number of simulated ops for which a request goes to the workers for quick answers.
-            Larger requests wait for the heavy workers, which run at low priority.
-        heavy_ops: Largest number of ops of one simulation. A request is refused if a simulation has more, or if
-            all its simulations together have 40 times as many.
-        searched_ops: Largest number of ops of one simulation in a request that searches a plan, with hundreds
-            of simulations.
-        cells: Points of a what-if request that is answered directly.
-        job_cells: Points of a what-if request that runs as a job.
-        light_s: Wall time after which a worker for light requests is stopped.
-        heavy_s: Wall time after which a worker for heavy requests is stopped.
+        result_bytes: Size of a result.
+        light_ops: Number of simulated operations up to which a request is light.
+        heavy_ops: Number of operations that one simulation may have. All simulations of a request together may
+            have 40 times as many.
+        searched_ops: Number of operations that one simulation may have in a request that searches for a plan, as
+            a search needs hundreds of simulations.
+        cells: Number of points of a what-if request that is answered directly.
+        job_cells: Number of points of a what-if request that runs as a job.
+        light_s: Wall time after which the worker process of a light request is stopped.
+        heavy_s: Wall time after which the worker process of a heavy request is stopped.
         job_s: Wall time after which a job is stopped.
-        worker_bytes: Address space that a worker may take in addition to its initial size.
-        light_waiting: Waiting light requests. More are refused with status 429.
-        heavy_waiting: Waiting heavy requests. More are refused with status 429.
-        jobs_waiting: Waiting jobs. More are refused with status 429.
-        attempts: Number of starts of a job if the server ends while it runs. The limit is high, since a job
-            cannot end the server: a worker that ends fails its job.
+        worker_bytes: Address space that a worker process may take in addition to its initial size.
+        light_waiting: Number of light requests that may wait. More are refused with status 429.
+        heavy_waiting: Number of heavy requests that may wait. More are refused with status 429.
+        jobs_waiting: Number of jobs that may wait. More are refused with status 429.
+        attempts: Number of times that a job is started, if the server ends each time while the job runs. The
+            limit is high because a job cannot be the cause: if a worker process ends, only its job fails.
         keep_s: Age at which finished jobs are deleted.
-        run_keep_s: Age at which training runs are deleted.
-        kept_rows: Number of finished jobs and of runs that are kept.
-        streams: Open event streams.
-        head_s: Time for a client to send a request's head.
-        body_s: Time for a client to send a request's body.
+        run_keep_s: Age at which uploaded training runs are deleted.
+        kept_rows: Number of finished jobs that are kept, and of training runs.
+        streams: Number of open event streams.
+        connections: Number of concurrent connections.
+        head_s: Time in which a client must send a request's head.
+        body_s: Time in which a client must send a request's body.
+        cache_bytes: Size of all cached results together.
     """
 
     body_bytes: int = 1 * MIB
@@ -129,7 +134,10 @@ class Quota:
 
 
 class Request(BaseModel):
-    """The base class of the service's requests. Unknown keys are refused, and true is not accepted as a number."""
+    """The base class of the planning service's requests.
+
+    Unknown keys are refused, and so are true and false in place of a number.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -178,28 +186,28 @@ PostedPlan = Annotated[Plan, BeforeValidator(_few_subgroups)]
 
 
 class Scenario(Request):
-    """A scenario for the planning service: a machine and the training job on it.
+    """A part of most requests to the planning service: a machine, and the training job on it.
 
     Attributes:
-        machine: A name that `GET /machines` lists, or a whole machine.json.
-        model: A name that `GET /models` lists, or the object in a model's config.json.
-        workload: Replaces the model: a name that `GET /models` lists as profiled, or a whole workload.json.
-            Micro-batch, sequence and number of GPUs are then those of the profile.
+        machine: A name that `GET /machines` lists, or the contents of a machine.json.
+        model: A name that `GET /models` lists, or the contents of a model's config.json.
+        workload: Measured workload instead of a model: a name that `GET /models` lists as profiled, or the
+            contents of a workload.json. It determines the micro-batch, the sequence and the number of GPUs.
         gpus: Number of ranks that ZeRO divides the model over.
         tensor_parallel: Number of ranks that share each layer.
-        micro_batch: Samples per rank and micro-batch, if ``ds_config`` does not say. Default: 1.
-        accumulation: Micro-batches per step, if ``ds_config`` does not say. Default: 1.
-        zero_stage: ZeRO stage, if ``ds_config`` does not say. Default: 3.
+        micro_batch: Samples per rank and micro-batch. If null, as in ``ds_config``, or else 1.
+        accumulation: Micro-batches per optimizer step. If null, as in ``ds_config``, or else 1.
+        zero_stage: ZeRO stage. If null, as in ``ds_config``, or else 3.
         ds_config: Contents of DeepSpeed's config, never a path. Values may be ``"auto"``.
         recompute_share: Fraction of the layers with recomputed activations. If null, all.
-        kernels: ``fused`` or ``eager`` kernels for all operations but matrix products. If null, fused.
-        fused_loss: True if logits and loss come from one kernel.
-        flash_attention: True if attention scores are not stored.
-        launcher: Program that starts the ranks. It affects the number of threads of stock's CPU updates.
-        omp_threads: OMP_NUM_THREADS of the ranks.
+        kernels: ``fused`` or ``eager`` kernels for all operations except matrix products. If null, fused.
+        fused_loss: True if one kernel computes both logits and loss.
+        flash_attention: True if attention scores are not stored in memory.
+        launcher: Program that starts the ranks. It affects how many threads DeepSpeed's own CPU updates have.
+        omp_threads: Value of OMP_NUM_THREADS in the ranks.
         host_memory_bytes: Host memory of a node.
-        storage_bytes: Storage of a node for state that memory cannot hold. If null, none, or as in
-            ``ds_config``.
+        storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in
+            ``ds_config``, or else none.
         device_memory_bytes: Memory of a GPU.
         endurance_bytes: Bytes that may be written to a node's drives during their life.
         link_bytes_per_s: Bandwidth in each direction between host and GPU.
@@ -258,10 +266,10 @@ def _check_size(workload: Workload) -> None:
 
 
 class Simulate(Scenario):
-    """A request to simulate one iteration under a strategy or a plan.
+    """A request to simulate one training iteration under a strategy or a plan.
 
     Attributes:
-        strategy: Name of the strategy. If null, DeepSpeed's own as ``ds_config`` sets it.
+        strategy: Name of the strategy. If null, DeepSpeed's own offload as ``ds_config`` sets it.
     """
 
     strategy: Name | None = None
@@ -282,13 +290,13 @@ class Simulate(Scenario):
 
 
 class Answer(Scenario):
-    """A request for advice on offloading: whether and how to offload, and the gain.
+    """A request for advice on offloading: whether to offload, with which plan, and the gain.
 
     Attributes:
-        effort: ``quick`` compares evenly spread plans, and ``full`` searches as `tune plan` does.
-        peers: Also simulate other systems, each at its best setting.
-        timelines: Also return timelines.
-        plan: Existing plan, such as a job's, instead of a search.
+        effort: ``quick`` searches for a plan in a moment, and ``full`` as thoroughly as `tune plan` does.
+        peers: True to simulate other systems too, each at its best setting.
+        timelines: True to include timelines in the response.
+        plan: Existing plan, such as the result of a job. No plan is searched then.
     """
 
     effort: Literal["quick", "full"] = "quick"
@@ -298,7 +306,7 @@ class Answer(Scenario):
 
 
 class WhatIf(Scenario):
-    """A request for a grid of simulations: every strategy at every combination of values."""
+    """A request for a grid of simulations: each strategy at each combination of the given values."""
 
     strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] = Field(
         default_factory=lambda: ["zero3_offload", "ebbtide"]
@@ -319,7 +327,7 @@ class WhatIf(Scenario):
 
 
 class PlanJob(Scenario):
-    """A request to search the best plan as a job, with the input of `tune plan`.
+    """A request to search for the best plan as a background job. The fields are the input of `tune plan`.
 
     Attributes:
         name: Title of the job in lists.
@@ -334,22 +342,22 @@ class PlanJob(Scenario):
 
 
 class WhatIfJob(WhatIf):
-    """A request for a large grid of simulations, which runs as a job."""
+    """A request for a large grid of simulations, which runs as a background job."""
 
     kind: Literal["what-if"] = "what-if"
     name: Name | None = None
 
 
 class SearchJob(Scenario):
-    """A request to search the fastest training configuration as a job, with the input of `tune search`.
+    """A request to search for the fastest training configuration as a background job, like `tune search`.
 
     Attributes:
-        free: Knobs that may change. Other knobs have the scenario's values, and ``recompute`` is off with
-            ``keep_activations``.
-        gpus: Largest number of GPUs if ``gpus`` is free.
-        global_batch: Samples per optimizer step. If null, the batch may change.
-        offload: True if optimizer state lives in host memory, if ``offload`` is not free.
-        ds_config: DeepSpeed's config for settings that no knob decides.
+        free: Settings that the search varies. The others have the values of the request. ``recompute`` is off
+            with ``keep_activations``.
+        gpus: Number of GPUs. If the search varies it, the largest number.
+        global_batch: Samples per optimizer step. If null, the number may vary.
+        offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload.
+        ds_config: DeepSpeed's config for settings that the search does not vary.
     """
 
     kind: Literal["search"] = "search"
@@ -373,7 +381,10 @@ class SearchJob(Scenario):
 
 
 class Goodput(Request):
-    """A request for the goodput of training with failures. See `ebbtide.simulator.analysis.goodput`."""
+    """A request for the goodput of training: the useful share of the time with failures and checkpoints.
+
+    See `ebbtide.simulator.analysis.goodput`.
+    """
 
     iteration_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
@@ -385,7 +396,10 @@ class Goodput(Request):
 
 
 class PostedSpan(Request):
-    """One op in an uploaded timeline. See `ebbtide.simulator.timeline.Span`."""
+    """One operation in the timeline of an uploaded training run.
+
+    See `ebbtide.simulator.timeline.Span`.
+    """
 
     kind: Annotated[str, Field(max_length=40)]
     lane: Annotated[str, Field(max_length=40)]
@@ -397,7 +411,7 @@ class PostedSpan(Request):
 
 
 class PostedSample(Request):
-    """One sample of memory use in an uploaded timeline. See `ebbtide.simulator.timeline.MemorySample`."""
+    """One sample of memory use in an uploaded training run. See `ebbtide.simulator.timeline.MemorySample`."""
 
     t_s: Seconds
     device_bytes: Annotated[int, Field(ge=0, le=2**60)]
@@ -405,7 +419,7 @@ class PostedSample(Request):
 
 
 class Run(Request):
-    """A measured training run: its timeline, and the plan that it ran under."""
+    """An uploaded training run: its measured timeline, and the plan that it trained under if any."""
 
     name: Name
     spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]
@@ -417,14 +431,14 @@ class Run(Request):
 
 
 class Planned(Request):
-    """A request about a plan and the scenario that it was made for."""
+    """A request about a plan, with the machine and the training job that the plan was made for."""
 
     plan: PostedPlan
     scenario: Scenario
 
 
 class Report(Request):
-    """A request for a report page about a plan, with its scenario and the id of an uploaded run if given."""
+    """A request for a report page about a plan. It may name an uploaded training run to compare with."""
 
     plan: PostedPlan
     scenario: Scenario | None = None
@@ -432,9 +446,9 @@ class Report(Request):
 
 
 def check_model(config: dict[str, Any]) -> None:
-    """Refuse a model's config that is too large to process, or that only the transformers library could build.
+    """Refuse a model's config that the planning service cannot process.
 
-    The service does not build models with transformers, since any client may send a config.
+    The service does not build models with the transformers library, since any client may send a config.
 
     Raises:
         ValueError: The model has too many layers or experts, or its family is unknown.

@@ -14,7 +14,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class Service:
-    """The shared resources of the planning service. The application owns and closes them."""
+    """The shared resources of the planning service: database, worker processes, jobs and limits.
+
+    The web application owns and closes them.
+    """
 
     store: Store
     quota: Quota = field(default_factory=Quota)
@@ -25,9 +28,9 @@ class Service:
 
     @property
     def shown_machine(self) -> str:
-        """Return the name of the machine that the server was started with, or an empty string.
+        """Return the name of the machine that the planning server was started with, or an empty string.
 
-        No uploaded machine can take this name.
+        No uploaded machine can have this name.
         """
         machine = self.examples.get("machine")
         return f"{machine.name} ({self.examples.get('kind', 'shown')})" if machine else ""

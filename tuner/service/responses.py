@@ -1,4 +1,7 @@
-"""The responses of the planning service for OpenAPI. A test compares workers' JSON with these models."""
+"""The responses of the planning service, as types for its OpenAPI description.
+
+A test compares the worker processes' JSON with them.
+"""
 
 from typing import Any, Literal
 
@@ -7,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answered(BaseModel):
-    """The base class of the service's responses. A field that is not declared is not sent."""
+    """The base class of the planning service's responses. A field that is not declared is not sent."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Figures(Answered):
-    """The figures of one simulated iteration. Times are in seconds, and peaks in bytes of one rank."""
+    """The times and memory peaks of one simulated iteration, in seconds and in bytes of one rank."""
 
     iteration_s: float
     forward_s: float
@@ -28,7 +31,7 @@ class Figures(Answered):
 
 
 class LimitsTold(Answered):
-    """The memory that one rank may use in bytes, after margins. `notes` gives the margins and their reasons."""
+    """The memory in bytes that one rank may use, after margins. `notes` gives the margins and their reasons."""
 
     device_bytes: int
     host_bytes: int
@@ -38,7 +41,7 @@ class LimitsTold(Answered):
 
 
 class Simulated(Figures):
-    """The response of `/simulate`. `reason` says what does not fit, and is empty if everything fits."""
+    """The response of `/simulate`. `reason` names the memory that is too small, and is empty if everything fits."""
 
     strategy: str
     fits: bool
@@ -49,7 +52,10 @@ class Simulated(Figures):
 
 
 class RowTold(Figures):
-    """A simulated way to train. `speedup` is relative to stock, and null if stock does not fit."""
+    """A row of the response of `/answer`: one simulated way to train, such as a plan.
+
+    `speedup` is relative to DeepSpeed without a plan, and null if that does not fit.
+    """
 
     role: Literal["plan", "stock", "no offload", "variant", "peer"]
     label: str
@@ -61,7 +67,10 @@ class RowTold(Figures):
 
 
 class LaneTold(Answered):
-    """A lane of a timeline. Its spans are `[start_s, end_s, group, label]`."""
+    """One lane of a timeline: a resource that runs operations one after the other, such as a copy direction.
+
+    Its spans are `[start_s, end_s, group, label]`.
+    """
 
     name: str
     idle: float
@@ -69,7 +78,7 @@ class LaneTold(Answered):
 
 
 class SamplesTold(Answered):
-    """Memory use over time, as lists of equal length."""
+    """Memory use over time: lists of equal length with times and with bytes in GPU and host memory."""
 
     t_s: list[float]
     device_bytes: list[int]
@@ -77,8 +86,9 @@ class SamplesTold(Answered):
 
 
 class TimelineTold(Answered):
-    """A timeline of one iteration. `critical`, the critical path, has `[start_s, end_s, group, lane]`, without
-    gaps.
+    """A timeline of one training iteration.
+
+    `critical` is its critical path: spans `[start_s, end_s, group, lane]` without gaps.
     """
 
     strategy: str
@@ -90,7 +100,7 @@ class TimelineTold(Answered):
 
 
 class GoodputRow(Answered):
-    """The share of useful training time at the best checkpoint interval."""
+    """The goodput (useful share of training time) of one way to train, with its best checkpoint interval."""
 
     interval_steps: int
     stall_s: float
@@ -99,7 +109,7 @@ class GoodputRow(Answered):
 
 
 class GoodputByRole(Answered):
-    """The share of useful training time with failures, for the plan and each baseline."""
+    """The goodput (useful share of training time) with failures, for a plan and for each baseline."""
 
     mtbf_s: float
     restart_s: float
@@ -107,7 +117,7 @@ class GoodputByRole(Answered):
 
 
 class UseTold(Answered):
-    """The DeepSpeed config, the command and the Trainer's arguments for training under a plan."""
+    """The instructions for training under a plan: DeepSpeed config, command and arguments for the Trainer."""
 
     deepspeed: dict[str, Any]
     command: str
@@ -115,7 +125,7 @@ class UseTold(Answered):
 
 
 class MachineTold(Answered):
-    """The facts of the machine that a request was about."""
+    """Facts about the machine that a request to the planning service named."""
 
     name: str
     device_name: str
@@ -130,7 +140,7 @@ class MachineTold(Answered):
 
 
 class WorkloadTold(Answered):
-    """The facts of the training job that a request was about."""
+    """Facts about the training job that a request to the planning service described."""
 
     name: str
     params: int
@@ -144,7 +154,7 @@ class WorkloadTold(Answered):
 
 
 class AnswerTold(Answered):
-    """The response of `/answer`: the advice on offloading, and the table of predictions that supports it."""
+    """The response of `/answer`: advice on offloading, and the table of predictions that supports it."""
 
     verdict: Literal["offload", "no offload", "impossible"]
     sentence: str
@@ -162,7 +172,7 @@ class AnswerTold(Answered):
 
 
 class Way(Answered):
-    """A set of changes of a scenario under which a plan fits."""
+    """A set of changes to a request's training job with which a plan fits into memory."""
 
     label: str
     changes: dict[str, Any]
@@ -171,20 +181,29 @@ class Way(Answered):
 
 
 class WaysTold(Answered):
-    """The smallest changes that make a job fit, the cheapest first. `another_way` has further advice in words."""
+    """The smallest changes with which a training job fits into memory, the cheapest first.
+
+    `another_way` has further advice in words.
+    """
 
     ways: list[Way]
     another_way: str
 
 
 class Grid(Answered):
-    """A grid of predictions: a row for each point and a column for each change. It is sent as CSV on request."""
+    """A grid of predictions: one row for each strategy at each combination of the varied values.
+
+    On request it is sent as CSV.
+    """
 
     rows: list[dict[str, Any]]
 
 
 class GoodputTold(Answered):
-    """The share of useful training time at a checkpoint interval and at the best one, with rules of thumb."""
+    """The goodput (useful share of training time) with a given checkpoint interval and with the best one.
+
+    It also has the intervals by Young's and Daly's rules of thumb.
+    """
 
     interval_steps: int
     goodput: float
@@ -195,21 +214,21 @@ class GoodputTold(Answered):
 
 
 class Trace(BaseModel):
-    """A trace of timelines for ui.perfetto.dev."""
+    """A trace with timelines that ui.perfetto.dev can show."""
 
     model_config = ConfigDict(extra="allow")
     traceEvents: list[dict[str, Any]]  # noqa: N815 - the format's name
 
 
 class PlanResult(Answered):
-    """The result of a job that searched the best plan."""
+    """The result of a background job that searched for the best plan."""
 
     plan: Plan
     quick_iteration_s: float
 
 
 class Configured(Answered):
-    """A training configuration that a search has simulated."""
+    """One training configuration that a search has simulated, and its prediction."""
 
     configuration: dict[str, Any]
     deepspeed: dict[str, Any]
@@ -222,7 +241,7 @@ class Configured(Answered):
 
 
 class SearchResult(Answered):
-    """The result of a job that searched training configurations."""
+    """The result of a background job that searched for the fastest training configuration."""
 
     remarks: list[str]
     complete: bool
@@ -238,7 +257,7 @@ class SearchResult(Answered):
 
 
 class Pickable(Answered):
-    """The facts of a machine that a selection list shows."""
+    """The facts about a machine that the web page's selection list shows."""
 
     name: str
     device_name: str
@@ -261,14 +280,14 @@ class Unreadable(Answered):
 
 
 class Machines(Answered):
-    """Presets, uploaded machines and the machine that the server was started with."""
+    """The machines that the planning server knows: presets, uploaded ones, and the one it was started with."""
 
     machines: list[Pickable]
     unreadable: list[Unreadable]
 
 
 class Profiled(Answered):
-    """The profiled workload that the server was started with."""
+    """The measured workload that the planning server was started with."""
 
     name: str
     params: int
@@ -277,7 +296,7 @@ class Profiled(Answered):
 
 
 class Models(Answered):
-    """The names of known models, of the profiled workload and of all strategies."""
+    """The names that the planning server knows: models, measured workloads and strategies."""
 
     models: list[str]
     workloads: list[Profiled]
@@ -285,7 +304,7 @@ class Models(Answered):
 
 
 class RunSummary(Answered):
-    """A row in the list of uploaded training runs."""
+    """One row in the list of uploaded training runs."""
 
     id: str
     name: str
@@ -305,9 +324,10 @@ class Runs(Answered):
 
 
 class RunTold(Answered):
-    """One run with its timeline and the plan that it ran under.
+    """An uploaded training run with its timeline and the plan that it trained under.
 
-    ``planned``: the plan's predicted timeline. None: the server does not know the workload or the machine.
+    `planned` is the plan's predicted timeline. It is null if the server does not know the plan's workload or
+    machine.
     """
 
     name: str
@@ -324,7 +344,7 @@ class RunTold(Answered):
 
 
 class Named(Answered):
-    """The name of a stored or removed machine."""
+    """The name of a machine that was stored or removed."""
 
     name: str
 
@@ -336,7 +356,7 @@ class Identified(Answered):
 
 
 class Health(Answered):
-    """The state of the server: its database works, and the number of waiting jobs."""
+    """The response of a health check: the server's database works. It has the number of waiting jobs."""
 
     status: Literal["ok"]
     version: str

@@ -34,7 +34,7 @@ FULL_COST = 1500  # what the search for a plan costs, in simulations
 
 
 class Broken(BaseModel):
-    """A rule that a request broke."""
+    """A rule that a request to the planning service broke."""
 
     key: str
     rule: str
@@ -42,13 +42,13 @@ class Broken(BaseModel):
 
 
 class Problem(BaseModel):
-    """The body of every error response."""
+    """The body of every error response of the planning service."""
 
     errors: list[Broken] = Field(min_length=1)
 
 
 class JobState(BaseModel):
-    """The state of a job. ``attempts`` counts starts, and is above 1 if the server ended while the job ran."""
+    """The state of a background job. ``attempts`` counts starts: more than 1 if the server ended while it ran."""
 
     id: str
     kind: str
@@ -83,7 +83,10 @@ class _Names:
         self._service = service
 
     def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
-        """Return all machines by name, and the reason by name for stored machines that cannot be read."""
+        """Return the machines that the planning server knows by name, and why others cannot be read.
+
+        The second dict has the reason for each stored machine that cannot be read.
+        """
         known = {name: preset(name) for name in preset_names()}
         if self._service.shown_machine:
             known[self._service.shown_machine] = self._service.examples["machine"]
@@ -96,7 +99,9 @@ class _Names:
         return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
-        """Return a preset, an uploaded machine, or the machine that the server was started with.
+        """Return a machine by its name, or None if the planning server does not know the name.
+
+        It is a preset, an uploaded machine, or the machine that the server was started with.
 
         Raises:
             RuleError: The machine is stored in a form that this version of ebbtide cannot read.
@@ -116,7 +121,7 @@ class _Names:
             ) from None
 
     def fill(self, scenario: S) -> S:
-        """Replace names of uploaded machines and of the loaded workload in a scenario by their contents."""
+        """Replace the names in a request of an uploaded machine and of a measured workload by their contents."""
         changes: dict[str, Any] = {}
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
@@ -153,7 +158,7 @@ def _response(result: Result) -> Response:
 
 
 def routes(service: Service) -> APIRouter:
-    """Build the router with all routes under /api/v1."""
+    """Build the router with all routes of the planning service under /api/v1."""
     # Told to readers of the schema; `app.Guard` checks the token, of servers that have one.
     token = HTTPBearer(auto_error=False, description="the token of a server that listens beyond loopback")
     router = APIRouter(responses=REFUSALS, dependencies=[Security(token)])
@@ -170,7 +175,7 @@ def routes(service: Service) -> APIRouter:
 def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines")
     async def machines() -> told.Machines:
-        """List presets and uploaded machines with the facts for a selection list."""
+        """List all known machines with their main facts."""
         presets = preset_names()
         known, unreadable = names.machines()
         listed = {
@@ -191,7 +196,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
-        """Return the complete machine.json of a machine."""
+        """Return all measured rates and facts of a machine, as in its machine.json."""
         result = names.machine(name)
         if result is None:
             raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
@@ -199,9 +204,9 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/machines", status_code=201)
     async def put_machine(machine: Machine, replace: bool = False) -> told.Named:
-        """Store a measured machine under its name (`tune profile --push URL`).
+        """Store a measured machine under its name, as `tune profile --push URL` does.
 
-        Status 409 if another machine has the name, unless ``replace`` is true.
+        The status is 409 if another machine has the name, unless ``replace`` is true.
         """
         name = machine.name
         if name in (*preset_names(), service.shown_machine) or not MACHINE_NAME.fullmatch(name) or not name.strip():
@@ -219,7 +224,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/machines/{name}")
     async def forget_machine(name: ask.Name) -> told.Named:
-        """Remove an uploaded machine. Presets and the example's machine cannot be removed."""
+        """Remove an uploaded machine. Presets and the machine that the server was started with cannot be removed."""
         if not await asyncio.to_thread(service.store.forget, "machines", name):
             raise HTTPException(404, "machine must be one that was uploaded")
         return told.Named(name=name)
@@ -228,7 +233,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> told.Models:
-        """List known models, and the workload that the server was started with."""
+        """List all known models, and the measured workload that the server was started with."""
         workload = service.examples.get("workload")
         measured = (
             []
@@ -257,29 +262,32 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/simulate", responses=_answered(told.Simulated))
     async def simulate(request: Request, posted: ask.Simulate) -> Response:
-        """Simulate one iteration under a strategy or a plan."""
+        """Simulate one training iteration under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
     @router.post("/answer", responses=_answered(told.AnswerTold))
     async def answer(request: Request, posted: ask.Answer) -> Response:
-        """Return advice on offloading: strategies, a plan, timelines, and a verdict in one sentence."""
+        """Return advice on offloading: one sentence, a plan, and a table of ways to train with their times."""
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
     @router.post("/ways-out", responses=_answered(told.WaysTold))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
-        """Return the smallest changes that make a job fit into memory, each simulated."""
+        """Return the smallest changes with which a training job fits into memory. Each was simulated."""
         return await computed(request, "ways-out", posted, FULL_COST)
 
     @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
-        """Simulate a grid of strategies and values, and return it as JSON or CSV. A larger grid is a job."""
+        """Simulate each strategy at each combination of the given values. Return a table as JSON or CSV.
+
+        A table that is too large for a direct response must be requested as a job.
+        """
         _check_cells(posted, service.quota.cells, ". Post it to /api/v1/jobs/what-if instead")
         return await computed(request, "what-if", posted, posted.cells * STEPS)
 
     @router.post("/goodput", responses=_answered(told.GoodputTold))
     async def goodput(posted: ask.Goodput) -> Response:
-        """Return the share of useful training time with failures, and the best checkpoint interval."""
+        """Return the goodput (useful share of training time) with failures, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
 
 
@@ -297,18 +305,18 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/plan", status_code=201)
     async def plan(posted: ask.PlanJob) -> JobState:
-        """Search for the best plan in the background."""
+        """Start a background job that searches for the best plan."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
     async def what_if(posted: ask.WhatIfJob) -> JobState:
-        """Simulate a large grid of strategies and values in the background."""
+        """Start a background job that simulates each strategy at each combination of the given values."""
         _check_cells(posted, service.quota.job_cells)
         return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> JobState:
-        """Search for the configuration that trains fastest, in the background."""
+        """Start a background job that searches for the fastest training configuration."""
         check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
@@ -316,31 +324,31 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
 def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
-        """List jobs, the newest first."""
+        """List the background jobs, the newest first."""
         return {"jobs": [JobState(**job) for job in service.store.jobs(limit)]}
 
     @router.get("/jobs/{job}")
     async def job(job: Id) -> JobState:
-        """Return the state of a job with all its attempts."""
+        """Return the state of a background job with all its attempts."""
         return JobState(**_known(service.jobs.state(job), "job"))
 
     @router.get("/jobs/{job}/request")
     async def request_of(job: Id) -> dict[str, Any]:
-        """Return the original request of a job."""
+        """Return the request that started a background job."""
         results: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
         return results
 
     @router.get("/jobs/{job}/result", responses=_answered(told.PlanResult | told.SearchResult | told.Grid, "text/csv"))
     async def result(job: Id) -> Response:
-        """Return the result of a finished job."""
+        """Return the result of a background job that has finished."""
         body, is_json = _known(service.store.result(job), "job that is done")
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
     async def cancel(job: Id, forget: bool = False) -> JobState:
-        """Cancel a job that waits or runs. A job that has ended stays as it is.
+        """Cancel a background job that waits or runs. A job that has ended does not change.
 
-        With ``forget`` a job that has ended is removed with its result.
+        With ``forget``, a job that has ended is removed with its result.
         """
         state = JobState(**_known(service.store.job(job), "job"))
         if not forget:
@@ -356,13 +364,15 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
     async def events_of(job: Id) -> Response:
-        """Stream a job's state as server-sent events: first its state now, then each change until it has ended."""
+        """Stream the state of a background job as server-sent events: its present state, then each change to its
+        end.
+        """
         _known(service.store.job(job), "job")
         return _stream(service, _job_events(service, job))
 
     @router.get("/events", response_class=StreamingResponse, responses=EVENTS)
     async def events() -> Response:
-        """Stream every change of any job and every uploaded run as server-sent events."""
+        """Stream server-sent events: each change of any background job, and each uploaded training run."""
         return _stream(service, _all_events(service))
 
 
@@ -461,7 +471,7 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/runs", status_code=201)
     async def post_run(run: ask.Run) -> told.RunSummary:
-        """Store the measured timeline of a training run, and its plan for a comparison with the prediction."""
+        """Store the measured timeline of a training run, and the plan to compare it with if one is given."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())
         await service.feed.tell("run", stored)
@@ -474,7 +484,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.get("/runs/{run}", responses=_answered(told.RunTold))
     async def run(run: Id) -> Response:
-        """One run: its summary, its plan, and its timeline beside the plan's, as the page draws them."""
+        """Return an uploaded training run: its summary, its plan, and its measured and predicted timelines."""
         text = _known(service.store.run(run), "run")
         workload = service.examples.get("workload")
         found = await asyncio.to_thread(read_run, text, names.machines()[0].values(), workload)
@@ -489,7 +499,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/trace", responses=_answered(told.Trace))
     async def trace(posted: ask.Planned) -> Response:
-        """Return the timelines of stock and of a plan for ui.perfetto.dev."""
+        """Return timelines for ui.perfetto.dev: of DeepSpeed without a plan, and of training under a plan."""
         body = {
             "plan": posted.plan.model_dump(mode="json"),
             "scenario": _checked(names, posted.scenario, service.quota),
@@ -498,7 +508,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/report", response_class=Response, responses={200: {"content": {"text/html": {}}}})
     async def report(posted: ask.Report) -> Response:
-        """Return a self-contained web page about a plan and, if given, a training run."""
+        """Return a self-contained web page about a plan and, if one is given, an uploaded training run."""
         run = None if posted.run is None else _known(service.store.run(posted.run), "run")
         body = {"plan": posted.plan.model_dump(mode="json"), "run": run}
         if posted.scenario is not None:

@@ -1,4 +1,4 @@
-"""The conversion of a service's scenario into a machine and a workload."""
+"""The conversion of a request to the planning service into a machine and a training workload."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ USUAL_SUBGROUP = 10**9
 
 
 def machine_of(scenario: Scenario) -> Machine:
-    """Return the machine of a request's scenario, with the memory and link bandwidth that the scenario sets.
+    """Return the machine that a request names, with the memory and link bandwidth that the request sets.
 
     Raises:
         ValueError: There is no machine of that name, or a value is out of range.
@@ -83,7 +83,7 @@ def _preset(name: str) -> Machine:
 
 
 def workload_of(scenario: Scenario, machine: Machine) -> Workload:
-    """Return the training workload that a request's scenario describes.
+    """Return the training workload of one rank that a request to the planning service describes.
 
     Raises:
         ValueError: There is no model of that name, or the model cannot be used.
@@ -116,10 +116,10 @@ def _check_cut(params: int, subgroup_size: int) -> None:
 
 
 def model_of(scenario: Scenario) -> dict[str, Any]:
-    """Return the config of the model in a request's scenario.
+    """Return the config of the model that a request to the planning service names.
 
     Raises:
-        ValueError: There is no model of that name, or the model is impossibly large.
+        ValueError: There is no model of that name, or the model is too large.
     """
     model = scenario.model
     if isinstance(model, str):
@@ -131,14 +131,14 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def offloads_parameters(scenario: Scenario) -> bool:
-    """Return whether a scenario's DeepSpeed config lets parameters live in host memory."""
+    """Return True if a request's DeepSpeed config lets 16-bit parameters live in host memory."""
     return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
-    """Return the storage for optimizer state in a request's scenario: bytes by directory.
+    """Return the storage that a request allows for optimizer state: bytes by directory.
 
-    An empty name means the folder where training starts.
+    An empty name means the folder in which training starts.
     """
     named = scenario.ds_config is not None and job_of(scenario).offload.storage
     if scenario.storage_bytes is None:
@@ -147,20 +147,20 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
 
 def started_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a `Job` that a scenario's launcher and threads set."""
+    """Return the fields of a training job that a request's launcher and number of threads set."""
     given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def computed_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a `Job` that say how a scenario's layers are computed."""
+    """Return the fields of a training job that say how its layers are computed, from a request."""
     given = {"recompute_share": scenario.recompute_share, "kernels": scenario.kernels}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
 
 
 def job_of(scenario: Scenario) -> Job:
-    """Return the training job that a request's scenario describes.
+    """Return the training job that a request to the planning service describes.
 
     Raises:
         ValueError: The model or the DeepSpeed config cannot be used.
@@ -196,10 +196,10 @@ def _params(job: Job) -> int:
 
 
 def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
-    """Return the strategy that a scenario's DeepSpeed config sets, and its options.
+    """Return the name and options of DeepSpeed's own training strategy that a request's config selects.
 
     Raises:
-        ValueError: The config asks for something that is not simulated.
+        ValueError: The config has a setting that cannot be simulated.
     """
     if scenario.ds_config is None:
         return stock_offload(workload.zero_stage), {}
@@ -207,10 +207,10 @@ def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, 
 
 
 def check_plannable(scenario: Scenario) -> None:
-    """Refuse a scenario with a DeepSpeed config that no plan can be applied to.
+    """Refuse a request with a DeepSpeed config that no plan can be applied to.
 
     Raises:
-        ValueError: The config is refused. The message names the key to change.
+        ValueError: No plan can be applied. The message names the key to change.
     """
     job = None if scenario.ds_config is None else job_of(scenario)
     if job is not None and (refusal := plan_refusal(job.config, job.offload)):
@@ -218,17 +218,17 @@ def check_plannable(scenario: Scenario) -> None:
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Return the machine and the training workload of a request's scenario.
+    """Return the machine and the training workload that a request to the planning service describes.
 
     Raises:
-        ValueError: See `machine_of` and `workload_of`.
+        ValueError: The machine or the model is unknown or cannot be used.
     """
     machine = machine_of(scenario)
     return machine, workload_of(scenario, machine)
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """Return an estimate of the number of ops in one simulation of a scenario, without any simulation."""
+    """Return an estimate of how many operations one simulation of a request has. Nothing is simulated."""
     fixed, each, micro = _ops(scenario)
     return fixed + each * micro
 
@@ -258,7 +258,7 @@ def _searches(asked: Scenario) -> bool:
 
 
 def check_search_ops(asked: Scenario, quota: Quota) -> None:
-    """Refuse a search for a plan that a worker's memory cannot hold, before any work.
+    """Refuse a request to search for a plan that would exceed a worker process's memory.
 
     Raises:
         RuleError: The step has too many micro-batches. The message says how many are allowed.
@@ -277,10 +277,15 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return whether the simulations of a request are light enough for a quick answer.
+    """Return True if the simulations of a request are few enough for the queue of light requests.
+
+    Args:
+        ops: Number of operations in one simulation.
+        simulations: Number of simulations.
+        quota: Limits of the service.
 
     Raises:
-        ValueError: The simulations are more than the service does for a request.
+        ValueError: The simulations are more than the service allows for one request.
     """
     total = ops * simulations
     for got, most in ((ops, quota.heavy_ops), (total, quota.heavy_ops * 40)):

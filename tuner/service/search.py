@@ -1,4 +1,4 @@
-"""The service's job that searches the training configuration of a scenario, as `tune search` does."""
+"""The planning service's background job that searches for the fastest configuration, as `tune search` does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from ebbtide.tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machin
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Return every simulated configuration of a search, as ``tune search -o`` writes it.
+    """Return every training configuration that a search has simulated, in the form of ``tune search -o``.
 
     Raises:
-        ValueError: A name is unknown, or no configuration has the given knobs.
+        ValueError: A name is unknown, or no configuration has the given values.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.configurations.deciding import explore
@@ -42,10 +42,10 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
 
 
 def space_of(request: SearchJob, machine: Machine) -> Any:
-    """Return the space of training configurations that a search job covers.
+    """Return the set of training configurations that a background job searches.
 
     Raises:
-        ValueError: No configuration has the global batch.
+        ValueError: No configuration can have the global batch.
     """
     from ebbtide.tuner.configurations.space import Configuration, Space
 
@@ -61,7 +61,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
 
 
 def check_search(request: SearchJob, quota: Quota) -> None:
-    """Refuse a search job with more ops in one configuration than the service simulates.
+    """Refuse a search for a training configuration with more operations in one simulation than are allowed.
 
     Raises:
         ValueError: The accumulation or the global batch is too large.

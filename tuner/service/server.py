@@ -1,4 +1,4 @@
-"""The HTTP server of the planning service, with timeouts for slow clients and a clean shutdown."""
+"""The HTTP server of the planning service. It drops slow clients after a time limit, and ends cleanly."""
 
 import asyncio
 import logging
@@ -23,7 +23,11 @@ LOG = logging.getLogger("uvicorn.error")
 
 
 def protocol(head_s: float) -> type[HttpToolsProtocol]:
-    """Return a uvicorn protocol class that disconnects clients that do not finish a request's head in time."""
+    """Return a class for uvicorn that disconnects a client if it does not send a request's head in time.
+
+    Args:
+        head_s: Time limit in seconds.
+    """
 
     class Patient(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
@@ -65,9 +69,9 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
 
 
 def config(service: Service, host: str, port: int) -> uvicorn.Config:
-    """Return the uvicorn config of the server process.
+    """Return the settings of uvicorn, the web server, for the planning service.
 
-    A single process is enough, since the database has one writer and workers do all computations.
+    A single server process is enough, since only one may write to the database and workers do all computations.
     """
     return uvicorn.Config(
         create_app(service),
@@ -95,7 +99,7 @@ class _Server(uvicorn.Server):
 
 
 def run(service: Service, host: str, port: int) -> None:
-    """Run the HTTP server until it is interrupted or terminated."""
+    """Run the planning service's HTTP server until it is interrupted or terminated."""
     server = _Server(service, config(service, host, port))
     socket = server.config.bind_socket()
     socket.listen(BACKLOG)  # before it is told where: who comes at once waits, and is not refused
@@ -106,7 +110,7 @@ def run(service: Service, host: str, port: int) -> None:
 
 
 def load_example(service: Service, folder: Path) -> None:
-    """Load the web page's first example: a measured machine, its workload, and the run under its plan.
+    """Load a training run as the web page's first example: its machine, its workload and its timeline.
 
     Raises:
         OSError: A file is missing.
@@ -142,5 +146,5 @@ def load_example(service: Service, folder: Path) -> None:
 
 
 def shipped_example() -> Path:
-    """Return the folder of a small real training run that comes with the package."""
+    """Return the folder of a small measured training run that is part of the installed package."""
     return Path(str(files("ebbtide.tuner.service") / "example"))

@@ -1,11 +1,10 @@
-"""The database of the planning service: jobs, runs and uploaded machines in one SQLite file.
+"""The database of the planning service: jobs, uploaded runs and machines in one SQLite file.
 
-It uses WAL with full synchronization: data that a client was told about is on disk, and a kill at any time
-leaves the state of the last committed transaction. Every method is one transaction. Methods that write wait
-for the disk and run in threads, one at a time under a lock, on their own connection, so that readers see
-only committed data. Readers take turns too. A connection keeps its first snapshot while any of its
-statements is open, so a thread that reads during another thread's list could miss a job that it has just
-added.
+If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full
+synchronization). A kill at any time leaves the state of the last committed transaction. Every method is one
+transaction. Methods that write wait for the disk, so they run in threads, one at a time under a lock. They
+have their own connection, so that readers see only committed data. Reads also run one at a time, because a
+connection with an open read still sees old data, and could miss a job that the same thread has just added.
 """
 
 import fcntl
@@ -42,14 +41,14 @@ _JOB = "id, kind, title, state, attempts, share, note, created_s, started_s, fin
 
 
 class StoreError(ValueError):
-    """An error for a database that the service cannot use. The message says what to change."""
+    """An error: the planning service cannot use its database. The message says what to change."""
 
 
 class Store:
-    """The database of jobs, training runs and machines.
+    """The planning service's database of jobs, uploaded training runs and machines.
 
     Raises:
-        StoreError: Another server uses the file, or the file is no such database.
+        StoreError: Another server uses the file, or the file is not such a database.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -129,7 +128,7 @@ class Store:
     # -- jobs --------------------------------------------------------------------------------
 
     def add_job(self, kind: str, request: str, title: str = "") -> dict[str, Any]:
-        """Add a job at the end of the queue, and return its state."""
+        """Add a job at the end of the planning service's queue, and return its state."""
         job = uuid.uuid4().hex
         with self._transaction() as db:
             db.execute(
@@ -142,8 +141,9 @@ class Store:
         return results
 
     def claim(self) -> dict[str, Any] | None:
-        """Mark the oldest queued job as running, and return its state. The attempt is on disk before any work
-        begins.
+        """Mark the oldest queued job as running, and return its state, or None if no job is queued.
+
+        The mark is on disk before the job starts.
         """
         with self._transaction() as db:
             row = db.execute("SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1").fetchone()
@@ -159,7 +159,10 @@ class Store:
         return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
     def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
-        """End an open job. Return False if it had ended before, since a cancellation and a result may cross."""
+        """Mark a queued or running job as ended. Return False if it had already ended.
+
+        That can happen if a job is cancelled at the moment at which it finishes.
+        """
         now_s = time.time()
         with self._transaction() as db:
             done = db.execute(
@@ -174,7 +177,10 @@ class Store:
         return done.rowcount == 1
 
     def recover(self, most_attempts: int) -> int:
-        """Return interrupted jobs to the queue, or fail them after too many attempts. Return their number."""
+        """Queue the jobs again that were running when the server ended, and return their number.
+
+        A job with too many attempts fails instead.
+        """
         with self._transaction() as db:
             rows = db.execute("SELECT id, attempts FROM jobs WHERE state = 'running'").fetchall()
             for row in rows:
@@ -193,7 +199,10 @@ class Store:
         return len(rows)
 
     def job(self, job: str) -> dict[str, Any] | None:
-        """Return a job's state with every attempt, without request and result, or None if it is unknown."""
+        """Return a job's state with every attempt, or None if the job is unknown.
+
+        The state does not include the job's request and result.
+        """
         row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)
         if row is None:
             return None
@@ -203,7 +212,7 @@ class Store:
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return the states of the newest jobs, the newest first."""
+        """Return the states of the newest jobs of the planning service, the newest first."""
         rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 
@@ -215,12 +224,12 @@ class Store:
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
-        """Return the bytes of a job's result and whether they are JSON, or None before the job is done."""
+        """Return a job's result as bytes and True if they are JSON. Return None if the job has no result."""
         row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
-        """Remove a job that has ended, a training run or a machine. Return False if there is none."""
+        """Remove a job that has ended, a training run or a machine from the database. Return False if there is none."""
         column = "name" if table == "machines" else "id"
         ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
         with self._transaction() as db:
@@ -230,14 +239,14 @@ class Store:
     # -- runs and machines -------------------------------------------------------------------
 
     def add_run(self, name: str, summary: dict[str, Any], run: str) -> dict[str, Any]:
-        """Store the timeline of a training run, and return its summary with its id."""
+        """Store the timeline of an uploaded training run, and return its summary with its new id."""
         number, now_s = uuid.uuid4().hex, time.time()
         with self._transaction() as db:
             db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?)", (number, name, json.dumps(summary), run, now_s))
         return {"id": number, "name": name, "created_s": now_s, **summary}
 
     def runs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return summaries of the newest training runs, the newest first."""
+        """Return summaries of the uploaded training runs, the newest first."""
         rows = self._rows("SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit)
         kept = ("id", "name", "created_s")
         return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
@@ -247,24 +256,31 @@ class Store:
         return None if row is None else str(row[0])
 
     def put_machine(self, name: str, machine: str, replace: bool = True) -> bool:
-        """Store a machine. Return False if another machine has the name and must not be replaced."""
+        """Store a machine in the database. Return False if another machine has the name and ``replace`` is false."""
         clash = "REPLACE" if replace else "IGNORE"
         with self._transaction() as db:
             kept = db.execute(f"INSERT OR {clash} INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
         return kept.rowcount == 1 or self.machine(name) == machine
 
     def machine(self, name: str) -> str | None:
-        """Return the stored text of a machine, which another version of ebbtide may have written, or None."""
+        """Return the stored text of a machine, or None if there is none. Another version may have written it."""
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else str(row[0])
 
     def machines(self) -> dict[str, str]:
-        """Return the stored texts of all machines by name."""
+        """Return the stored texts of all uploaded machines by name."""
         rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: row["machine"] for row in rows}
 
     def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
-        """Delete finished jobs, training runs and machines beyond their age or number. Keep open jobs."""
+        """Delete finished jobs, training runs and machines that are too old or too many. Keep unfinished jobs.
+
+        Args:
+            keep_s: Age in seconds at which finished jobs are deleted.
+            run_keep_s: Age in seconds at which training runs are deleted.
+            kept_rows: Number of finished jobs that are kept, and of training runs.
+            kept_machines: Number of machines that are kept.
+        """
         now_s = time.time()
         with self._transaction() as db:
             db.execute(

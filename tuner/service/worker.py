@@ -1,9 +1,9 @@
-"""A worker process of the planning service. It reads calls from stdin and writes results to stdout.
+"""A worker process of the planning service. It reads requests from stdin and writes results to stdout.
 
     python -m ebbtide.tuner.service.worker NICENESS BYTES
 
-Data is JSON in both directions, never pickles, so that no part of a request can be executed. A frame is a
-tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by itself when its
+Data is JSON in both directions and never pickled, so that no part of a request can be executed. A message is
+a tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by itself when its
 server has ended (stdin is closed), even during a computation.
 """
 
@@ -29,13 +29,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
-    """Write a tagged message to a stream, and flush it."""
+    """Write a message with a tag and a length to the pipe of a worker process, and flush it."""
     stream.write(HEAD.pack(tag, len(payload)) + payload)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """Read the next tagged message from a stream, or return None at the end of the stream."""
+    """Read the next message from the pipe of a worker process. Return its tag and bytes, or None at the end."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -45,7 +45,7 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 
 def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """Return, for each kind of call, the type of its request and the function that answers it."""
+    """Return, for each kind of request to a worker process, the request's type and the function that answers it."""
     from ebbtide.tuner.service import answers, report, requests, search
 
     return {
@@ -75,9 +75,9 @@ class _Progress:
 
 
 def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
-    """Answer one call, and return the tag and bytes of the result or error.
+    """Answer one request in a worker process. Return the tag and the bytes of the result or error.
 
-    Errors of the request and errors of the program have different tags.
+    The tag tells errors of the request from errors of the program.
     """
     request = None
     try:
@@ -107,7 +107,7 @@ def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit the growth of this process's address space. Beyond the limit, Python raises MemoryError."""
+    """Limit how much this process's address space may grow. Beyond the limit, Python raises MemoryError."""
     import resource
 
     with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123
@@ -123,7 +123,7 @@ def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> None:
-    """Run the worker process: answer calls until stdin ends."""
+    """Run a worker process of the planning service: answer requests until stdin ends."""
     niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
     os.nice(niceness)
     # What libraries print must not end up between the frames.

@@ -1,7 +1,7 @@
-"""Differences between two runs that should have agreed, since the same command ran twice.
+"""Differences between two runs of the same training command, which should have given equal results.
 
-They are either noise of kernels, or the training itself differs. In the latter case no comparison with
-another run is possible.
+They are either noise of the kernels' summation order, or the runs train differently, for example because a
+random generator has no fixed seed. In that case no comparison with another run is possible.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ ANOTHER = 0.25
 
 @dataclass(frozen=True)
 class Chance:
-    """The difference between two runs of the same training command that should have agreed.
+    """The difference between two runs of the same training command, which should have given equal results.
 
     Attributes:
-        where: The first difference, and a hint about its cause.
-        apart: Distance of the first update that differs, relative to that update. 0 if the runs begin with
-            different parameters, or no parameter differs.
+        where: Text on the first difference, with a hint about its cause.
+        apart: Distance of the two runs' first different updates, relative to the size of the update. 0 if the
+            runs begin with different parameters, or no parameter differs.
         blind: True if the runs differ so much that no other run can be compared with them.
     """
 
@@ -34,7 +34,7 @@ class Chance:
 
 
 def chance_of(run: Run, other: Run) -> Chance | None:
-    """Return the difference between two runs of the same command, or None if all bits agree."""
+    """Return the difference between two runs of the same training command, or None if all bits agree."""
     steps = [differences(run, other, step) for step in common_steps(run, other)]
     found = [(step, each) for step, each in enumerate(steps) if each]
     if not found:

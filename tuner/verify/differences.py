@@ -1,4 +1,4 @@
-"""The first differences between two training runs, and their size."""
+"""The quantities that differ between two training runs after a step, and the size of each difference."""
 
 import math
 from collections.abc import Iterator
@@ -9,15 +9,17 @@ from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """A quantity that differs between two training runs after the same step.
+    """A quantity (a loss, norm, rate or tensor) that differs between two training runs after the same step.
 
     Attributes:
+        step: Number of the optimizer step.
         name: A loss, ``gradient norm``, a learning rate, a parameter, or its fp32 master (``NAME/fp32``).
-        ours: A scalar's value or a tensor's norm in the first run.
-        theirs: The same in the second run.
-        relative: A scalar's difference divided by the larger value. A tensor's distance divided by the distance
-            that updates have moved the tensor so far, or by its norm if updates have not moved it.
-        distance: Distance of a tensor in the two runs.
+        ours: Value of a scalar, or norm of a tensor, in the first run.
+        theirs: Value of the scalar, or norm of the tensor, in the second run.
+        relative: For a scalar, the difference divided by the larger value. For a tensor, the distance divided by
+            the distance that updates have moved the tensor so far, or by its norm if they have not moved it.
+        distance: Euclidean distance between the tensor's values in the two runs.
+        is_tensor: True for a tensor, False for a scalar.
     """
 
     step: int
@@ -30,10 +32,10 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return all differences between two runs after one step, in the order of their causes.
+    """Return all quantities that differ between two training runs after one step, in the order of their causes.
 
-    The order is losses, norm, learning rates, masters, parameters. Among masters, and among parameters, the
-    largest difference comes first.
+    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and among
+    parameters, the largest difference comes first.
     """
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
@@ -41,7 +43,7 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return the distance that one step moved a tensor, in the run that moved it further."""
+    """Return the distance that a tensor moved in one step, in that of two training runs with the longer distance."""
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 
 

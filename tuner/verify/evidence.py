@@ -1,4 +1,4 @@
-"""Evidence of errors within one training run: states that no order of summation explains."""
+"""A search within one training run for tensors that no order of summation can explain, such as NaNs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from ebbtide.tuner.verify.run import MASTER, Run
 
 @dataclass(frozen=True)
 class Evidence:
-    """An error found in one training run without help of another run.
+    """A sign of an error in one training run, found in the tensors after one step.
 
     Attributes:
         run: Name of the run.
-        step: Step after which the error shows.
+        step: Step after which the error is visible.
         name: Name of the tensor.
         text: Description of the error.
-        certain: True if it is an error at any size. Otherwise it is only a hint to which run is wrong.
+        certain: True if it is certainly an error. Otherwise it is only a hint at which of two runs is wrong.
     """
 
     run: str
@@ -26,9 +26,12 @@ class Evidence:
 
 
 def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
-    """Yield the evidence of errors in a run's tensors after one step.
+    """Yield the signs of errors in a training run's tensors after one step.
 
-    Another run shows what the step should have done.
+    Args:
+        run: Run to examine.
+        step: Number of the optimizer step.
+        other: Second run of the same training, which shows what the step should have done.
     """
     goes_on = any(_moves(run, name, step) for name in run.masters)
     for name in run.steps[step].tensors:

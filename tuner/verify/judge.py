@@ -1,8 +1,8 @@
-"""The decision whether a difference between two training runs is rounding or a defect.
+"""The decision if a difference between two training runs is rounding or a defect.
 
-Rounding begins small and grows as a flipped bit does. A run with one flipped bit shows how large a
-difference rounding explains, for each tensor and step. A much larger difference is a defect. Two runs that
-must be bit-identical (a plan and stock DeepSpeed) are not judged by size.
+A rounding difference is small at first, and grows as training goes on. A run in which one bit was flipped
+shows how large rounding can make a difference in each tensor and step. A much larger difference is a defect.
+A plan and DeepSpeed without a plan must be bit-identical, so between them any difference is a defect.
 """
 
 import math
@@ -35,12 +35,16 @@ class Finding:
     """The result of comparing two training runs.
 
     Attributes:
-        first: The difference to look at. It is the first that rounding does not explain, otherwise the first of
-            all. None if all bits agree.
-        also: Number of other tensors that differ in the same step.
-        explained: The relative difference that rounding explains.
-        off: Name of the run that is wrong.
-        why: Reasons for that, and possible causes.
+        side: Name of the first run.
+        against: Name of the second run.
+        verdict: Result in one word, such as ``identical``, ``rounding`` or ``defect``.
+        steps: Number of compared steps.
+        first: First difference that rounding does not explain. If rounding explains all, the first of all. None
+            if all bits agree.
+        also: Number of other tensors that differ in the same step as ``first``.
+        explained: Relative difference that rounding explains for ``first``.
+        off: Name of the run that is wrong. Empty if unknown.
+        why: Sentences on why that run is wrong, and on possible causes.
     """
 
     side: str
@@ -56,18 +60,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Noise:
-    """The differences that chance explains, from repeated runs of the same training that should agree.
+    """The size of differences between training runs that chance explains.
+
+    It is measured with runs of the same training.
 
     Attributes:
         reference: First run.
-        others: The same run again, and the same run with a flipped bit.
+        others: A repeat of that run, and a repeat with one flipped bit.
     """
 
     reference: Run
     others: tuple[Run, ...]
 
     def explained(self, difference: Difference) -> float:
-        """Return the relative difference that chance explains for a tensor, loss or norm, judged by similar ones."""
+        """Return the relative difference between two training runs that chance explains for one tensor or scalar.
+
+        It is derived from the differences of similar tensors or scalars between repeated runs.
+        """
         if not difference.is_tensor:
             return self._of_sums(_kind(difference))
         found = [self._floor(), *(self._of(run, difference) for run in self.others)]
@@ -87,9 +96,9 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return the relative distance that chance gives to at least nine in ten fp32 masters in a step.
+        """Return how far chance moves the fp32 masters of two runs apart in one step, relative to their updates.
 
-        It is at least a quarter of the rounding floor.
+        At least nine in ten masters differ by this much. It is at least a quarter of the expected rounding error.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -117,12 +126,13 @@ def _kind(difference: Difference) -> str:
 
 
 def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Finding:
-    """Compare a training run with a more trusted one.
+    """Compare a training run with a more trusted run, and decide if a difference is rounding or a defect.
 
     Args:
+        run: Run to judge.
         other: Run that is taken as right if nothing else decides.
-        noise: Differences that chance explains. None if no bit differs, or the bits must agree.
-        same_bits: Treat any difference as a defect.
+        noise: Differences that chance explains. None if no bit differs, or if all bits must agree.
+        same_bits: True if any difference is a defect.
     """
     steps = len(common_steps(run, other)) - 1
     finding = Finding(run.name, other.name, "identical", max(0, steps))
@@ -182,9 +192,9 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 
 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
-    """Return a differing fp32 master if even the least different masters are far off, or None.
+    """Return the fp32 master with the clearest difference if all masters differ too much, or None.
 
-    Wrong scalars change all masters alike, and rounding does not change all of them.
+    A wrong scalar, such as the learning rate, changes all masters. Rounding leaves some nearly unchanged.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):
@@ -205,10 +215,10 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return the difference that shows a defect in few tensors after all tensors agreed, or None.
+    """Return a difference in a few tensors that rounding cannot explain, or None.
 
-    Rounding must not explain it. If losses and norm agree bitwise, updates are compared. Otherwise sums in
-    another order are allowed for.
+    It is a defect only if all tensors agreed before this step. If losses and gradient norm still agree bit by
+    bit, only the rounding of one update is allowed. Otherwise gradients may have been summed in another order.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]
@@ -224,10 +234,10 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
 
 
 def _another_update(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return the difference that shows a defect of the update, or None.
+    """Return a difference that shows a wrong optimizer update, or None.
 
-    Tensors and losses were equal and the norm nearly, but the update differs in half of the fp32 masters. No
-    difference has had time to grow.
+    The update is wrong if all tensors agreed before the step and the scalars agree, but at least half of the fp32
+    masters were updated differently. Rounding has had no time to grow so large.
     """
     earlier = [d for k in range(step) for d in differences(run, other, k)]
     sums = [d for d in (*earlier, *found) if not d.is_tensor]

@@ -1,4 +1,4 @@
-"""The launch of a training command in its own process, with its states recorded for a comparison."""
+"""The launch of a training command for ``tune verify``: a separate process that records its training."""
 
 import json
 import os
@@ -21,14 +21,17 @@ _NAMED = re.compile(
 
 
 class VerifyError(RuntimeError):
-    """An error for a run that did not train. The message names the run and ends with its last output."""
+    """An error: a command that ``tune verify`` started did not train.
+
+    The message names the run and ends with its last output.
+    """
 
 
 class NotDeterministicError(VerifyError):
-    """An error for operations without a deterministic kernel in torch, in a run that must be deterministic.
+    """An error: a run must be deterministic, but torch has no deterministic kernel for some operations.
 
     Attributes:
-        operations: Names of the operations as torch gives them.
+        operations: Names of these operations as torch gives them.
     """
 
     def __init__(self, operations: tuple[str, ...]) -> None:
@@ -41,7 +44,7 @@ class NotDeterministicError(VerifyError):
 
 @dataclass(frozen=True)
 class Side:
-    """A kind of run in ``tune verify``: the changes that are made to the given training command.
+    """A kind of run in ``tune verify``: how the given training command is changed for it.
 
     The fields are those of `ebbtide.runtime.verify.lines.Job`.
     """
@@ -58,24 +61,28 @@ class Side:
 
     @property
     def how(self) -> str:
-        """Return how a verification run was made, as part of a sentence about the command."""
+        """Return how ``tune verify`` ran the training command, as the end of a sentence such as "as it is"."""
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A recorded training run, and the operations that torch named as not deterministic."""
+    """A training run that was recorded, and the operations in it that torch calls not deterministic."""
 
     run: Run
     operations: tuple[str, ...] = ()
 
 
 def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Launched:
-    """Run a training command for some steps, and return its record when the command has ended.
+    """Run a training command for some steps in a separate process, and return the record of its training.
 
     Args:
-        deterministic: Let torch use deterministic kernels only, and raise if there is none. The field of the
-            same name in `Side` asks torch for warnings only.
+        command: Training command.
+        side: Changes to the command, such as training without offload.
+        steps: Number of optimizer steps.
+        seed: Seed of the random generators that the script does not seed itself.
+        deterministic: True if torch may use only deterministic kernels, and must fail if there is none. The field
+            of the same name in `Side` only makes torch warn.
 
     Raises:
         NotDeterministicError: With ``deterministic``, an operation has no such kernel.
@@ -118,7 +125,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
 
 
 def operations_in(text: str) -> tuple[str, ...]:
-    """Return the operations that torch names as not deterministic in a program's output."""
+    """Return the names of the operations that torch calls not deterministic in a program's output."""
     return tuple(dict.fromkeys(op or attention for op, attention in _NAMED.findall(text)))
 
 

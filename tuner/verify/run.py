@@ -1,4 +1,7 @@
-"""A training run assembled from its ranks' records, with numbers that do not depend on the partitioning."""
+"""A recorded training run, put together from the records of its ranks.
+
+The recorded numbers do not depend on how tensors are divided among the ranks.
+"""
 
 import json
 import math
@@ -18,18 +21,18 @@ MASTER = "/fp32"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A digest of a whole tensor, summed over the ranks that hold parts of the tensor.
+    """A digest of one tensor in a training run, put together from the parts that the ranks hold.
 
     Attributes:
-        hash: Equal for equal bits.
+        hash: Hash of all bits. Equal tensors have equal hashes.
         narrow: For an fp32 master, the hash after rounding to the parameter's dtype. 0 if unknown.
-        low_bits: True if an element has bits below the 16 high ones.
+        low_bits: True if an element has nonzero bits below the 16 high ones.
         not_finite: Number of infinities and NaNs.
         norm: Norm of the finite elements.
-        largest: Largest finite element by magnitude.
-        sketch: Vector such that the distance of two sketches is about that of the tensors.
+        largest: Magnitude of the largest finite element.
+        sketch: Short vector. The distance of two sketches is about the distance of the tensors.
         elements: Number of elements.
-        copies_agree: True if ranks that hold the same part hold the same bits.
+        copies_agree: True if ranks that hold the same part of the tensor hold the same bits.
     """
 
     hash: int
@@ -43,17 +46,17 @@ class Tensor:
     copies_agree: bool = True
 
     def distance(self, other: "Tensor") -> float:
-        """Return the approximate Euclidean distance of two tensors, right to a factor of two."""
+        """Return the approximate Euclidean distance of two tensors. It is within a factor of two of the true one."""
         return math.dist(self.sketch, other.sketch)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The recorded state of training after one optimizer step. Step 0 is the state before the first step.
+    """The recorded state of a training run after one optimizer step, or before the first step.
 
     Attributes:
-        scalars: Losses, gradient norm and learning rates, in the order of their computation.
-        tensors: fp32 masters, then parameters.
+        scalars: Losses, gradient norm and learning rates by name, in the order of their computation.
+        tensors: Digests by name: first the fp32 masters, then the parameters.
     """
 
     scalars: Mapping[str, float]
@@ -65,8 +68,8 @@ class Run:
     """A recorded training run.
 
     Attributes:
-        name: Name of the run's side: plan, stock or no-offload.
-        about: Rank 0's description: versions, stage, ranks, dtype.
+        name: Name of the kind of run: ``plan``, ``stock`` (DeepSpeed without a plan) or ``no-offload``.
+        about: Facts recorded by rank 0: versions, ZeRO stage, number of ranks, dtype.
         steps: Recorded states. Number 0 is the state before the first step.
         asked: Number of requested steps. 0 if unknown.
         silent: Number of ranks without any recorded step.
@@ -80,7 +83,10 @@ class Run:
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:
-        """Return the total distance that updates have moved a tensor up to a step, >= 0 and never NaN."""
+        """Return the total distance that updates have moved a tensor up to a step: the sum over all steps.
+
+        The result is never NaN.
+        """
         if step == 0:
             return 0.0
         known = self._paths.get((name, step))
@@ -96,7 +102,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str) -> Run | None:
-    """Read a training run from its ranks' files in a folder, or return None if there are none."""
+    """Read a training run from the files that its ranks wrote to a folder. Return None if there are none."""
     ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
     ranks = [lines for lines in ranks if len(lines) > 1]
     if not ranks:

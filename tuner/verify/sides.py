@@ -1,4 +1,4 @@
-"""The runs that ``tune verify`` makes, and the pairs that it compares."""
+"""The runs that ``tune verify`` makes of a training command, and their comparison in pairs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ NEARER = 4.0  # times: whoever is so much nearer to a third side agrees with it
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of all comparisons of a verification.
+    """The result of ``tune verify``: the compared training runs and what was found.
 
     Attributes:
         runs: Compared runs, the most trusted one last.
-        findings: Result of each comparison.
-        operations: Operations that torch names as not deterministic.
-        chance: Difference between two runs that should agree. None if there is no difference.
+        findings: Result of comparing each run with the next.
+        operations: Names of the operations that torch calls not deterministic.
+        chance: Difference between two runs of the same command. None if they are equal.
     """
 
     runs: tuple[Run, ...]
@@ -33,7 +33,7 @@ class Verification:
 
     @property
     def right(self) -> bool | None:
-        """Return whether training was verified as right, or None if nothing can be said."""
+        """Return True if ``tune verify`` found training right, False if wrong, and None if it cannot tell."""
         verdicts = {finding.verdict for finding in self.findings}
         if "defect" in verdicts:
             return False
@@ -41,13 +41,13 @@ class Verification:
 
 
 def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
-    """Run a training command under a plan, stock and without offload, and compare each run with the next.
+    """Run a training command under a plan and without one, and compare each run with the next.
 
-    Further runs are made only if bits differ.
+    Further runs are made only if the results are not bit-identical.
 
     Args:
-        against: Runs to compare with: ``stock``, ``no-offload`` or both.
-        start: Function that makes a run.
+        against: Runs to compare with: ``stock`` (DeepSpeed without a plan), ``no-offload`` or both.
+        start: Function that runs the command in a given way and returns the record.
         told: Called with a description of each run before it starts.
     """
 
@@ -71,9 +71,9 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
-    """Run the plan and stock again if their bits differ, and return the new runs by name.
+    """Repeat the runs under the plan and without it if their bits differ, and return the repeats by name.
 
-    The second runs show which of the first runs differs again.
+    The repeats show if the difference occurs again, and which run caused it.
     """
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}
@@ -90,12 +90,14 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 def compared(
     runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
 ) -> tuple[Finding, ...]:
-    """Compare each training run with the next, and return the findings.
+    """Compare each recorded training run with the next, and return the results.
 
     Args:
+        runs: Runs, the most trusted one last.
         noise: Differences that chance explains.
-        repeated: Second runs of the plan and stock, made because the first runs differ.
-        chance: Difference between two runs that should agree. If given, no runs must be bit-identical.
+        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. They are made if
+            the first two runs differ.
+        chance: Difference between two runs of the same command. If given, no runs must be bit-identical.
     """
     findings = []
     for run, other in pairwise(runs):

@@ -1,4 +1,4 @@
-"""The result of ``tune verify`` as text for one screen, and as JSON."""
+"""The result of ``tune verify`` (training compared with and without a plan) as text, and as JSON."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ebbtide.tuner.verify.sides import Verification
 
 
 def screen(result: Verification) -> list[str]:
-    """Return the lines of text that `tune verify` prints for its result."""
+    """Return the lines of text that `tune verify` prints about its result."""
     lines = [_headline(result.runs[0]), ""]
     lines += [_row(run) for run in result.runs]
     for finding in result.findings:
@@ -97,7 +97,7 @@ def _known(result: Verification) -> list[str]:
 def as_json(result: Verification) -> dict[str, Any]:
     """Return the result of ``tune verify`` as JSON data.
 
-    It has ``right`` (None if unknown), the runs, and each finding with its first difference.
+    It has ``right`` (null if unknown), the runs, and the result of each comparison with its first difference.
     """
     return {
         "right": result.right,

@@ -1,7 +1,7 @@
-"""The lazy asynchronous checkpoint engine, which replaces DeepSpeed's own.
+"""The checkpoint engine that replaces DeepSpeed's own and writes checkpoints in the background.
 
-Lazy means that a checkpoint copies nothing when it starts. Writer threads read the live buffers while
-training continues, and only state that an update is about to overwrite is copied (copy on update).
+A checkpoint copies nothing when it starts. Writer threads read the tensors of optimizer state while
+training continues. Only state that an update is about to overwrite is copied first (copy on update).
 """
 
 import atexit
@@ -48,12 +48,12 @@ logger = logging.getLogger("ebbtide.checkpoint")
 class LazyCheckpointEngine(CheckpointEngine):
     """A checkpoint engine that saves in the background, commits atomically and loads only verified files.
 
-    `install` creates it. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training loop
-    calls `on_step`, `wait` and `close`. One checkpoint runs at a time.
+    `install` creates this engine. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training loop
+    calls `on_step`, `wait` and `close`. Only one checkpoint is written at a time.
 
     Attributes:
-        client_state: Function that returns the ``client_state`` (data position and the like) of a save at the
-            planned interval.
+        client_state: Function that returns the ``client_state`` (such as the data position) for a save that the
+            plan's checkpoint interval starts.
         last: The cost of the last committed checkpoint.
     """
 
@@ -94,7 +94,9 @@ class LazyCheckpointEngine(CheckpointEngine):
     # -- what the training loop calls
 
     def on_step(self, global_step: int) -> None:
-        """Raise the error of a failed checkpoint, and save at the planned interval. Called after each optimizer step.
+        """Start a checkpoint if the planned interval has passed, and raise the error of an earlier failed one.
+
+        Call this function after each optimizer step.
 
         Raises:
             CheckpointError: An earlier checkpoint failed in the background. The cause is chained.
@@ -105,7 +107,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
 
     def wait(self) -> Report | None:
-        """Wait until the running checkpoint is committed, and return the report of the last one.
+        """Wait until the checkpoint in progress is committed. Return the report of the last checkpoint.
 
         Raises:
             CheckpointError: The checkpoint failed. The cause is chained.
@@ -116,7 +118,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self.last
 
     def finish(self) -> None:
-        """Wait until no checkpoint is in flight, or until its writing makes no progress. Failures are not raised."""
+        """Wait until no checkpoint is being written, or until its writing stops making progress. Raise no error."""
         job = self._job
         if job is not None and not job.elsewhere:
             job.wait_while_moving(GRACE_S + 1.5 * OUTCOME_GRACE_S)
@@ -126,7 +128,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self._job is not None and self._job.running
 
     def close(self) -> None:
-        """Finish the running checkpoint and release the checkpoint engine's reserved memory.
+        """Wait until the checkpoint in progress is committed or has failed, and release the host memory reserved for
+        checkpoints.
 
         Raises:
             CheckpointError: A checkpoint failed, and this error has not been raised before.
@@ -168,7 +171,6 @@ class LazyCheckpointEngine(CheckpointEngine):
             ) from job.failure
 
     def _drop_note(self) -> None:
-        """Remove the note of the last save. The next run removes a note that cannot be removed now."""
         if self._note is None or self._note.stays:
             return
         note, self._note = self._note, None
@@ -186,13 +188,15 @@ class LazyCheckpointEngine(CheckpointEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint instead of ``engine.save_checkpoint``. Return as soon as training may continue.
+        """Start to save a checkpoint, and return as soon as training may continue. Replaces
+        ``engine.save_checkpoint``.
 
         Returns:
-            False if the save is skipped, because one is running and ``checkpoint.busy`` is ``skip``.
+            False if this save is skipped, because an earlier one is still being written and the setting
+                ``checkpoint.busy`` is ``skip``.
 
         Raises:
-            CheckpointError: An earlier checkpoint failed on any rank, or the engine was destroyed.
+            CheckpointError: An earlier checkpoint failed on any rank, or the training engine was destroyed.
         """
         if self._closed:
             raise CheckpointError("this engine was destroyed, so it can no longer save or load checkpoints")
@@ -281,11 +285,6 @@ class LazyCheckpointEngine(CheckpointEngine):
         return save.commit.note
 
     def _save_apart(self, write: Callable[[], Any], latest: Path | None, tag: str) -> None:
-        """Save by DeepSpeed's rules, in the foreground, if the ranks save under different names.
-
-        Such ranks have no common checkpoint to commit. DeepSpeed warns about this case, unless its
-        ``checkpoint.tag_validation`` says otherwise.
-        """
         write()
         if latest is not None and self._peers.rank == 0:
             self._files.write_durably(latest, tag.encode(), "latest")
@@ -301,7 +300,6 @@ class LazyCheckpointEngine(CheckpointEngine):
         return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
     def _agree_to_begin(self, target: str) -> Verdict:
-        """Decide together on all ranks whether a save begins. One rank may finish an earlier save before another."""
         if self.running and self._plan.busy == "replace":
             assert self._job is not None
             self._job.cancel()
@@ -323,17 +321,20 @@ class LazyCheckpointEngine(CheckpointEngine):
     # -- what DeepSpeed calls
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing when DeepSpeed is about to save, since `save_checkpoint` has already begun the checkpoint."""
+        """Do nothing when DeepSpeed announces a save, since `save_checkpoint` has already begun the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder, except for a checkpoint's own folder, which gets its name when it is committed."""
+        """Make a folder that DeepSpeed asks for. A checkpoint's own folder is not made here: its name appears at the
+        commit.
+        """
         if self._save is None or not self._save.covers(Path(path).absolute()):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Lay out a checkpoint's file, which the background then writes.
+        """Plan the layout of one checkpoint file, which background threads then write.
 
-        A file outside of such a checkpoint (a 16-bit export) is written immediately, completely or not at all.
+        A file that DeepSpeed saves outside of a checkpoint's folder, such as a 16-bit export, is written
+        immediately, completely or not at all.
         """
         target = Path(path).absolute()
         if self._save is not None and self._save.covers(target):
@@ -344,25 +345,32 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a checkpoint's file. Tensors are read directly into live buffers where possible."""
+        """Return the content of a checkpoint's file. Tensors are read directly into the training's tensors where
+        possible.
+        """
         return load_file(path, self._loading.into)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return True without committing, since a background thread commits the checkpoint (see `wait`)."""
+        """Return True to DeepSpeed without committing. A background thread commits the checkpoint (see `wait`)."""
         return True
 
     def is_decoupled(self) -> bool:
-        """Return True, so that DeepSpeed leaves ``latest`` and the commit to ebbtide and calls `cleanup` in destroy."""
+        """Return True, so that DeepSpeed leaves the file ``latest`` and the commit of checkpoints to ebbtide.
+
+        DeepSpeed then also calls `cleanup` when it destroys the training engine.
+        """
         return True
 
     def get_commit_info(self) -> None:
-        """Return None, because DeepSpeed has nothing to commit at the next step of training."""
+        """Return None to DeepSpeed, which then commits no checkpoint itself at the next training step."""
 
     def cleanup(self) -> None:
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed must clone tensors before it saves them. False during ebbtide's own save."""
+        """Return False while ebbtide saves a checkpoint, so that DeepSpeed does not clone tensors before it saves
+        them.
+        """
         return self._save is None
 
     # -- loading: around engine.load_checkpoint
@@ -370,7 +378,9 @@ class LazyCheckpointEngine(CheckpointEngine):
     def load_checkpoint(
         self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
-        """Load a checkpoint into the engine instead of ``engine.load_checkpoint`` (see `Loading.load`)."""
+        """Load a checkpoint into the DeepSpeed engine. This method replaces ``engine.load_checkpoint`` (see
+        `Loading.load`).
+        """
         self.wait()
         wait_for_jobs()  # another engine of this process may be writing what is to be loaded
         self._before_save()
@@ -379,7 +389,7 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     @property
     def chosen(self) -> Choice | None:
-        """Return the checkpoint that the last ``load_checkpoint`` chose."""
+        """Return the checkpoint that the engine's last ``load_checkpoint`` selected."""
         return self._loading.chosen
 
 
@@ -391,7 +401,6 @@ def _over(job: Job) -> None:
 
 
 def _by_an_error() -> bool:
-    """Return whether the script ends by an uncaught exception. A Trainer then never completes its folder."""
     return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
 
 

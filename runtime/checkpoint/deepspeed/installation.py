@@ -26,11 +26,13 @@ def install(
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
-        checkpoint_plan: The settings of checkpoints: interval, busy policy, copy budget, bandwidth.
-        live_state: The runtime's registry of optimizer state. None if the optimizer is DeepSpeed's own. Its
-            ``step`` then waits until its state may be overwritten.
-        after_step: The runtime's list of functions to call after each step, to which one is added. None
-            wraps ``engine.step``.
+        checkpoint_plan: Settings of checkpoints: their interval, host memory for copies, a limit on the write
+            rate, and what a save does while an earlier one is still being written.
+        live_state: The runtime's registry of optimizer state. None if the engine runs DeepSpeed's own
+            optimizer. In that case the optimizer's ``step`` is wrapped: it waits until a running checkpoint has
+            read the state that it overwrites.
+        after_step: The runtime's list of functions to call after each step. One function is added to it. If
+            None, ``engine.step`` is wrapped instead.
         options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
 
     Raises:
@@ -75,10 +77,6 @@ def _refuse_unsupported(engine: Any) -> None:
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace an object's method by ``replacement(original, ...)`` and keep its signature.
-
-    Trainers use ``inspect.signature`` to find the arguments that DeepSpeed accepts.
-    """
     original = getattr(owner, name)
 
     @wraps(original)

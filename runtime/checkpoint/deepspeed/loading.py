@@ -1,4 +1,4 @@
-"""The loading of a verified checkpoint into a DeepSpeed engine, directly into live buffers."""
+"""The loading of a verified checkpoint into a DeepSpeed engine, directly into the tensors that training uses."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,12 @@ _RANK_OF_FILE = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt$")
 
 
 class Loading:
-    """A loader that wraps ``engine.load_checkpoint``. Only the training thread uses it.
+    """A loader of checkpoints that wraps ``engine.load_checkpoint``. Only the training thread uses it.
 
     Attributes:
-        into: During a load, the live tensors to read into: host tensors by their path in the optimizer's
-            file, and weights by their path in the model's file.
-        chosen: The checkpoint that the last load chose.
+        into: During a load, the training's own tensors to read into. Optimizer tensors in host memory are keyed
+            by their path in the optimizer's file, and weights by their path in the model's file.
+        chosen: The checkpoint that the last load selected.
     """
 
     def __init__(
@@ -41,14 +41,15 @@ class Loading:
         resumption.stored_problem = self.stored_problem
 
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
-        """Verify and load a checkpoint. No code in a file is executed.
+        """Verify and load a checkpoint without executing any code from its files.
 
-        The checkpoint is the one that DeepSpeed would load: the given tag, or the one that ``latest`` names. A
-        checkpoint written without ebbtide is loaded as DeepSpeed would, except for ``weights_only``.
+        The checkpoint is the one that DeepSpeed would load: the given tag, or the tag that the file ``latest``
+        names. A checkpoint written without ebbtide is loaded as DeepSpeed would load it, except that
+        ``weights_only`` is set.
 
         Raises:
-            CheckpointError: The checkpoint is incomplete, damaged, or was never committed. The message names
-                the newest one that could be loaded.
+            CheckpointError: The checkpoint is incomplete, damaged, or was never committed. The message names the
+                newest checkpoint that can be loaded.
         """
         self.chosen = None
         if self._engine.load_universal_checkpoint():
@@ -76,10 +77,6 @@ class Loading:
 
     @contextmanager
     def _stored(self, folder: Path, options: Mapping[str, Any]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Adopt a checkpoint's optimizer state on a drive in place, and yield the tensors that must be read from it.
-
-        If the optimizer or its states are not loaded, only its masters are needed.
-        """
         page, stored = self.stored_page(folder), self._live.stored
         if page is None or stored is None:
             yield {}
@@ -91,11 +88,6 @@ class Loading:
 
     @contextmanager
     def _masters_for_weights(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Add stored masters to the weights that DeepSpeed rebuilds without optimizer states, inside the block.
-
-        DeepSpeed then builds ZeRO-3's weights from the masters of all ranks, and reads their files
-        itself. Stored masters are not in these files.
-        """
         stored = self._live.stored
         if stored is None or options.get("load_optimizer_states", True):
             yield
@@ -118,7 +110,9 @@ class Loading:
                 zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
-        """Return the page that locates this rank's optimizer state on a drive, or None if there is none."""
+        """Return the JSON page of a checkpoint that locates this rank's optimizer state on a drive. None if there is
+        none.
+        """
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
 
@@ -138,10 +132,6 @@ class Loading:
 
     @staticmethod
     def _passes_over(path: str, options: Mapping[str, Any]) -> bool:
-        """Return whether DeepSpeed does not read a checkpoint's file. Users may delete all files but the weights.
-
-        Without ``load_optimizer_states`` ZeRO-3 takes the weights from the optimizer files.
-        """
         weights = options.get("load_module_only") and options.get("load_optimizer_states", True)
         return bool(weights) and path.endswith("optim_states.pt")
 
@@ -165,10 +155,11 @@ class Loading:
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Return the module's live weights by their path in the model's file, for a load to read directly into.
+    """Return the model's weights that a checkpoint load can read into, by their path in the model's file.
 
-    This saves 2 bytes of host memory per parameter. It is empty unless ``load_state_dict`` would only copy
-    each weight to its place: no partitioned or merged weights, and no module with state dict hooks.
+    Reading in place saves 2 bytes of host memory per parameter. The result is empty unless ``load_state_dict``
+    would only copy each weight to its place. It is therefore empty if weights are partitioned or merged, or if
+    a module has state dict hooks.
     """
     if engine.zero_optimization_partition_weights() or getattr(engine, "mp_world_size", 1) != 1:
         return {}
@@ -196,5 +187,8 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
 
 
 def random_file(rank: int) -> str:
-    """Return the name of a rank's file of random states. Below ZeRO-3 all ranks get rank 0's client_state."""
+    """Return the name of the checkpoint file with a rank's random generator states.
+
+    Such a file is needed because below ZeRO-3 DeepSpeed gives every rank the client_state of rank 0.
+    """
     return f"random_states_rank{rank:05d}.pt"

@@ -1,4 +1,4 @@
-"""The choice of the checkpoint to resume from: the one that DeepSpeed would load, if it is complete."""
+"""The choice of the checkpoint to resume from: the one that DeepSpeed would load, if its files are complete."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest checkpoint that passes verification. ``tag`` is None if there is none.
+    """The newest checkpoint of a folder that passes verification. ``tag`` is None if the folder has none.
 
     Attributes:
-        passed_over: Newer or unreadable checkpoints by tag, with the reason for not choosing them.
+        passed_over: Checkpoints that are newer or unreadable, by tag, with the reason for not choosing each.
         directory: The folder that holds the checkpoint.
     """
 
@@ -43,11 +43,11 @@ class Choice:
 
 
 def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
-    """Return the newest committed checkpoint of a folder with every byte as in its manifest.
+    """Return the newest committed checkpoint of a folder that agrees with its manifest in every byte.
 
     Args:
-        check: Function that verifies one tag. The default reads all of it. Ranks pass a function that
-            shares the work.
+        check: Function that verifies the checkpoint with a given tag. The default function reads all its files.
+            With several ranks, pass a function that reads only this rank's share of the files.
     """
     directory = Path(directory)
     check_one = check or (lambda tag: verify(directory, tag))
@@ -59,7 +59,10 @@ def counted(candidate: Committed) -> float:
 
 
 def committed_at(candidate: Committed) -> float:
-    """Return the time of a checkpoint's commit, to order checkpoints from folders that number them separately."""
+    """Return the time at which a checkpoint was committed.
+
+    Times order checkpoints from different folders, because each folder numbers its own checkpoints.
+    """
     return candidate.manifest.committed_unix_s
 
 
@@ -68,7 +71,7 @@ def newest_of(
     check: Callable[[Path, str], list[Problem]] = verify,
     when: Callable[[Committed], float] = counted,
 ) -> Choice:
-    """Return the newest checkpoint in several folders that passes verification."""
+    """Return the newest checkpoint that passes verification, among the checkpoints of several folders."""
     passed_over: dict[str, str] = {}
     candidates = []
     for directory in directories:
@@ -91,11 +94,11 @@ def _named(folder: Path, directories: Sequence[Path]) -> str:
 
 
 class Resumption:
-    """A component that decides which checkpoint ``load_checkpoint`` loads, identically on all ranks.
+    """The choice of the checkpoint that ``load_checkpoint`` loads, which is the same on all ranks.
 
-    It follows the file ``latest``, as DeepSpeed does. Users edit this file to go back, and a save
-    with ``save_latest=False`` leaves it unchanged. A damaged checkpoint is an error. No older one is
-    loaded silently instead.
+    The choice follows the file ``latest``, as DeepSpeed does. Users edit this file to go back, and a save with
+    ``save_latest=False`` leaves it unchanged. A damaged checkpoint is an error: an older checkpoint is never
+    loaded silently in its place.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -105,10 +108,10 @@ class Resumption:
         self.stored_problem: Callable[[Path], str] = lambda _: ""
 
     def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> Choice:
-        """Return the checkpoint to load. Its ``tag`` is None if there is none, as in DeepSpeed.
+        """Return the checkpoint to load. Its ``tag`` is None if the folder has no checkpoint, as in DeepSpeed.
 
         Args:
-            needed: Function that returns whether a file, by its path in the checkpoint, will be read.
+            needed: Function that returns whether a file, given by its path in the checkpoint, will be read.
 
         Raises:
             CheckpointError: The checkpoint is not complete. The message names the newest complete one.
@@ -174,7 +177,7 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that may hold a checkpoint, with fields from its manifest. ``nonce`` is empty without a manifest."""
+    """A folder that may hold a checkpoint, with values from its manifest. ``nonce`` is empty if it has no manifest."""
 
     directory: Path
     tag: str

@@ -1,4 +1,4 @@
-"""The foreground part of ``engine.save_checkpoint``, up to the start of the background job."""
+"""The part of ``engine.save_checkpoint`` that training waits for, up to the start of background writing."""
 
 import warnings
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from ebbtide.simulator.plan import CheckpointPlan
 
 @dataclass(frozen=True)
 class Means:
-    """The buffers and settings that all saves of an engine share. Buffers are reserved once.
+    """The host buffers and settings that all checkpoints of one training engine share. Buffers are reserved once.
 
     Attributes:
-        budget: Buffers for copy on update.
+        budget: Buffers to which an update copies state that a checkpoint has not written yet.
         bounce: Buffers of the writer threads, one per thread.
     """
 
@@ -58,13 +58,13 @@ class Means:
 
 
 class Save:
-    """The collection of the files that DeepSpeed saves in one checkpoint. Only the training thread uses it."""
+    """A collection of the files that DeepSpeed saves in one checkpoint. Only the training thread uses it."""
 
     def __init__(self, attempt: Attempt, means: Means, *, in_place: bool) -> None:
-        """Start to collect the files of a checkpoint to save.
+        """Start to collect the files of a checkpoint.
 
         Args:
-            in_place: If True, files get their final names before they are durable.
+            in_place: If True, files get their final names before they are durable on disk.
         """
         self.attempt = attempt
         self._means = means
@@ -79,7 +79,7 @@ class Save:
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:
-        """Lay out a file of the checkpoint. A background thread writes it later."""
+        """Add a file to the checkpoint and plan its layout. A background thread writes it later."""
         zero = path.name.endswith("optim_states.pt")
         layout = lay_out(state_dict, self._means.live, stream_device=zero)
         if layout.unreadable:
@@ -97,7 +97,6 @@ class Save:
         self._planned.append(PlannedFile(Path(random_file(self.attempt.rank)), layout))
 
     def _announce(self) -> AnnouncedStep | None:
-        """Protect the present state on storage, and add the page that locates it to the checkpoint."""
         attempt, stored = self.attempt, self._means.live.stored
         if stored is None or not self._stored:
             return None
@@ -107,7 +106,7 @@ class Save:
         return step
 
     def make_job(self, when_over: Callable[[Job], None]) -> Job:
-        """Return the background job that writes the checkpoint's files added so far. The job is not started."""
+        """Build the background job that writes the files added to the checkpoint so far. The job is not started."""
         means, attempt, plan = self._means, self.attempt, self._means.plan
         for planned in self._planned:
             means.files.mkdir((attempt.staging / planned.path).parent)
@@ -139,10 +138,10 @@ class Save:
 
 
 def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
-    """Return the tag under which a checkpoint is saved.
+    """Check the tag under which a checkpoint is to be saved, and return it.
 
     Raises:
-        ValueError: There is no folder to save to. DeepSpeed raises the same error.
+        ValueError: No folder to save to is given. DeepSpeed raises the same error.
         CheckpointError: The tag cannot be the name of a folder.
     """
     if not save_dir:

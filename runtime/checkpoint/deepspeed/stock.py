@@ -1,4 +1,7 @@
-"""Checkpoints of DeepSpeed's own optimizer without a plan. Copy on update treats its state as a whole."""
+"""Background checkpoints of an engine that runs DeepSpeed's own optimizer without a plan.
+
+All optimizer state is protected together: a step waits until the checkpoint has read or copied all of it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +11,10 @@ from ebbtide.runtime.checkpoint.live_state import LiveState
 
 
 class StockState:
-    """A registry of the state of DeepSpeed's own optimizer, which delays its ``step`` during a checkpoint.
+    """A registry of the state of DeepSpeed's own optimizer. It delays the optimizer's step during a checkpoint.
 
-    It works with any optimizer that keeps its state in ``optimizer.state`` and its fp32 masters as
-    parameters or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each of these parameters with its
-    moments counts as one subgroup.
+    It works with any optimizer that keeps its state in ``optimizer.state``, and its fp32 masters as parameters
+    or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each master with its moments counts as one subgroup.
     """
 
     def __init__(self, engine: Any, live: LiveState) -> None:
@@ -21,7 +23,7 @@ class StockState:
         self._count = 0
 
     def register(self) -> None:
-        """Register DeepSpeed's optimizer state again before each save, since loading replaces the tensors."""
+        """Register the tensors of DeepSpeed's optimizer state again before a save, since loading replaces them."""
         masters = self._masters()
         inner = getattr(self._optimizer, "optimizer", self._optimizer)
         for number, master in enumerate(masters):
@@ -38,7 +40,9 @@ class StockState:
         return [p for group in inner.param_groups for p in group["params"]]
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``optimizer.step`` after a running checkpoint has read or copied the state that the step overwrites."""
+        """Run ``optimizer.step`` once a checkpoint in progress has read or copied the state that the step
+        overwrites.
+        """
         for subgroup in range(self._count):
             self._live.before_update(subgroup)
         return original(*args, **kwargs)

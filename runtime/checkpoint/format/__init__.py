@@ -1,1 +1,1 @@
-"""The format of checkpoint files on disk: loadable by torch, checksummed, and listed in a manifest."""
+"""The format of checkpoint files on disk. torch can load them, and a manifest lists them with their checksums."""

@@ -1,4 +1,4 @@
-"""The division of files into blocks, which are copied, hashed and written as units."""
+"""The division of checkpoint files into blocks. Each block is copied, hashed and written as a unit."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of bytes of a source that belongs at position ``at`` of a block of a checkpoint's file."""
+    """A range of bytes of one tensor or buffer, and its position ``at`` in a block of a checkpoint's file."""
 
     at: int
     source: Source
@@ -31,11 +31,11 @@ class Piece:
 
 @dataclass
 class Block:
-    """One block of one file of a checkpoint. The lock of the checkpoint's writer guards its state.
+    """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its state.
 
     Attributes:
-        subgroups: Subgroups with live state in the block.
-        slot: Address of the block's copy in the reserved budget. None if it is not copied.
+        subgroups: Subgroups of optimizer state that have bytes in the block.
+        slot: Address of the block's copy in the host memory reserved for copies. None if it is not copied.
     """
 
     file: int
@@ -50,7 +50,10 @@ class Block:
 
     @property
     def direct_address(self) -> int | None:
-        """Return the address of a block's bytes if they can be written by O_DIRECT without a copy, otherwise None."""
+        """Return the host address of a block's bytes if they can be written without a copy, otherwise None.
+
+        O_DIRECT needs aligned and contiguous bytes.
+        """
         if self.slot is not None:
             return self.slot
         if len(self.pieces) != 1 or self.size_bytes % ALIGNMENT:
@@ -61,7 +64,7 @@ class Block:
         return address if whole and address is not None and address % ALIGNMENT == 0 else None
 
     def gather(self, destination: int) -> None:
-        """Copy a block's bytes to a host buffer of `padded_bytes`. Gaps and padding become zero."""
+        """Copy a block's bytes to a host buffer of `padded_bytes` bytes. Gaps and padding become zero."""
         at = 0
         for piece in self.pieces:
             if piece.at > at:
@@ -78,14 +81,14 @@ class Block:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of a checkpoint to write: its path inside the checkpoint and its layout."""
+    """A file that a checkpoint will write: its path inside the checkpoint and its layout."""
 
     path: Path
     layout: Layout
 
 
 def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """Return the blocks of all files of a checkpoint, file by file, in ascending order."""
+    """Divide the files of a checkpoint into blocks. Return the blocks, file by file, in ascending order."""
     blocks: list[Block] = []
     for number, planned in enumerate(files):
         blocks.extend(_cut_file(number, planned.layout, block_bytes))

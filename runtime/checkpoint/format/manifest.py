@@ -1,7 +1,7 @@
 """The manifests of a checkpoint, which list its files and the hash of every block.
 
-One manifest per rank lists the files that the rank wrote. The global one lists these manifests and
-seals them. Both are JSON in exactly one spelling, so that every altered byte is found.
+One manifest per rank lists the files that the rank wrote. The global manifest lists the ranks' manifests
+and their hashes. Both are JSON in exactly one spelling, so that every altered byte is found.
 """
 
 import json
@@ -29,7 +29,7 @@ def rank_manifest_name(rank: int) -> str:
 
 
 def stored_name(rank: int) -> str:
-    """Return the path of a rank's page in a checkpoint, which locates the rank's optimizer state on a drive."""
+    """Return the path, in a checkpoint, of the JSON page that locates a rank's optimizer state on a drive."""
     return f"{RANKS_FOLDER}/stored_{rank:05d}.json"
 
 
@@ -45,13 +45,13 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Page(BaseModel):
-    """A JSON document of a checkpoint, or of a store of optimizer state. `dump` writes it, `parse` reads it."""
+    """A JSON document in a checkpoint or in a store of optimizer state. `dump` writes it, `parse` reads it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class FileRecord(Page):
-    """The manifest's entry of one file: its length, and the hash of each ``block_bytes`` of it, in order."""
+    """A manifest's entry for one file: its length, and the hash of each of its blocks of ``block_bytes``, in order."""
 
     path: Inside
     size_bytes: int = Field(ge=0)
@@ -67,11 +67,11 @@ class FileRecord(Page):
 
 
 class RankManifest(Page):
-    """A rank's manifest, which is its vote for the commit: every file listed here is on disk.
+    """A rank's manifest, which is its vote for the checkpoint's commit: every file listed here is on disk.
 
     Attributes:
         nonce: Identifier of the attempt to save. Votes of an earlier, abandoned attempt do not count.
-        step: Number of optimizer steps done, which is the same in all manifests of a checkpoint.
+        step: Number of optimizer steps done. It is equal in all manifests of a checkpoint.
     """
 
     format: int = Field(FORMAT, ge=1)
@@ -92,10 +92,10 @@ class RankSeal(Page):
 
 
 class GlobalManifest(Page):
-    """The global manifest, which is written last. A folder that has it is a complete checkpoint.
+    """The global manifest of a checkpoint, which is written last. A folder that has one is a complete checkpoint.
 
     Attributes:
-        sequence: Number of the checkpoint in its folder. The newest has the highest.
+        sequence: Number of the checkpoint in its folder. The newest checkpoint has the highest number.
     """
 
     format: int = Field(FORMAT, ge=1)
@@ -121,16 +121,19 @@ PageT = TypeVar("PageT", bound=Page)
 
 
 def dump(page: Page) -> bytes:
-    """Return a manifest or another page as JSON bytes in its only spelling: the body, then the hash of the body."""
+    """Return a manifest or another JSON page as bytes: the body, then the hash of the body.
+
+    Equal pages always give equal bytes.
+    """
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
 
 
 def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
-    """Parse a manifest or another page from the bytes that `dump` wrote.
+    """Parse a manifest or another JSON page from the bytes that `dump` wrote.
 
     Raises:
-        ManifestError: The bytes are torn, altered, of a newer format, or not a manifest.
+        ManifestError: The bytes are incomplete, altered, of a newer format, or not a manifest.
     """
     if len(data) > MAX_BYTES:
         raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")

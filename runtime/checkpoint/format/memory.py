@@ -1,4 +1,4 @@
-"""The sources of a checkpoint's bytes, and the buffers through which these bytes pass."""
+"""The memory from which a checkpoint's bytes are written, and the host buffers that they are copied through."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,10 @@ ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 
 
 class Source(Protocol):
-    """A source of bytes that a checkpoint writes. ``subgroup`` is None if no optimizer update overwrites them."""
+    """A source of bytes that a checkpoint writes, such as a tensor.
+
+    ``subgroup`` is the subgroup whose optimizer update overwrites the bytes. None if no update overwrites them.
+    """
 
     @property
     def size_bytes(self) -> int: ...
@@ -25,11 +28,14 @@ class Source(Protocol):
     def subgroup(self) -> int | None: ...
 
     def address(self, offset: int) -> int | None:
-        """Return the host address of a byte of the source, for writing without a copy, or None if it has none."""
+        """Return the host address of a byte at this offset, so that it can be written without a copy.
+
+        None if the bytes must be copied first.
+        """
         ...
 
     def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
-        """Copy a range of the source's bytes to a host address. Return when the copy has ended."""
+        """Copy a range of the source's bytes to a host address. Return when the copy is complete."""
         ...
 
 
@@ -50,7 +56,7 @@ class HostBytes:
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> "HostBytes":
-        """Return the bytes of a contiguous host tensor as a source, without a copy."""
+        """Return a contiguous host tensor's bytes as a source for a checkpoint to write, without a copy."""
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
 
     @classmethod
@@ -60,11 +66,12 @@ class HostBytes:
 
 
 class DeviceBytes:
-    """The bytes of a contiguous GPU tensor, copied to the host chunk by chunk on a separate stream.
+    """The bytes of a contiguous GPU tensor for a checkpoint, copied to the host chunk by chunk on a separate
+    stream.
 
-    The stream first waits for the work issued to the training stream before this object was created, so
-    that it copies the values of this step. `LiveState.before_update` delays the next update until the
-    last chunk is on the host.
+    The stream first waits for the work issued to the training stream before this object was created, so that it
+    copies the values of this step. `LiveState.before_update` delays the next update until the last chunk is on
+    the host.
     """
 
     def __init__(self, tensor: torch.Tensor, subgroup: int | None) -> None:
@@ -97,12 +104,6 @@ _streams: defaultdict[torch.device, deque[torch.cuda.Stream]] = defaultdict(dequ
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Yield a CUDA stream that no other copy uses meanwhile.
-
-    Copies have no priorities. Each copy is one block, so that a copy of training waits at most for one
-    block. Streams are reused: CUDA has a pool of 32, and new streams for every checkpoint would soon be the
-    same as those of the plan's lanes.
-    """
     try:
         stream = _streams[device].pop()
     except IndexError:
@@ -121,11 +122,11 @@ def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
 class Slots:
     """A set of aligned host buffers of one size, reserved together. Thread-safe.
 
-    On a CUDA machine they are pinned, so that device-to-host copies into them run at full speed.
+    On a CUDA machine the buffers are pinned, so that device-to-host copies into them run at full speed.
 
     Args:
-        pinned: False for buffers that no copy from a device uses. Locking pages takes milliseconds, in
-            which the driver serves no other call.
+        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, in which the driver serves
+            no other call.
     """
 
     def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:
@@ -145,7 +146,8 @@ class Slots:
     def close(self) -> None:
         """Unpin and release all host buffers of the set.
 
-        A buffer that a writer stuck in the kernel still uses is released only with this object.
+        If a writer thread is stuck in the kernel, the buffer that it uses is released only when this object is
+        deleted.
         """
         if self._pinned:
             unlock(self._start)

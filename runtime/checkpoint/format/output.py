@@ -1,4 +1,4 @@
-"""One file of a checkpoint in the process of being written, and the limit of the write rate."""
+"""A file of a checkpoint while it is being written, and the limit of the write rate."""
 
 import errno
 import os
@@ -14,7 +14,8 @@ NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 
 
 class OutputFile:
-    """A file to which any thread writes aligned blocks, without the page cache if the filesystem allows.
+    """A checkpoint file to which any thread writes aligned blocks. It bypasses the page cache if the filesystem
+    allows.
 
     `make_durable` removes the padding of the last block and returns once the bytes are on disk.
     """
@@ -30,8 +31,9 @@ class OutputFile:
         self.error: str = ""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write a block to the file. ``data`` and ``offset`` are aligned, and ``data`` may extend past the file's
-        end.
+        """Write a block to a checkpoint's file. ``data`` and ``offset`` must be aligned for direct I/O.
+
+        ``data`` may extend past the file's final length.
         """
         descriptor = self._open_direct()
         if descriptor is not None:
@@ -51,7 +53,7 @@ class OutputFile:
                 raise self._explain(error) from error
 
     def make_durable(self) -> None:
-        """Set the file's final length, and block until its bytes are on disk."""
+        """Set the file's final length, and wait until its bytes are on disk."""
         try:
             descriptor = self._open_buffered()
             self._files.truncate(descriptor, self._size)
@@ -93,7 +95,7 @@ class OutputFile:
 
 
 class Pace:
-    """A limit of ``bytes_per_s`` that all writer threads share. None means no limit."""
+    """A limit, in bytes per second, on the rate at which all writer threads together write. None means no limit."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -101,7 +103,9 @@ class Pace:
         self._free_s = 0.0
 
     def wait(self, size_bytes: int, hurry: Callable[[], bool]) -> None:
-        """Wait until the write rate allows a write of ``size_bytes``. Return immediately while ``hurry()`` is True."""
+        """Wait until the limit of the write rate allows a write of ``size_bytes``. Do not wait while ``hurry()`` is
+        True.
+        """
         if self._bytes_per_s is None:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""The classes that a checkpoint may hold in addition to tensors: data that runs no code when it is read."""
+"""The classes of objects that a checkpoint may hold in addition to tensors. Reading them runs no code."""
 
 import argparse
 import codecs
@@ -24,9 +24,9 @@ Allowed = Any  # what torch.serialization.add_safe_globals takes: an object, or 
 
 @cache
 def plain_classes() -> tuple[Allowed, ...]:
-    """Return the classes that loading a checkpoint allows by name.
+    """Return the classes of objects that a checkpoint may hold when it is loaded.
 
-    They are DeepSpeed's data classes and common values of ``client_state``, which only hold their data.
+    They are DeepSpeed's data classes and common types of values in ``client_state``, which only hold data.
     """
     return (*_deepspeed_classes(), *_library_classes(), *_numpy_classes())
 
@@ -43,9 +43,10 @@ ON_STORAGE = "ebbtide"  # key of an `OnStorage`
 
 
 class OnStorage:
-    """A marker in a checkpoint's file with tensors on a drive. Other readers refuse the file with an explanation.
+    """A marker in a checkpoint's file that replaces tensors on a drive. The file does not hold them.
 
-    Such readers are DeepSpeed's scripts and `torch.load`, also on machines without ebbtide.
+    DeepSpeed's scripts and `torch.load` cannot read such tensors. The marker makes them refuse the file with an
+    explanation, also on machines without ebbtide.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,10 +80,11 @@ def _library_classes() -> Iterator[Allowed]:
 
 
 def enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return a member of an enum. It replaces `getattr` in a checkpoint's file and returns only enum members.
+    """Return a member of an enum. When a checkpoint is read, this function replaces `getattr`, which could run
+    code.
 
     Raises:
-        TypeError: Another attribute was requested.
+        TypeError: An attribute that is not an enum member was requested.
     """
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]
@@ -122,9 +124,9 @@ def _known_types() -> frozenset[Any]:
 
 
 class WatchingPickler(pickle.Pickler):
-    """A pickler that notes whether it met an object that loading might refuse.
+    """A pickler that notes whether a saved object is of a class that loading might refuse.
 
-    It is fast, because it is asked once for each object that is not a built-in.
+    The check is fast, because it is made once for each object that is not a built-in.
     """
 
     suspicious = False

@@ -1,4 +1,4 @@
-"""The loading of checkpoint files without executing their code, in parallel, and in place if possible."""
+"""The loading of checkpoint files: in parallel, without executing code, and into existing tensors if possible."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ def safe_globals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """Make every ``torch.load``, including DeepSpeed's calls, use ``weights_only=True`` inside the block."""
+    """Make every ``torch.load``, also in DeepSpeed's code, use ``weights_only=True`` inside the block."""
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -49,12 +49,12 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
     """Return the result of ``torch.load(path, map_location="cpu", weights_only=True)``, read in parallel.
 
     Args:
-        into: Tensors to read into, by path in the file's tree (see `tree.tensors_of`). They are
-            returned in the tree, so that no second copy of them exists in host memory.
+        into: Existing tensors to read into, by their path in the file's nested dicts and lists (see
+            `tree.tensors_of`). They are part of the result, so that host memory holds no second copy of them.
         readers: Number of concurrent reading threads.
 
     Raises:
-        CheckpointError: It is not a readable file of tensors and plain data.
+        CheckpointError: The file cannot be read, or holds objects other than tensors and plain data.
     """
     try:
         with only_weights():
@@ -80,7 +80,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path) -> str:
-    """Return the names of classes and functions in a checkpoint's file that loading refuses. Empty if none."""
+    """Return the names of classes and functions in a checkpoint's file that make loading refuse it. Empty if none."""
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
     return ""
@@ -143,19 +143,17 @@ def _elsewhere(
 
 
 def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
-    """Return whether a file has torch.save's old format, without known offsets of storages."""
     return any(getattr(t.untyped_storage(), "_checkpoint_offset", None) is None for _, t in fakes)
 
 
 def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
-    """Return whether an object in the tree (a Namespace, a deque) holds tensors that would never be read."""
     records = torch._C.PyTorchFileReader(str(path)).get_all_records()  # type: ignore[attr-defined]
     known = {t.untyped_storage()._checkpoint_offset for _, t in fakes}
     return sum(name.startswith("data/") for name in records) > len(known)
 
 
 class _Reader:
-    """A reader that first collects the tensors to read from a file, then reads them with several threads."""
+    """A reader of a checkpoint file that first collects the tensors to read, then reads them with several threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,7 +204,7 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is in host memory, so that a file can be read directly into it."""
+    """Return whether a tensor is in host memory, so that a checkpoint file can be read directly into the tensor."""
     return tensor.device.type == "cpu"
 
 

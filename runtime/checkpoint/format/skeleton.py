@@ -1,7 +1,7 @@
-"""The conversion of a state dict to a file layout without copying large tensors.
+"""The layout of a checkpoint file for a state dict, made without copying large tensors.
 
-`torch.save` writes the file but leaves gaps for the tensors' bytes (`skip_data`). The gaps are
-filled later, by any thread, directly from the live buffers.
+`torch.save` writes the file but leaves gaps for the tensors' bytes (`skip_data`). Any thread can fill the
+gaps later, directly from the tensors that training uses.
 """
 
 import io
@@ -27,7 +27,7 @@ _torch_save = threading.Lock()  # the options of torch.save are global
 
 @dataclass(frozen=True)
 class Extent:
-    """A part of a file: the bytes of ``source`` belong at ``offset`` of the file."""
+    """A range of bytes in a checkpoint file: the bytes of ``source``, which begin at ``offset`` of the file."""
 
     offset: int
     source: Source
@@ -41,11 +41,11 @@ class Extent:
 class Layout:
     """The layout of a checkpoint's file: the file's length and the sources of its bytes in ascending order.
 
-    Sources do not overlap. All other bytes are zero.
+    Sources do not overlap. Bytes of the file without a source are zero.
 
     Attributes:
-        live_bytes: Bytes that are written directly from live buffers.
-        copied_bytes: Bytes that were copied when the layout was made, since they may change later.
+        live_bytes: Number of bytes that are written directly from the tensors that training uses.
+        copied_bytes: Number of bytes that were copied when the layout was made, since they may change later.
         unreadable: Objects in the file that cannot be loaded again, and why. Empty if none.
     """
 
@@ -61,10 +61,10 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
 
     Args:
         state: The object to save, as for ``torch.save``.
-        live: The registry of live tensors. Registered tensors are written from their buffers, and others are
-            copied now. A tensor on storage is represented by its shape alone.
-        stream_device: If True, device tensors are written from their memory too, since only updates change
-            them. Otherwise they are copied now.
+        live: The registry of optimizer state. Registered tensors are written later from their own memory. Other
+            tensors are copied now. A tensor on a drive is represented by its shape alone.
+        stream_device: If True, GPU tensors are also written later from their memory, since only updates change
+            them. If False, they are copied now.
     """
     stand_ins = _StandIns(live, stream_device=stream_device)
     tree = stand_ins.replace(state)
@@ -99,7 +99,10 @@ def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
 
 
 class _StandIns:
-    """A replacement of tensors by dummies of the same byte size, with a record of the sources of their bytes."""
+    """A replacement of a state dict's tensors by dummies of the same byte size, for torch.save to write.
+
+    It records the source of each tensor's bytes.
+    """
 
     def __init__(self, live: LiveState, *, stream_device: bool) -> None:
         self._live = live
@@ -149,7 +152,6 @@ class _StandIns:
         return made
 
     def _sources(self, tensor: torch.Tensor) -> tuple[Source, ...]:
-        """Return the sources of a tensor's bytes in order. A tensor may contain state of several subgroups."""
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             runs = self._live.runs(tensor.data_ptr(), size)
@@ -171,7 +173,6 @@ def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterato
 
 
 def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
-    """Write a file without its tensors' bytes. Return each storage's file offset and the unreadable objects."""
     pickler = _storage_recorder()
     path = f"/proc/self/fd/{descriptor}"
     with _torch_save:
@@ -193,11 +194,6 @@ def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
 
 
 def _storage_recorder() -> Any:
-    """Return a replacement of the pickle module for torch.save that records each storage's name in ``keys``.
-
-    torch.save names a storage when its pickler first meets it, in ``persistent_id``. An attribute of
-    the instance has priority over the method of torch's subclass.
-    """
     keys: dict[int, str] = {}
     made: list[WatchingPickler] = []
 
@@ -219,7 +215,6 @@ def _storage_recorder() -> Any:
 
 
 def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
-    """Return the bytes that torch.save wrote between the gaps for tensors."""
     edges = [0, *(edge for hole in holes for edge in (hole.offset, hole.end)), size]
     pieces = []
     for start, end in zip(edges[::2], edges[1::2], strict=True):

@@ -10,7 +10,7 @@ import torch
 def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the tensors in nested dicts, lists and tuples, each with its path, in pickling order.
 
-    Tensors inside other objects are left out, as in `replace_tensors`.
+    Tensors inside objects of other classes are left out.
     """
     if isinstance(tree, torch.Tensor):
         yield path, tree
@@ -23,14 +23,14 @@ def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, wrapped as a parameter if ``like`` is a parameter."""
+    """Return ``tensor``, as a `torch.nn.Parameter` if ``like`` is one."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor
 
 
 def replace_tensors(tree: Any, replace: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with each dense tensor replaced."""
+    """Return a copy of nested dicts, lists and tuples, with each dense tensor replaced by the result of ``replace``."""
     if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
         return replace(tree)
     if type(tree) in (dict, OrderedDict):

@@ -1,1 +1,1 @@
-"""The protocol that makes checkpoints visible: votes, commits and retention."""
+"""The protocol that makes a checkpoint visible once all ranks have written it, and deletes old checkpoints."""

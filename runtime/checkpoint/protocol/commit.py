@@ -1,10 +1,10 @@
 """The two-phase commit of a checkpoint by all ranks, through a shared filesystem.
 
-All files are written to a hidden folder, ``.TAG.NONCE.partial``. Each rank, once its files are on
-disk, writes a manifest there, which is its vote. Rank 0 collects the votes, writes the global manifest,
-and renames the folder to ``TAG``. This one rename is the commit. Then `latest` is written. No
-collective call of training is used, every wait has a deadline, and an uncommitted checkpoint never
-has the name of a checkpoint.
+All files are written to a hidden folder, ``.TAG.NONCE.partial``. When a rank's files are on disk, it writes
+a manifest there, which is its vote. Rank 0 collects the votes, writes the global manifest, and renames the
+folder to ``TAG``. This one rename is the commit. Rank 0 then writes `latest`. The commit makes no
+collective call of torch, and every wait has a deadline. An uncommitted checkpoint never has the name of a
+checkpoint.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LATEST_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to save a checkpoint. All ranks have the same values except ``rank``."""
+    """An attempt to save a checkpoint. All ranks have the same values except ``rank``."""
 
     save_dir: Path
     tag: str
@@ -85,10 +85,11 @@ class Commit:
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
-        """Make the checkpoint's hidden folder in the foreground, without waiting for the disk.
+        """Make the hidden folder for the checkpoint's files, without waiting for the disk.
 
-        The note is written first, since a run killed before the note would leave an unexplained folder.
-        Ranks may call this in any order, and the first one makes the checkpoint's folder.
+        A note about the save is written before the folder is made, because a run that is killed in between would
+        otherwise leave a folder that no later run can explain. Ranks may call this in any order, and the first one
+        makes the folder.
         """
         a = self._attempt
         self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
@@ -103,13 +104,13 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Remove leftovers of crashed attempts to save from the checkpoint's folder, on rank 0."""
+        """Remove leftovers of crashed saves from the folder that holds the checkpoints. Only rank 0 does this."""
         a = self._attempt
         if a.rank == 0:
             remove_leftovers(a.save_dir, self._files, keep=a.staging)
 
     def vote(self, files: list[FileRecord]) -> None:
-        """Make this rank's files durable and write its vote. This is phase one of the commit."""
+        """Make the files that this rank wrote durable, and write its vote. This is phase one of the commit."""
         a = self._attempt
         own = {(a.staging / f.path).parent for f in files} | {a.staging}
         for folder in [*sorted(own), *self._grown]:
@@ -136,10 +137,10 @@ class Commit:
         self._files.point("voted")
 
     def conclude(self) -> None:
-        """Commit the checkpoint, or wait until rank 0 has. This is phase two of the commit.
+        """Commit the checkpoint on rank 0. Other ranks wait until rank 0 has. This is phase two of the commit.
 
         Raises:
-            CheckpointError: Another rank failed, or did not vote in time. Nothing became visible.
+            CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become visible.
         """
         if self._attempt.rank == 0:
             self._seal(self._collect_votes())
@@ -151,11 +152,11 @@ class Commit:
     def make_durable(self, files: list[FileRecord], real: Files) -> None:
         """Wait until a checkpoint that already has its final name is on disk on all ranks.
 
-        If a process is killed before that, nothing is lost, because the kernel has the bytes. If the machine
-        stops, they may be lost.
+        If a process is killed before this returns, nothing is lost, because the kernel has the bytes. If the
+        machine stops, the bytes may be lost.
 
         Args:
-            real: A file layer with a real fsync.
+            real: File functions with a real fsync.
         """
         a = self._attempt
         for record in files:
@@ -177,7 +178,9 @@ class Commit:
         real.fsync_folder(a.save_dir)
 
     def close(self, *, committed: bool) -> None:
-        """End an attempt to save, on rank 0: delete or restore older checkpoints that were deleted meanwhile."""
+        """End an attempt to save on rank 0. Older checkpoints that were deleted during the save are dropped or
+        restored.
+        """
         if self._attempt.rank != 0:
             return
         for rank in range(1, self._attempt.world_size):
@@ -187,7 +190,10 @@ class Commit:
             self.note.close(committed=committed)
 
     def abort(self, error: BaseException) -> None:
-        """Report an error of a checkpoint to the other ranks. Rank 0 also removes the hidden folder. Raise nothing."""
+        """Report this rank's error to the other ranks of a checkpoint. Rank 0 also removes the hidden folder.
+
+        This method raises no error itself.
+        """
         a, reason = self._attempt, f"{type(error).__name__}: {error}"
         page = {"rank": a.rank, "reason": reason[:2000], "cancelled": isinstance(error, Cancelled)}
         note = json.dumps(page).encode()
@@ -279,10 +285,6 @@ class Commit:
                 raise CheckpointError(f"rank 0 abandoned checkpoint {a.tag!r}")
 
     def _await_latest(self) -> None:
-        """Wait until rank 0 has written ``latest``, so that this rank can read it, as in stock DeepSpeed.
-
-        The wait is short: rank 0 may be dead, or another engine may have saved to the folder since.
-        """
         a, begin_s = self._attempt, time.monotonic()
         while a.save_latest and named_latest(a.save_dir) != a.tag:
             if time.monotonic() > grace.limit_s(begin_s, begin_s + LATEST_GRACE_S):
@@ -300,11 +302,6 @@ class Commit:
     # -- all
 
     def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
-        """Yield at growing intervals until the deadline for other ranks, then raise.
-
-        Raises:
-            CheckpointError: The deadline has passed.
-        """
         deadline_s, pause_s = self._deadline_s + extra_s, 0.002
         begin = time.monotonic()
         while time.monotonic() < grace.limit_s(begin, begin + deadline_s, extra_s):
@@ -329,7 +326,7 @@ class Commit:
 
 
 class Deferred(Files):
-    """A file layer that leaves out every fsync, for checkpoints that are made durable later.
+    """File functions that leave out every fsync, for checkpoints that are made durable after their commit.
 
     See `Commit.make_durable`.
     """
@@ -357,7 +354,7 @@ def _fsync(path: Path, files: Files) -> None:
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
-    """Remove leftovers of crashed attempts to save: hidden folders of processes that ended.
+    """Remove the hidden folders that crashed attempts to save have left, because their processes have ended.
 
     Args:
         keep: The hidden folder of the attempt that begins now. Other ranks may already write to it.

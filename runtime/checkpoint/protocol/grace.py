@@ -1,4 +1,4 @@
-"""The time that a checkpoint may still wait for other ranks after the process received SIGTERM."""
+"""The time that a checkpoint may still wait for other ranks after this process received SIGTERM."""
 
 import threading
 import time
@@ -18,9 +18,10 @@ def tell() -> None:
 
 
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
-    """Return the time at which a wait for other ranks must end, in monotonic time.
+    """Return the time at which a wait for other ranks must end, in monotonic seconds.
 
-    After SIGTERM the wait is shorter: the awaited rank may be dead, and the launcher kills soon.
+    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this
+    process.
     """
     if not sigterm_came.is_set():
         return end_s

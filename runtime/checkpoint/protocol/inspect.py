@@ -79,14 +79,14 @@ def verify(
 ) -> list[Problem]:
     """Read a checkpoint and compare every byte with its manifest. Return the problems, or an empty list.
 
-    Its folder may have been renamed since it was committed.
+    The folder may have been renamed since the checkpoint was committed.
 
     Args:
         share: Pair (k, n): only every n-th file from the k-th on is checked, so that n ranks share the work.
             The manifests are always checked.
         readers: Number of reading threads.
-        needed: Function that returns whether a file, by its path in the checkpoint, is checked. Others may
-            be altered or missing.
+        needed: Function that returns whether a file, given by its path in the checkpoint, is checked. Files
+            that are not checked may be altered or missing.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it was not written by ebbtide.

@@ -1,4 +1,4 @@
-"""The identity of the process that wrote a note in a checkpoint's folder, and whether it still runs."""
+"""The identity of the process that wrote a note in a checkpoint folder, and a check that it still runs."""
 
 import contextlib
 import os
@@ -14,13 +14,12 @@ LEASES = 3  # a note not renewed for so many is nobody's
 def owner() -> dict[str, Any]:
     """Return the identity of this process, including its start time.
 
-    After a container's restart another process may have the same process id.
+    The start time is needed because another process may have the same process id after a container's restart.
     """
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _started(pid: int) -> str:
-    """Return a process's start time in clock ticks since boot. Empty if there is no such process or no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -28,7 +27,12 @@ def _started(pid: int) -> str:
 
 
 def lives(who: dict[str, Any], path: Path) -> bool:
-    """Return whether the process that wrote a note in a checkpoint's folder may still be at work."""
+    """Return whether the process that wrote a note in a checkpoint folder may still be running.
+
+    Args:
+        who: The process as `owner` described it in the note.
+        path: Path of the note.
+    """
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)
     started = _started(int(who.get("pid", 0)))
@@ -36,7 +40,6 @@ def lives(who: dict[str, Any], path: Path) -> bool:
 
 
 def _is_renewed(path: Path) -> bool:
-    """Return whether a process on another machine still renews its note. Its process table is not visible."""
     with contextlib.suppress(FileNotFoundError):
         before = path.stat().st_mtime_ns
         if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
@@ -49,7 +52,6 @@ def _is_renewed(path: Path) -> bool:
 
 
 def _now_ns(folder: Path) -> int:
-    """Return the time by the clock of a folder's filesystem, which also dates files of other machines."""
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a checkpoint in the foreground, on a separate process group."""
+"""Messages that ranks exchange when a checkpoint begins, through a process group of their own."""
 
 import secrets
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Verdict:
     """The result of the ranks' agreement at the start of a save, identical on every rank.
 
     Attributes:
-        running: True if any rank is still writing a checkpoint.
-        failure: Error of the first rank that reports one. Empty if none does.
+        running: True if any rank is still writing an earlier checkpoint.
+        failure: Error of the first rank that reports one. Empty if no rank does.
         together: True if all ranks save to the same folder under the same tag.
     """
 
@@ -28,7 +28,7 @@ class Verdict:
 
 
 class Peers:
-    """A gloo process group of all ranks with a deadline. A dead rank causes an error, not a hang.
+    """A gloo process group of all ranks with a deadline, for checkpoints. A dead rank causes an error, not a hang.
 
     Creating the group is a collective call. A single process needs no group.
     """
@@ -43,7 +43,10 @@ class Peers:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
     def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
-        """Exchange between ranks, at the start of a save, what each one is doing and its target. Return the verdict."""
+        """Tell the other ranks, at the start of a save, whether this rank is still writing, its error and its target.
+
+        Return the verdict over all ranks.
+        """
         every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(
             nonce=every[0][0],
@@ -53,7 +56,7 @@ class Peers:
         )
 
     def concat(self, items: list[T]) -> list[T]:
-        """Return the items that all ranks give, in rank order, on every rank. A collective call."""
+        """Return the lists of all ranks joined in rank order. Every rank must call this and gets the same result."""
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:

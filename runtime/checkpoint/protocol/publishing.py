@@ -1,4 +1,4 @@
-"""The renaming of a checkpoint's folder in one step, or in two steps that can be undone after a crash."""
+"""The renaming of a finished checkpoint's folder, in one step or in two steps that can be undone after a crash."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,9 +13,9 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None) -> None:
     """Rename a finished checkpoint folder to its final name. Return when the name is durable.
 
-    A folder that already has the name is swapped out in one step if the filesystem can. Otherwise
-    it is first renamed to ``.TAG.NONCE.replaced``, and `recover_replaced` restores it after a crash in
-    between.
+    If a folder already has this name, the two folders are exchanged in one step if the filesystem can.
+    Otherwise the old folder is first renamed to ``.TAG.NONCE.replaced``. If a crash comes before the second
+    rename, `recover_replaced` restores it.
 
     Args:
         aside: Function that receives the replaced folder. The default deletes it.
@@ -39,7 +39,7 @@ def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[P
 
 
 def recover_replaced(save_dir: Path, files: Files) -> None:
-    """Restore a checkpoint's name if a crash came between the two renames of a swap."""
+    """Restore the name of an old checkpoint if a crash came before the new one got this name."""
     for folder in save_dir.glob(f".*{REPLACED}"):
         tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
         if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():

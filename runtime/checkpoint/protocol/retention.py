@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, and the deletion of old ones."""
+"""The list of checkpoints in a folder, and the deletion of old ones."""
 
 import contextlib
 import fcntl
@@ -23,14 +23,17 @@ class Committed:
 def committed(save_dir: Path) -> list[Committed]:
     """Return the committed checkpoints of a folder, newest first.
 
-    Checkpoints with damaged manifests (see `damaged`) and renamed ones (see `renamed`) are left out.
+    Checkpoints with damaged manifests (see `damaged`), and checkpoints whose folders were renamed (see
+    `renamed`), are left out.
     """
     result = [c for c in _whole(save_dir) if c.manifest.tag == c.folder.name]
     return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return the checkpoints with renamed folders. They can be loaded by name and are never pruned."""
+    """Return the checkpoints with folders that were renamed. They can be loaded by name and are never deleted as
+    old.
+    """
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 
 
@@ -39,7 +42,7 @@ def _whole(save_dir: Path) -> list[Committed]:
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
-    """Return the checkpoints of a folder with an unusable global manifest, as reasons by tag."""
+    """Return the checkpoints of a folder that have an unusable global manifest: the reason by tag."""
     return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
 
 
@@ -59,7 +62,9 @@ def _read(folder: Path) -> Committed | Exception:
 
 @contextlib.contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Keep processes of this machine from pruning a checkpoint inside the block. The lock ends with the process."""
+    """Keep other processes of this machine from deleting a checkpoint inside the block. The lock ends with the
+    process.
+    """
     with (folder / GLOBAL_NAME).open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         if not (folder / GLOBAL_NAME).exists():
@@ -70,8 +75,9 @@ def being_read(folder: Path) -> Iterator[None]:
 def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
     """Delete all but the ``keep`` newest committed checkpoints of a folder. Return the deleted tags.
 
-    The newest one, the one that ``latest`` names, and those being read are never deleted. Each is renamed
-    first, so that it is either complete or gone.
+    The newest checkpoint, the checkpoint that ``latest`` names, and checkpoints that are being read are never
+    deleted. Each folder is renamed before its files are deleted, so that a checkpoint is either complete or
+    gone.
 
     Raises:
         CheckpointError: ``keep`` is below 1.
@@ -85,7 +91,7 @@ def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[s
 
 
 def named_latest(save_dir: Path) -> str | None:
-    """Return the content of the file ``latest`` in a checkpoint folder, or None if there is no such file."""
+    """Return the tag in the file ``latest`` of a folder of checkpoints, or None if there is no such file."""
     try:
         return (save_dir / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

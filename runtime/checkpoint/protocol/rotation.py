@@ -1,9 +1,10 @@
-"""The protection of an older checkpoint until a newer one is committed, for any trainer that rotates.
+"""The protection of an older checkpoint from deletion until a newer one is committed.
 
-While a checkpoint is being written, its folder holds ``.ebbtide``: a note that names its writer,
-and hard links to every checkpoint that was deleted meanwhile. The commit removes both. After a
-crash `settle` finds them. It restores checkpoints deleted in favor of one that was never committed,
-and hides the latter's folder from trainers that resume from the highest number.
+It works for any trainer that deletes old checkpoints. While a checkpoint is being written, its folder holds
+``.ebbtide``: a note that names the writing process, and hard links to every checkpoint that was deleted
+meanwhile. The commit removes both. If the process crashes, a later run finds them and calls `settle`. That
+function restores the checkpoints that were deleted in favor of one that was never committed. It also hides
+the folder of the uncommitted one from trainers that resume from the highest number.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\
 
 
 class Note:
-    """A note in the folder of a checkpoint, which says that a save is in progress and by which process."""
+    """A file in a checkpoint's folder that says that a save is in progress, and names the saving process."""
 
     def __init__(self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True) -> None:
         self._save_dir = save_dir
@@ -50,7 +51,7 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Write the note that a save is in progress, without waiting for the disk."""
+        """Write the note that a checkpoint is being saved, without waiting for the disk."""
         if not self.make_folder():
             self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
@@ -58,8 +59,9 @@ class Note:
     def make_folder(self) -> bool:
         """Make the checkpoint's folder together with the note in it, and return whether the folder was missing.
 
-        Both appear in one step, since a run killed between the two would leave an unexplained folder. If
-        another rank makes the folder meanwhile, its folder is kept, since that rank may already use it.
+        Folder and note appear in one step, because a run killed in between would leave a folder that no later run
+        can explain. If another rank makes the folder meanwhile, that folder is kept, since the rank may already use
+        it.
         """
         if self._save_dir.exists():
             return False
@@ -91,7 +93,10 @@ class Note:
         self._files.rename(whole, path)
 
     def await_trainer(self) -> None:
-        """Mark a checkpoint folder as a Trainer's, complete only with the Trainer's last file, before `write`."""
+        """Mark a checkpoint folder as a Trainer's. It is complete only with the last file that the Trainer writes.
+
+        Call this method before `write`.
+        """
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
 
@@ -110,7 +115,7 @@ class Note:
         """Keep a checkpoint's files by hard links, so that they outlive the deletion of its folder.
 
         Raises:
-            OSError: The filesystem has no hard links, or this is another filesystem.
+            OSError: The filesystem has no hard links, or the checkpoint is on another filesystem.
         """
         with self._keeping:
             if self._over.is_set():
@@ -129,7 +134,7 @@ class Note:
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
-        """Keep a checkpoint's folder that another one has replaced at ``origin``."""
+        """Keep an older checkpoint's folder after a newer checkpoint has replaced it at the path ``origin``."""
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
         temporary.mkdir(parents=True)
@@ -139,7 +144,11 @@ class Note:
         temporary.rename(place)
 
     def close(self, *, committed: bool) -> None:
-        """End the attempt to save. Checkpoints deleted meanwhile are removed if the save was committed, or restored."""
+        """End the attempt to save.
+
+        Older checkpoints that were deleted during the save are removed for good if it was committed, and restored
+        if not.
+        """
         with self._keeping:
             self._over.set()
         for place in kept(self._save_dir, self._nonce):
@@ -161,13 +170,15 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether the note must stay, to tell the next run that its folder never became a checkpoint."""
+        """Return whether the note must stay, because its folder never became a checkpoint and the next run must
+        know.
+        """
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))
 
     @property
     def waiting(self) -> bool:
-        """Return whether the Trainer has not yet completed its checkpoint folder."""
+        """Return whether the checkpoint folder still lacks the last file that the Trainer writes."""
         return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
 
     def remove(self) -> None:
@@ -177,7 +188,9 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Return the checkpoints kept by hard links, without leftovers of interrupted restorations."""
+    """Return the deleted checkpoints that are kept by hard links. Leftovers of interrupted restorations are left
+    out.
+    """
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())
 
@@ -186,6 +199,9 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
     """Restore a deleted checkpoint to its original path, and return the path.
 
     Remains of an interrupted deletion at this path are removed.
+
+    Args:
+        place: Folder in which the checkpoint's files are kept by hard links.
     """
     origin = _origin(save_dir, place)
     if _same_files(place / "tree", origin):
@@ -205,7 +221,7 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up after a crash in a checkpoint's folder. Return immediately if there is nothing to do.
+    """Clean up a folder of checkpoints after a crash. Return immediately if there is nothing to do.
 
     Ranks may call it concurrently: the first one does the work, the others wait.
     """
@@ -215,16 +231,17 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Return the folder that keeps checkpoints of ``directory`` deleted before the save that replaces them.
+    """Return the sibling of ``directory`` that keeps checkpoints which were deleted before the next save
+    committed.
 
-    It is a sibling folder, because trainers treat everything inside ``directory`` as checkpoints.
+    It is not inside ``directory``, because trainers treat everything there as checkpoints.
     """
     directory = directory.absolute()
     return directory.with_name(f".{directory.name}.ebbtide")
 
 
 def restore_deleted(directory: Path) -> None:
-    """Restore the checkpoints of a folder that were deleted before a save, if a crash interrupted the save."""
+    """Restore the checkpoints that were deleted from a folder before a save, if the save was never committed."""
     place = twin(directory)
     with _alone(place / NOTES) as notes:
         if notes is None or _anybody(notes):
@@ -236,14 +253,12 @@ def restore_deleted(directory: Path) -> None:
 
 
 def _is_whole(origin: Path) -> bool:
-    """Return whether a complete checkpoint exists at a path, as the checkpoint itself or inside the folder."""
     around = [*committed(origin), *(c for c in committed(origin.parent) if c.folder == origin)]
     return any(not verify(c.folder.parent, c.folder.name) for c in around)
 
 
 @contextlib.contextmanager
 def _alone(notes: Path) -> Iterator[Path | None]:
-    """Lock a folder of notes against other ranks and yield it. None if there is nothing to clean up."""
     # Its own listings come back here through the audit hooks that call it.
     if _settling.busy or not notes.is_dir():
         yield None
@@ -293,7 +308,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
 
 
 def settle_below(directory: Path) -> None:
-    """Clean up after a crash in a folder that holds one folder per checkpoint, as trainers have it."""
+    """Clean up after a crash in a trainer's output folder, which holds one folder per checkpoint."""
     settle(directory)
     restore_deleted(directory)
     with contextlib.suppress(OSError):
@@ -313,7 +328,6 @@ def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
 
 
 def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
-    """Write ``latest`` for a commit that was killed after the rename."""
     latest = save_dir / "latest"
     now = latest.read_text(encoding="utf-8") if latest.exists() else ""
     if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
@@ -321,7 +335,6 @@ def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _forget(save_dir: Path, page: dict[str, Any]) -> None:
-    """Move a damaged checkpoint, as after a power failure, out of the way, and restore ``latest``."""
     tag = str(page.get("tag", ""))
     for result in committed(save_dir):
         if result.manifest.nonce == page.get("nonce"):
@@ -340,13 +353,6 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:
-    """Move the folder of an uncommitted checkpoint into an older one's, so that no trainer resumes from it.
-
-    A folder that may hold several checkpoints, judging by its name, is not moved.
-
-    Args:
-        beside: An older checkpoint that was deleted in favor of this one. None if there is none.
-    """
     if beside is None and not PER_CHECKPOINT.search(save_dir.name):
         return
     if beside is None:
@@ -363,7 +369,7 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
 
 
 def newest_beside(directory: Path) -> Path | None:
-    """Return the sibling folder (see `siblings`) with the checkpoint committed last, or None."""
+    """Return the newest checkpoint's folder among the siblings of ``directory`` (see `siblings`), or None."""
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
     return None if newest is None else newest.folder.parent
@@ -382,7 +388,7 @@ def siblings(directory: Path) -> list[Path]:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Return whether deleting a folder deletes a checkpoint: ebbtide's or DeepSpeed's own."""
+    """Return whether a folder holds a checkpoint, written by ebbtide or DeepSpeed, so that deleting it deletes one."""
     for depth in ("", "[!.]*/"):  # notes come and go
         for name in (GLOBAL_NAME, "*_states.pt"):
             if next(folder.glob(depth + name), None) is not None:

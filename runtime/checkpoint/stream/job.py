@@ -1,4 +1,4 @@
-"""The background job of one checkpoint, from laid-out files to the commit."""
+"""The background job that writes and commits one checkpoint."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ class Report:
 
     Attributes:
         stall_s: Seconds that the training loop waited in ``save_checkpoint``.
-        update_wait_s: Seconds that updates waited for copies and for the disk.
-        copied_bytes: Bytes copied by copy on update.
+        update_wait_s: Seconds that optimizer updates waited for copies and for the disk.
+        copied_bytes: Number of bytes that were copied because an update was about to overwrite them.
     """
 
     tag: str
@@ -39,7 +39,8 @@ class Report:
 class Job:
     """A background job that writes and commits one checkpoint on its own thread.
 
-    The thread, the training loop (`wait`, `cancel`) and updates (through the writer) access it.
+    The job's own thread, the training loop (`wait`, `cancel`) and optimizer updates (through the block writer)
+    use it.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Job:
         self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
-        """Start to write the checkpoint. The live state is read from now on, until it is on disk or copied."""
+        """Start to write the checkpoint. From now on it reads optimizer state, until all of it is on disk or copied."""
         self._live.attach(self._writer)
         self._writer.start()
         self._thread.start()
@@ -91,7 +92,9 @@ class Job:
         return self._over.wait(timeout_s)
 
     def wait_while_moving(self, limit_s: float) -> None:
-        """Wait until the checkpoint is committed or has failed, at most ``limit_s`` after the last written block."""
+        """Wait until the checkpoint is committed or has failed. Stop ``limit_s`` seconds after the last block was
+        written.
+        """
         begin = time.monotonic()
         while not self.wait(min(1.0, limit_s)):
             if time.monotonic() - max(begin, self._writer.progress_s) > limit_s:
@@ -107,7 +110,7 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether this is a fork of the process that writes the checkpoint, without the writer's threads."""
+        """Return whether this process is a fork of the one that writes the checkpoint. A fork has no writer threads."""
         return self._pid != os.getpid()
 
     def _wait_for_the_parent(self, timeout_s: float | None) -> bool:
@@ -124,7 +127,7 @@ class Job:
         return self._commit.note
 
     def cancel(self) -> None:
-        """Cancel the checkpoint, unless all blocks are written already. In that case the commit continues."""
+        """Cancel the checkpoint. If all its blocks are written already, the commit continues."""
         self._writer.cancel()
 
     def _run(self) -> None:
@@ -173,7 +176,6 @@ class Job:
                 self._over.set()
 
     def _give_up_stored(self) -> None:
-        """Release the stored state of a failed checkpoint, since an update may wait for its space."""
         if self._stored is not None:
             with contextlib.suppress(Exception):  # a failed store says so at its next write
                 self._stored.settle(committed=self._commit.is_committed())

@@ -21,9 +21,9 @@ _LAST = 1 << 30  # blocks without live bytes are written after all others
 class BlockWriter:
     """The writer of one checkpoint's blocks.
 
-    Writer threads take blocks in the order of the next updates. An update calls `release` before it
-    overwrites a subgroup, which copies unwritten blocks to buffers of the budget. It waits only if no
-    buffer is free. All states change under one condition. No thread holds it while it copies, hashes
+    Writer threads take blocks in the order of the next optimizer updates. An update calls `release` before it
+    overwrites a subgroup, which copies unwritten blocks to reserved buffers. The update waits only if no buffer
+    is free. One condition variable guards the state of all blocks. No thread holds it while it copies, hashes
     or writes, so every wait ends with a write.
     """
 
@@ -44,7 +44,7 @@ class BlockWriter:
         """Prepare the threads that write a checkpoint.
 
         Args:
-            bounce: Buffers, one per writer thread: ``writers`` and `READY_BLOCKS` more.
+            bounce: Host buffers of the writer threads. Their number is ``writers`` plus `READY_BLOCKS`.
             writers: Number of concurrent writes to the disk.
             turns: Subgroups in the order of their next updates. Other subgroups follow in ascending order.
         """
@@ -85,7 +85,10 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """Return the monotonic time of the last written block, or of an update's last wait for one."""
+        """Return the monotonic time in seconds at which writing last made progress.
+
+        Progress is a block that was written, or an update that began to wait for one.
+        """
         return self._progress_s
 
     def start(self) -> None:
@@ -93,13 +96,13 @@ class BlockWriter:
             thread.start()
 
     def cancel(self) -> None:
-        """Stop the checkpoint's writer threads. Each one ends its present block."""
+        """Stop the checkpoint's writer threads. Each one first finishes the block that it is writing."""
         self._fail(Cancelled("this checkpoint was cancelled for a newer one"))
 
     # -- the update's side
 
     def release(self, subgroup: int) -> None:
-        """Wait until the live state of a subgroup is written or copied (see `LiveState.before_update`)."""
+        """Wait until a subgroup's optimizer state is written or copied (see `LiveState.before_update`)."""
         blocks = [b for b in self._queues_of(subgroup) if not self._free_of(b)]
         if not blocks:
             return
@@ -137,10 +140,6 @@ class BlockWriter:
         self._files.point("copied_on_update")
 
     def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
-        """Return a buffer to copy a block to, or None once its live bytes are not read any more.
-
-        If ``patient`` is False, return None also if no buffer is free or the block is being written.
-        """
         with self._condition:
             self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
             self._progress_s = time.monotonic()
@@ -234,10 +233,6 @@ class BlockWriter:
                 self._bounce.give(bounce)
 
     def _in_turn(self, block: Block, data: memoryview) -> None:
-        """Write a block once the disk has room, unless an update has had it copied meanwhile.
-
-        A copied block is written later, from its copy.
-        """
         if not self._at_disk.acquire(blocking=False) and not self._waited_for_the_disk(block):
             return
         try:
@@ -247,7 +242,6 @@ class BlockWriter:
             self._at_disk.release()
 
     def _waited_for_the_disk(self, block: Block) -> bool:
-        """Wait until the disk can take another write. Return whether this thread must still write the block."""
         with self._condition:
             block.state, slot = State.READY, block.slot
             self._condition.notify_all()
@@ -343,6 +337,6 @@ class BlockWriter:
 
     @property
     def idle(self) -> bool:
-        """Return whether the checkpoint has written or copied all live optimizer state that it needs."""
+        """Return whether the checkpoint no longer needs any optimizer state, because all of it is written or copied."""
         with self._condition:
             return all(self._free_of(b) for b in self._blocks if b.subgroups)

@@ -1,1 +1,1 @@
-"""The protection of checkpoints from trainers that delete and rotate them or end the process."""
+"""The protection of checkpoints against trainers that delete old ones, and against the end of the process."""

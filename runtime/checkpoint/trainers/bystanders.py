@@ -1,9 +1,9 @@
-"""The interaction with other code of this process that uses checkpoints: readers, trainers, children.
+"""The treatment of other code in this process that reads or deletes checkpoints, such as a trainer.
 
-A checkpoint in progress must look to such code as if it had been written already. Python reports
-every file that is opened, listed or removed, and every program that is started, to audit hooks
-(PEP 578). The hook makes a reader of an unfinished checkpoint wait until the commit. A trainer
-that deletes an older checkpoint meanwhile deletes only names, since hard links keep the files.
+A checkpoint in progress must look to such code as if it had been written already. Python reports every file
+that is opened, listed or removed, and every program that is started, to audit hooks (PEP 578). The hook
+makes a reader of an unfinished checkpoint wait until the commit. A trainer that deletes an older checkpoint
+meanwhile deletes only names, since hard links keep the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves 
 
 
 def foreign_trainer() -> str | None:
-    """Return the trainer library (one of `TRAINERS`) that called, directly or indirectly, otherwise None."""
+    """Return the trainer library (one of `TRAINERS`) on the present call stack, or None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -65,7 +65,7 @@ def ours() -> Iterator[None]:
 
 
 def guard(job: Job) -> None:
-    """Make other code wait for the commit of a checkpoint in progress, until `release`."""
+    """Make other code of this process wait for the commit of a checkpoint in progress, until `release` is called."""
     watch()
     with _lock:
         _jobs.append(job)
@@ -81,23 +81,27 @@ def release(job: Job) -> None:
 
 
 def others_in_flight(job: Job) -> bool:
-    """Return whether another engine of this process is also writing a checkpoint."""
+    """Return whether another training engine of this process is also writing a checkpoint."""
     with _lock:
         return any(other is not job for other in _jobs)
 
 
 @functools.cache
 def watch() -> None:
-    """Install the audit hook that watches file access, once per process. It costs one set lookup per event."""
+    """Install the audit hook that notices when code of this process opens, lists or deletes files.
+
+    It is installed once per process, and costs one set lookup for each audit event of Python.
+    """
     global watching
     sys.addaudithook(_heard)
     watching = True
 
 
 def wait_for_jobs(folder: Path | None = None) -> None:
-    """Wait until no engine of this process writes a checkpoint, or none to ``folder``.
+    """Wait until no engine of this process is writing a checkpoint. With ``folder``, wait for checkpoints there
+    only.
 
-    Audit hooks do not make ebbtide's own code wait (`ours`), so it calls this explicitly.
+    Audit hooks do not make ebbtide's own code wait (`ours`), so it calls this function explicitly.
     """
     with _lock:
         jobs = list(_jobs)
@@ -124,7 +128,6 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _settle_once(directory: Any) -> None:
-    """Clean up after a crash before a trainer looks for its newest checkpoint."""
     if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
         return  # a descriptor
     name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")
@@ -163,7 +166,6 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
 
 
 def _deletes(path: Path, job: Job) -> bool:
-    """Keep a checkpoint that is being deleted by hard links. Return True if the deletion must wait instead."""
     if _real(job.attempt.save_dir).is_relative_to(path):
         return True  # all of it goes, what is being written included
     if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):

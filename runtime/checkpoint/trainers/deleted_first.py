@@ -1,10 +1,10 @@
-"""The protection of checkpoints that are deleted before the save that replaces them.
+"""The protection of checkpoints that a trainer deletes before it saves the next one.
 
-Accelerate with ``total_limit`` and many training loops delete first. In stock DeepSpeed a checkpoint is
-complete when its save returns, but here only when it is committed. If the process is killed before the
-commit, the older one must still exist. Checkpoints that this process has saved or resumed from
-therefore outlive their deletion, by hard links in a sibling folder, until the next commit. After a
-crash `rotation.restore_deleted` restores them.
+Accelerate with ``total_limit`` and many training loops delete first. In stock DeepSpeed the next checkpoint
+is complete when its save returns. Here it is complete only when it is committed in the background. If the
+process is killed before the commit, the older checkpoint must still exist. Checkpoints that this process
+has saved or resumed from are therefore kept by hard links in a sibling folder until the next commit. After
+a crash `rotation.restore_deleted` restores them.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
 
 
 def remember(save_dir: Path) -> None:
-    """Note that this process has a checkpoint in a folder, which must therefore be kept alive if it is deleted."""
+    """Note that this process has saved or loaded a checkpoint in a folder. If it is deleted, its files must be kept."""
     _used.add(Path(os.path.realpath(save_dir)))
 
 
 def keep(path: Path) -> None:
-    """Keep a checkpoint's folder by hard links before it is deleted while no checkpoint is being written.
+    """Keep a checkpoint's files by hard links when it is deleted while no other checkpoint is being written.
 
-    On a filesystem without hard links the folder is deleted, as in stock DeepSpeed.
+    On a filesystem without hard links the files are deleted, as in stock DeepSpeed.
     """
     mine = any(folder.is_relative_to(path) or path.parent == folder for folder in _used)
     if not mine or not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):
@@ -44,7 +44,7 @@ def keep(path: Path) -> None:
 
 
 def settle(*, committed: bool) -> None:
-    """Make deletions that came before a save final if the save was committed, otherwise undo them."""
+    """Make the deletions of checkpoints that came before a save final if it was committed. Otherwise undo them."""
     with _lock:
         while _notes:
             place, note = _notes.popitem()

@@ -15,7 +15,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Wait until no checkpoint is in progress, or until it cannot be committed in time. This raises nothing."""
+        """Wait until no checkpoint is in progress, or until it can no longer be committed in time. Raise no error."""
         ...
 
 
@@ -24,9 +24,10 @@ _ending = threading.Lock()  # taken for good by whoever ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
-    """Commit the checkpoint in progress at SIGTERM (preemption, a failing launcher), within the grace period.
+    """Commit the checkpoint in progress when the process receives SIGTERM, within the grace period.
 
-    Afterwards the process dies of SIGTERM as usual. A script's own SIGTERM handler is kept.
+    SIGTERM comes from preemption or from a launcher after a failure. Afterwards the process dies of SIGTERM as
+    usual. A script's own SIGTERM handler is kept.
     """
     _savers.add(saving)
     if threading.current_thread() is not threading.main_thread():
@@ -37,11 +38,6 @@ def finish_at_sigterm(saving: Saving) -> None:
 
 
 def _watch() -> None:
-    """Start a thread that reads signal numbers from a pipe.
-
-    Python runs a signal handler only when the main thread is back in the interpreter, which may never
-    happen inside a collective call. But the interpreter immediately writes the signal's number to a pipe.
-    """
     into, out = os.pipe()
     os.set_blocking(out, False)
     others = signal.set_wakeup_fd(out, warn_on_full_buffer=False)
@@ -63,7 +59,6 @@ def _read_signals(descriptor: int) -> None:
 
 @functools.cache
 def _be_stock_in_children() -> None:
-    """Restore the default SIGTERM behavior in forked children, which have no checkpoint in progress."""
     os.register_at_fork(after_in_child=_let_go)
 
 

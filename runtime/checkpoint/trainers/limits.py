@@ -1,4 +1,4 @@
-"""The number of checkpoints that the calling trainer keeps, by its own settings."""
+"""The number of checkpoints that the trainer keeps by its own settings, if a trainer runs the training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TRAINER, ACCELERATOR = ("transformers.trainer", "Trainer"), ("accelerate.acceler
 
 @dataclass(frozen=True)
 class TrainersLimit:
-    """The number of checkpoints that a trainer keeps, and whether it loads its best one.
+    """The settings of a trainer about its checkpoints: how many it keeps, and whether it loads its best one.
 
     Attributes:
-        most: Number of checkpoints at the end of a save. None if the trainer deletes none.
+        most: Number of checkpoints that exist at the end of a save. None if the trainer deletes none.
         loads_best: True if the trainer loads its best checkpoint at the end of training.
         trainer: Weak reference to the transformers Trainer. None for another library.
     """
@@ -26,14 +26,14 @@ class TrainersLimit:
     trainer: weakref.ref[Any] | None = None
 
     def is_best(self, checkpoint: Path) -> bool:
-        """Return whether a path is the trainer's present best checkpoint or a folder inside it."""
+        """Return whether a path is the best checkpoint so far by the trainer's metric, or a folder inside it."""
         trainer = None if self.trainer is None or not self.loads_best else self.trainer()
         best = getattr(getattr(trainer, "state", None), "best_model_checkpoint", None)
         return best is not None and checkpoint.resolve().is_relative_to(Path(best).resolve())
 
 
 def trainers_limit() -> TrainersLimit | None:
-    """Return the checkpoint limit of the trainer that called, directly or indirectly. None if no trainer did."""
+    """Return the checkpoint settings of the trainer on the present call stack. None if no trainer runs."""
     found = None
     frame = sys._getframe(1)
     while frame is not None:

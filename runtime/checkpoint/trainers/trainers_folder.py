@@ -1,9 +1,9 @@
-"""The protection of a Trainer's checkpoint folder from the moment that it is made.
+"""The protection of a transformers Trainer's checkpoint folder from the moment that it is made.
 
 The Trainer makes ``checkpoint-500`` and writes the model's config to it before it calls DeepSpeed. It
-writes ``trainer_state.json`` last. If it is killed before that, it leaves a folder that it
-mistakes for its newest checkpoint but cannot resume from. A note written when the folder is made
-tells the next run that the folder never became a checkpoint (see `rotation.settle`).
+writes ``trainer_state.json`` last. If it is killed in between, the folder remains. The Trainer would take
+it for its newest checkpoint but could not resume from it. A note, written when the folder is made, tells
+the next run that the folder never became a checkpoint (see `rotation.settle`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Write a note into a checkpoint folder, just before the Trainer makes it, that marks it as incomplete.
+    """Write a note that a checkpoint folder is incomplete, just before the Trainer makes the folder.
 
     Raises:
         OSError: The disk is full. The folder's content would not fit either, and without a note the next run
@@ -46,14 +46,13 @@ def being_made(path: Path) -> None:
 
 
 def _may_exist(frame: FrameType | None) -> bool:
-    """Return whether the calling code outside this package passes ``exist_ok``."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(__package__ or ""):
         frame = frame.f_back
     return frame is not None and frame.f_locals.get("exist_ok") is True
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove the notes in a Trainer's checkpoint folders that are complete.
+    """Remove the notes which say that a checkpoint folder is incomplete, from the Trainer's complete folders.
 
     Args:
         path: A folder whose note is removed too, because it has another note by now.

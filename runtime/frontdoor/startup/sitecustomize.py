@@ -1,7 +1,7 @@
 """A ``sitecustomize`` module that every Python interpreter under `tune run` loads at startup.
 
-`tune run` puts this folder on PYTHONPATH. Another ``sitecustomize`` module on the path, which this one
-hides, is run afterwards.
+`tune run` puts this module's folder on PYTHONPATH. If the path has another ``sitecustomize`` module, that
+module is run afterwards.
 """
 
 import os

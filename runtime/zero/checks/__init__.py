@@ -1,1 +1,1 @@
-"""Checks before a DeepSpeed engine is taken over: versions, private members, settings and the plan."""
+"""Checks before a plan takes over a DeepSpeed engine: versions, private members, settings and the plan."""

@@ -1,4 +1,4 @@
-"""A warning if a plan was made for another machine or another training, given when it is attached."""
+"""A warning if the plan that is attached to an engine was made for another machine or another training."""
 
 import logging
 from itertools import product

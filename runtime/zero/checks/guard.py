@@ -1,4 +1,4 @@
-"""Checks that refuse, before training starts, an engine to which a plan cannot be applied."""
+"""Checks before training starts that a plan can be applied to a DeepSpeed engine."""
 
 import logging
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def stored_at(config: Mapping[str, Any]) -> Path | None:
-    """Return the drive's folder to which a DeepSpeed config offloads optimizer state.
+    """Return the folder on a drive to which a DeepSpeed config offloads optimizer state.
 
     None if it offloads none to a drive, or if DeepSpeed refuses the config.
     """
@@ -71,7 +71,7 @@ def stored_at(config: Mapping[str, Any]) -> Path | None:
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
-    """Return whether an engine is left to DeepSpeed without a plan, and log the reason."""
+    """Return whether an engine with this config must be left to DeepSpeed without a plan, and log the reason."""
     why = left_to_stock(as_deepspeed_reads(config))
     if why:
         logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
@@ -79,7 +79,7 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
 
 
 def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed config for an engine under a plan, without the keys that the plan replaces.
+    """Return a DeepSpeed config for an engine under a plan, without the keys that the plan replaces.
 
     Deprecated keys get their present names. Each removed key is logged.
     """
@@ -109,11 +109,11 @@ def check_model(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def check_engine(engine: Any) -> UpdateRule:
-    """Check that a plan can be applied to a live engine. Return the update rule of its optimizer.
+    """Check that a plan can be applied to an existing DeepSpeed engine. Return the update rule of its optimizer.
 
     Raises:
         ConfigError: The engine is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.
-        UnknownRoundingError: DeepSpeed's op was built in a way that the kernels cannot reproduce.
+        UnknownRoundingError: DeepSpeed's CPU op was built in a way that ebbtide's kernels cannot reproduce.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

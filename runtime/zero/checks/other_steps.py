@@ -1,4 +1,4 @@
-"""A warning before the first step if the plan was made for other training settings."""
+"""A warning, logged before the first step, that the plan was made for other training settings."""
 
 import logging
 from typing import Any
@@ -17,7 +17,7 @@ def recomputes(module: torch.nn.Module) -> bool | None:
 
 
 def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
-    """Log a warning if the engine's steps differ in memory or time from the steps that the plan is for."""
+    """Log a warning if the engine's training settings, on which memory and time depend, differ from the plan's."""
     if plan.trained_as is None:
         return
     here = TrainedAs(
@@ -36,7 +36,10 @@ def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
 
 
 def differences(planned: TrainedAs, here: TrainedAs) -> list[str]:
-    """Return a line for each training setting that differs: the plan's, the run's and the Trainer's argument."""
+    """Return a line of text for each training setting that differs between the plan and the run.
+
+    A line has both values and the name of the Trainer's argument.
+    """
     lines = []
     if planned.precision != here.precision:
         wanted = "bf16=False, fp16=False" if planned.precision == "fp32" else f"{planned.precision}=True"

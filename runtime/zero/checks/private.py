@@ -23,7 +23,7 @@ MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of DeepSpeed's ZeRO optimizers, and the first DeepSpeed version that has it."""
+    """A private member of DeepSpeed's ZeRO optimizers that ebbtide uses, and the first version that has it."""
 
     name: str
     since: str = TESTED[0]
@@ -131,7 +131,7 @@ class UnsupportedDeepSpeedError(RuntimeError):
 
 
 def check_version() -> None:
-    """Refuse a DeepSpeed version that ebbtide was not tested with.
+    """Raise an error if the installed DeepSpeed's version was not tested with ebbtide.
 
     Raises:
         UnsupportedDeepSpeedError: The version is outside the tested range. The message has both.
@@ -154,9 +154,9 @@ def _installed() -> Any:
 
 
 def mended_since(optimizer: str) -> str:
-    """Return an addition to an error about an optimizer's op that names the DeepSpeed version with a fix.
+    """Return a sentence for an error about a DeepSpeed optimizer: the first DeepSpeed version with a fix.
 
-    Empty if no version fixes it, or if the fix is installed.
+    Empty if no version fixes the error, or if the fix is installed.
     """
     from packaging.version import Version
 
@@ -170,11 +170,11 @@ def mended_since(optimizer: str) -> str:
 
 
 def check_members(optimizer: Any) -> None:
-    """Refuse a DeepSpeed optimizer that lacks a member that ebbtide relies on.
+    """Raise an error if a DeepSpeed optimizer lacks a private member that ebbtide uses.
 
     Raises:
-        UnsupportedDeepSpeedError: Members are missing, or ZeRO-1 or 2 needs a newer DeepSpeed. The message
-            has the names or the version.
+        UnsupportedDeepSpeedError: Members are missing, or ZeRO-1 or 2 needs a newer DeepSpeed. The message has
+            the names or the version.
     """
     from packaging.version import Version
 
@@ -222,23 +222,25 @@ def training_device() -> torch.device:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Return whether this backward ends an accumulation window.
+    """Return whether the current backward is the last one before an optimizer step.
 
-    DeepSpeed has an attribute for it, and a method since 0.19.5.
+    DeepSpeed has an attribute that tells this, and a method since 0.19.5.
     """
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def note_active(optimizer: Any, param: Any) -> None:
-    """Mark a parameter as one with a gradient, for DeepSpeed's accumulation that ends only at step()."""
+    """Tell DeepSpeed that a parameter has a gradient, if DeepSpeed learns only at step() that accumulation has
+    ended.
+    """
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
         active.add(param.ds_id)
 
 
 def partition_rank(optimizer: Any, param: Any) -> int:
-    """Return this rank's number among the ranks that partition a parameter."""
+    """Return this rank's index among the ranks that a parameter is partitioned over."""
     if hasattr(optimizer, "_get_param_partition_rank"):
         return int(optimizer._get_param_partition_rank(param))
     import deepspeed.comm as dist
@@ -247,10 +249,10 @@ def partition_rank(optimizer: Any, param: Any) -> int:
 
 
 def checked_norm(optimizer: Any) -> torch.Tensor | None:
-    """Return the global gradient norm times the loss scale. None if the step is skipped for an overflow.
+    """Return the global gradient norm times the loss scale. None if the step is skipped because of an overflow.
 
-    Set ``overflow`` and the loss scale as the installed DeepSpeed's step does. Since 0.19.8 an invalid
-    norm counts as an overflow too.
+    Set the optimizer's ``overflow`` and loss scale as the installed DeepSpeed's own step does. Since DeepSpeed
+    0.19.8 an invalid norm counts as an overflow too.
     """
     if not hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         if optimizer._overflow_check_and_loss_scale_update():
@@ -271,12 +273,13 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return each parameter's view of DeepSpeed's flat gradient buffer, by ``ds_id``."""
+    """Return the part of DeepSpeed's flat gradient buffer that belongs to each parameter, by ``ds_id``."""
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
 def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of these gradients lies in a reduction bucket, which the next gradients overwrite.
+    """Return whether any of the given gradients lies in DeepSpeed's reduction bucket, which later gradients
+    overwrite.
 
     DeepSpeed reduces a bucket with a single parameter in place, and other buckets into new memory.
     """
@@ -293,23 +296,23 @@ def is_partitioned(param: Any) -> bool:
 
 
 def parameter_location(optimizer: Any) -> ParameterLocation:
-    """Return the memory that DeepSpeed keeps partitions of parameters in between their uses: host or device."""
+    """Return the memory (host or device) that holds DeepSpeed's parameter partitions between their uses."""
     return "host" if getattr(optimizer, "offload_param", False) else "device"
 
 
 class Handle(Protocol):
-    """A handle of DeepSpeed for parameters that are being gathered."""
+    """The object that DeepSpeed returns for parameters that are being gathered, to wait for their values."""
 
     def wait(self, **_: Any) -> None:
-        """Wait until DeepSpeed has gathered the parameters and they can be used."""
+        """Wait until DeepSpeed has gathered the parameters, so that they can be used."""
         ...
 
 
 def wait_one_by_one(module: Any) -> Callable[[], None]:
-    """Make DeepSpeed wait for each parameter of a gather separately. Return a function that undoes this.
+    """Make DeepSpeed wait separately for each parameter of a common gather. Return a function that undoes this.
 
-    DeepSpeed stores one handle for parameters that are requested together, so that a user of one of them
-    waits for all. Handles that contain one handle per parameter are split here.
+    DeepSpeed stores one handle for all parameters of a gather, so that code that uses one of them waits for
+    all. A handle of ebbtide contains one handle per parameter, and these are stored here instead.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
@@ -327,7 +330,7 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
 
 
 def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Callable[[], None]:
-    """Call ``begins`` with a module's parameters before its forward or backward gathers them.
+    """Arrange that ``begins`` is called with a module's parameters before its forward or backward gathers them.
 
     Return a function that undoes this.
     """
@@ -353,7 +356,7 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
-    """Return the modules of a forward and its backward in order, each as a list of its parameters.
+    """Return the modules that forward and backward ran, in order. Each is a list of its parameters.
 
     A parameter is given as its `get_param_id` and its total number of elements. None if DeepSpeed has not
     recorded the modules yet.
@@ -374,7 +377,7 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
-    """Return DeepSpeed's limits for keeping parameters gathered after their use."""
+    """Return DeepSpeed's limits on how many parameters may stay gathered after their use."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     small = [p.ds_numel for p in optimizer.persistent_parameters]
     return GatherRules(
@@ -386,7 +389,10 @@ def gather_rules(optimizer: Any) -> GatherRules:
 
 
 def gathers(optimizer: Any) -> Gathered | None:
-    """Return the parameter gathers of a forward and its backward that DeepSpeed has recorded. None before that."""
+    """Return the parameter gathers of one forward and backward, as DeepSpeed has recorded them.
+
+    None if it has not recorded them yet.
+    """
     trace = module_trace(optimizer)
     if trace is None:
         return None
@@ -400,20 +406,20 @@ def is_swapped(param: Any) -> bool:
 
 
 def is_plain(param: Any) -> bool:
-    """Return whether gathering a parameter yields its partition unchanged: neither quantized nor on NVMe."""
+    """Return whether gathering a parameter yields its partition unchanged: it is neither quantized nor on NVMe."""
     held = param.ds_tensor
     quantized = hasattr(held, "ds_quant_scale")
     return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
 
 
 def is_whole(param: Any) -> bool:
-    """Return whether a rank's partition is the whole parameter, so that a gather needs at most a copy."""
+    """Return whether this rank's partition is the whole parameter, so that its gather is at most a copy."""
     return is_plain(param) and bool(param.ds_tensor.numel() == param.ds_numel)
 
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Make gathers inside the block read the parameters' partitions from the given tensors."""
+    """Make parameter gathers inside the block read partitions from the given tensors, not from DeepSpeed's."""
     locations = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
@@ -427,9 +433,10 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
-    """Gather parameters, inside the block, in the precision of their partitions.
+    """Make DeepSpeed gather parameters in the precision of their partitions inside the block.
 
-    With ``torch_autocast``, several ranks otherwise gather in the precision of forward's computation.
+    With ``torch_autocast`` and several ranks, it would otherwise gather them in the precision in which forward
+    computes.
     """
     named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
     for param in named:
@@ -449,7 +456,7 @@ def empty_cache() -> None:
 
 
 def current_stream() -> Any:
-    """Return the stream that is current on the training device."""
+    """Return the stream that is current on the device on which DeepSpeed trains."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().current_stream()
@@ -462,7 +469,7 @@ def on_stream(stream: Any) -> AbstractContextManager[None]:
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:
-    """Mark partitioned parameters as being gathered.
+    """Mark partitioned parameters as being gathered, as DeepSpeed does at the start of a gather.
 
     Raises:
         RuntimeError: One of the parameters is already gathered or being gathered.
@@ -493,12 +500,15 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Call ``gate`` with the parameters before every gather of parameters. Return a function that undoes this.
+    """Arrange that ``gate`` is called with the parameters before every gather. Return a function that undoes this.
 
-    Every reader of a partitioned parameter (forward, GatheredParameters, a state_dict) calls
-    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules use the latter for their own parameters
-    and for those of later modules. It returns a handle to wait for. If ``fetch(parameters, DeepSpeed's own
-    gather)`` returns a handle, it is used instead, and ``gate`` is not called.
+    All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls
+    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and
+    for those of later modules, and wait for the handle that it returns.
+
+    Args:
+        fetch: Function of the parameters and of DeepSpeed's own gather, called first for a coalesced gather. If
+            it returns a handle, this handle is used, and ``gate`` is not called.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:

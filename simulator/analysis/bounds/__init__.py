@@ -1,1 +1,1 @@
-"""The rules of the lower bound of an iteration's time (`ebbtide.simulator.analysis.bound`)."""
+"""The rules from which the lower bound of an iteration's time (`ebbtide.simulator.analysis.bound`) follows."""

@@ -1,8 +1,8 @@
-"""Facts for the lower bound that hold for every plan of one workload on one machine.
+"""Facts about a workload on a machine from which the lower bound of an iteration's time is computed.
 
-The *window* is the time from the gradient norm until the next forward (of its first micro-batch) has
-ended. The rest of an iteration is sequential on the device. The linear program minimizes the window's
-length.
+They hold for every plan. The bound is a linear program that minimizes one part of the iteration, the
+*window*: from the gradient norm to the end of the next forward (of its first micro-batch). Only there can
+updates overlap a forward. The other passes follow one another on the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = 0.5  # times the median
 
 
 class Inside(Enum):
-    """The subgroups with a step that must run between the gradient norm and the end of the next forward."""
+    """The subgroups that a step must run for between the gradient norm and the end of the next forward."""
 
     ALL = "all"
     TAKERS = "of those that begin behind the slots' first visitors, at the norm or before"
@@ -40,21 +40,19 @@ class Inside(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A step of a subgroup's update, with its least work for each group of similar subgroups.
+    """A step of a subgroup's update, such as a copy, with its least duration, for the lower bound.
 
-    Arrays have one entry for each group, for one subgroup of it.
+    Arrays have one entry for each group of similar subgroups. It is the value for one subgroup of the group.
 
     Attributes:
-        way: Number of the way of updating.
+        way: Number of the way of updating (placement, parameter location, flags) to which the step belongs.
         times: Number of runs of the step in an iteration.
-        slot: Kind of buffer, for TAKERS and GIVERS.
-        seconds, alone_s, taken_s: See `Least`. ``taken_s`` is by capacity.
-        least_s: Seconds for the group's smallest subgroup.
-        head_s: Lower limit of the seconds from the gradient norm to the step: the duration of the steps
-            before it. For TAKERS, which follow another subgroup's update and copy back, the duration of
-            these.
-        tail_s: Seconds from the step's end until its subgroup's parameters are new. For GIVERS, whose buffer
-            another subgroup takes, until that subgroup's are.
+        slot: Kind of buffer, such as a staging buffer, that the update uses.
+        seconds, alone_s, taken_s: See `Least`. ``taken_s`` is by shared capacity, such as DRAM bandwidth.
+        least_s: Seconds of the step for the group's smallest subgroup.
+        head_s: Least time in seconds from the gradient norm to the start of the step.
+        tail_s: Least seconds from the end of the step until the new parameters are in GPU memory. If the step
+            frees a buffer, these are the parameters of the subgroup that uses the buffer next.
     """
 
     way: int
@@ -71,21 +69,21 @@ class Part:
 
     @property
     def ahead(self) -> bool:
-        """Return whether a step's early copies can already run during the previous optimizer step."""
+        """Return True if the op's kind of buffer may be taken for the next optimizer step as soon as it is free."""
         return self.slot is not None and self.slot.ahead
 
 
 class Model:
-    """The facts about a workload's passes, groups of subgroups and steps that the lower bound uses.
+    """The facts about a workload on a machine that the lower bound of an iteration's time is computed from.
 
     Attributes:
         ways: Ways in which subgroups may be updated: placement, parameter location, and whether the update is
             early or gradients are accumulated on the GPU.
-        parts: Steps of updates.
-        gradients: Steps that bring gradients to the host.
-        rest_s: Seconds of an iteration without its window.
+        parts: Steps of a subgroup's update, for each way.
+        gradients: Steps that copy gradients to host memory, for each way.
+        rest_s: Seconds of an iteration outside the time from the gradient norm to the end of the next forward.
         first_s: Seconds of backward until the first gradient is complete.
-        early_s: Seconds of the last backward during which staged subgroups may be copied to the GPU.
+        early_s: Seconds of the last backward during which state may be copied to the GPU for updates there.
     """
 
     def __init__(
@@ -99,12 +97,13 @@ class Model:
         early_updates: bool = False,
         sums: bool = False,
     ) -> None:
-        """Collect the facts about a workload on a machine for a lower bound.
+        """Collect the facts about a workload on a machine for a lower bound of the iteration time.
 
         Args:
-            early_updates: True if ``ways`` that allow it may begin before the gradient norm. These are listed
-                once more, after the others.
-            sums: True if gradients may be accumulated on the GPU. Such ways are listed once more, at the end.
+            early_updates: True to add to ``ways`` a variant of each way that starts before the gradient norm is
+                known, if its placement allows that.
+            sums: True to add to ``ways`` a variant of each way that accumulates gradients on the GPU, if its
+                placement allows that.
         """
         self.workload = w = workload.serial
         some = [*ways, *(way._replace(early=True) for way in ways if early_updates and way.can_be_early)]
@@ -127,9 +126,9 @@ class Model:
 
     @cached_property
     def least_size(self) -> int:
-        """Return the smallest number of elements of a subgroup that counts for shared lanes.
+        """Return the number of elements from which a subgroup counts in the lower bound's rules about shared lanes.
 
-        The ops of smaller subgroups consist of latency, and share nothing.
+        The copies of smaller subgroups take little more than their latency, and share no bandwidth.
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
@@ -195,22 +194,28 @@ class Model:
         )
 
     def taker(self, part: Part) -> Part:
-        """Return the step of an update that takes the buffer that a given later step uses."""
+        """Return the step of a subgroup's update that takes the buffer which the given later step uses."""
         same = (p for p in self.parts if p.way == part.way)
         return next(p for p in same if p.step.takes is not None and p.step.takes == part.slot)
 
     def on(self, lane: Lane) -> list[Part]:
-        """Return the steps that a lane must run between the gradient norm and the end of the next forward."""
+        """Return the steps of updates that run on a lane between the gradient norm and the end of the next forward.
+
+        A lane is a queue of ops that run one after the other, such as a copy direction.
+        """
         return [p for p in self.parts if p.step.lane == lane and p.inside != Inside.NONE]
 
     @property
     def lanes(self) -> list[Lane]:
-        """Return the lanes that run steps of updates after the gradient norm."""
+        """Return the lanes (such as copy directions) that run steps of updates after the gradient norm."""
         return list(dict.fromkeys(p.step.lane for p in self.parts if p.inside != Inside.NONE))
 
     @cached_property
     def modes(self) -> list[Modes]:
-        """Return the possible speeds at which the lanes of updates and the device's compute share the node."""
+        """Return the possible combinations of speeds of the lanes that run updates and of the GPU's compute.
+
+        A lane is a queue of ops, such as a copy direction. Lanes slow each other because they share the node.
+        """
         sizes = sorted({self.least_size, max(self.workload.subgroups)})
         ops: dict[Lane, list[Op]] = {Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]}
         updates = (p for p in self.parts if p.inside != Inside.NONE)
@@ -232,9 +237,9 @@ class Model:
 
 
 def slot_steps(recipe: Recipe) -> tuple[int, int]:
-    """Return the positions of the ops in a subgroup's update that take and free a buffer, or -1.
+    """Return the positions of the ops in a subgroup's update that take and free its buffer, or -1 for both.
 
-    Only buffers count that are freed after the parameters are new, or that are taken early.
+    Only a buffer counts that is taken before the gradient norm, or freed after the parameters are new.
     """
     new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
     for takes, step in enumerate(recipe.steps):

@@ -1,9 +1,10 @@
-"""The possible speeds of concurrent lanes, as columns of a linear program for the lower bound.
+"""The possible speeds of lanes that run at the same time, as columns of a linear program for the lower bound.
 
-At any moment each lane is idle or runs one op, and the simulator shares the node among the running ops.
-So any period is a mix of a few modes, each with its speeds, and the mix must complete each lane's work.
-Max-min sharing is fair, not optimal: it slows the critical lane as much as the others. A bound by
-resources alone misses that.
+A lane is a queue of ops that run one after the other, such as a copy direction. At any moment each lane is
+idle or runs one op, and the simulator shares the node's bandwidth among the running ops. So any period is a
+mix of a few *modes*. A mode is a combination of running ops, with the speed of each. The mix of modes must
+complete the work of each lane. Max-min sharing is fair, but not optimal: it slows the critical lane as much
+as the others. A bound from the total use of each resource alone would miss that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Lanes = Mapping[Lane, Sequence["Running"]]
 
 @dataclass(frozen=True)
 class Running:
-    """A state of a lane: its use of each capacity, and its speed relative to the lane's fastest state."""
+    """A state of a lane (a queue of ops, such as a copy direction): the op that it runs, and that op's speed.
+
+    The state holds the op's use of each shared capacity, and the speed relative to the lane's fastest state.
+    """
 
     taken: Mapping[str, float]
     pace: float = 1.0
@@ -33,10 +37,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a group of lanes that can slow each other, or of a lane that nothing slows.
+    """The modes of a group of lanes that can slow each other, or of a single lane that no other lane slows.
+
+    A lane is a queue of ops, such as a copy direction. A mode is a combination of ops that run together.
 
     Attributes:
-        speeds: Speed of each lane in each mode, in seconds of work alone per second: shape (modes, lanes).
+        speeds: Progress of each lane in each mode, relative to an op that runs alone: shape (modes, lanes).
     """
 
     lanes: tuple[Lane, ...]
@@ -44,11 +50,12 @@ class Modes:
 
 
 def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]) -> list[Modes]:
-    """Return the possible speeds of concurrent lanes, for each group of lanes that can slow each other.
+    """Return the possible speeds of lanes that run at the same time, for each group of lanes that slow each other.
+
+    A lane is a queue of ops that run one after the other, such as a copy direction.
 
     Args:
-        ops: Ops that each lane can run: its smallest and its largest. If ops have threads, one op for each
-            number of threads.
+        ops: Smallest and largest op of each lane. For updates on the CPU, one op for each number of threads.
     """
     lanes: dict[Lane, list[Running]] = {}
     for lane, some in ops.items():
@@ -76,7 +83,10 @@ def modes(ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[st
 
 
 def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
-    """Return groups of lanes that together can exceed a capacity. Each other lane is a group by itself."""
+    """Return groups of lanes that together can exceed a shared capacity, such as DRAM bandwidth.
+
+    A lane is a queue of ops, such as a copy direction. A lane that no other lane can slow is a group by itself.
+    """
     groups: list[list[Lane]] = [[lane] for lane in lanes]
     for name, limit in limits.items():
         asked = {lane: max(r.taken.get(name, 0.0) for r in some) for lane, some in lanes.items()}
@@ -104,10 +114,6 @@ def _speeds(lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], 
 
 
 def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[Running]:
-    """Return the states of a lane with host updates, for different numbers of threads.
-
-    They include the numbers of threads that use the rest of DRAM bandwidth, or all of it.
-    """
     dram = max(r.taken["dram"] / r.pace for r in choices)
     cores = min(r.taken["cores"] / r.pace for r in choices)
     paces = [bytes_per_s / dram for bytes_per_s in (dram_left, triad)]
@@ -117,7 +123,6 @@ def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[R
 
 
 def _undominated(rows: Floats) -> Floats:
-    """Return the modes that no other mode beats or equals on every lane."""
     better: NDArray[np.bool_] = np.all(rows[None, :, :] >= rows[:, None, :], axis=2)
     np.fill_diagonal(better, val=False)
     kept: Floats = rows[~better.any(axis=1)]

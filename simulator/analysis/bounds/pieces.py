@@ -1,4 +1,7 @@
-"""The groups of subgroups that a lower bound distinguishes: single subgroups, or similar neighbors together."""
+"""The groups of neighboring subgroups that the lower bound of an iteration's time treats as one unit.
+
+A group is a single subgroup of the optimizer state, or several similar ones.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,28 @@ MOST_SIZES = 4  # of neighbours that are one piece for each of their sizes; more
 
 @dataclass(frozen=True)
 class Pieces:
-    """Groups of subgroups in the order of the layers: each has ``count`` subgroups of ``size`` elements.
+    """Groups of neighboring, similar subgroups of optimizer state, as the lower bound of an iteration uses them.
+
+    Each attribute has one entry per group, in the order of the model's layers.
 
     Attributes:
+        size: Elements of a subgroup of the group (of its largest one, if they differ).
+        count: Number of subgroups in the group. If their sizes differ, all elements divided by ``size``.
         least: Elements of the group's smallest subgroup.
-        whole: True if the group's subgroups have one size, so that only whole numbers of them are placed.
-            Otherwise they are split freely: ``size`` is that of the largest, ``count`` is the group's total
-            in units of it.
-        locations: Memory that holds the subgroups' parameters. Empty: any.
-        tail_s: Seconds of forward left when the layers begin that hold the group's last subgroup.
-        fetches: How often an element is copied in for passes if it is in host memory.
-        sent_s: Seconds of backward left when the first part of the last subgroup's gradient may be sent.
-        left_s: Seconds of backward left when the gradient of the last subgroup is complete.
-        completes: Fraction of the last subgroup's gradient that is reduced only then.
-        part: Elements of the largest part of a gradient.
-        single: True if each gradient of the group is sent in one part.
+        whole: True if all subgroups of the group have one size. Only whole numbers of them are then placed.
+            Otherwise the group's elements are split freely.
+        locations: Memory that holds the subgroups' 16-bit parameters. Empty: host or GPU memory.
+        tail_s: Seconds of a forward that remain when it reaches the first layer of the group's last subgroup.
+        fetches: Number of copies to the GPU of each parameter per step, if the parameters are in host memory.
+        sent_s: Seconds of backward that remain when the first part of the last subgroup's gradient is complete.
+        left_s: Seconds of backward that remain when the last subgroup's whole gradient is complete.
+        completes: Fraction of the last subgroup's gradient that backward computes last, in a single layer.
+        part: Elements of the group's largest part of a gradient. A part is what one layer contributes.
+        single: True if each gradient of the group comes from a single layer.
         first, last: Numbers of the group's first and last subgroup.
-        end_s: Seconds of backward left when all of the group's gradients are complete.
-        block: Number of the group's block of neighboring subgroups.
-        passes: Number of layers whose backward produces gradients of that block.
+        end_s: Seconds of backward that remain when all gradients of the group are complete.
+        block: Number of the block of neighboring subgroups to which the group belongs.
+        passes: Number of layers whose backward computes gradients of that block.
     """
 
     size: NDArray[np.int64]
@@ -61,10 +67,11 @@ class Pieces:
 
     @classmethod
     def of(cls, w: Workload, most: int, locations: Sequence[Memory]) -> Self:
-        """Return a workload's groups of neighboring subgroups, from at most ``most`` blocks.
+        """Return the groups of similar subgroups of a workload, for the lower bound of an iteration's time.
 
         Args:
-            locations: Memory that holds each subgroup's parameters. Empty: any.
+            most: Largest number of blocks of neighboring subgroups. Only subgroups of one block form a group.
+            locations: Memory that holds each subgroup's parameters. Empty: host or GPU memory.
         """
         forward = np.array([layer.forward_s for layer in w.layers])
         backward = np.array([layer.backward_s for layer in w.layers])
@@ -105,7 +112,7 @@ class Pieces:
         return len(self.size)
 
     def ahead(self, p: int) -> NDArray[np.bool_]:
-        """Return which groups of subgroups have all gradients when group ``p`` gets its first gradient.
+        """Return the groups of subgroups with complete gradients at the time when group ``p`` gets its first gradient.
 
         The group ``p`` itself is included if it is a single subgroup.
         """
@@ -115,7 +122,10 @@ class Pieces:
 
 
 def parts_of_subgroups(w: Workload) -> list[list[tuple[int, int]]]:
-    """Return the (layer, elements) parts of each subgroup's gradient, the first layer's part first."""
+    """Return, for each subgroup, its layers and the number of the subgroup's elements in each: (layer, elements).
+
+    The pairs have the order of the layers.
+    """
     held: list[list[tuple[int, int]]] = [[] for _ in w.subgroups]
     for layer, shares in enumerate(w.shares()):
         for subgroup, elements in shares:
@@ -134,8 +144,8 @@ def _fetches(w: Workload) -> list[float]:
 def _blocks(layers: Sequence[int], most: int) -> list[range]:
     """Return blocks of neighboring subgroups. The last few subgroups are blocks by themselves.
 
-    Least of forward is left after them. Each other block begins with a layer that begins a subgroup, so that
-    one backward completes the block.
+    These decide the bound most, because least of a forward remains when it reaches their parameters. Each other
+    block begins where a layer begins, so that the backward of one layer completes the block's gradients.
     """
     count = len(layers)
     alone = min(LAST, count - 1) if most > 1 else 0
@@ -151,10 +161,7 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
 
 
 def _alike(sizes: Sequence[int], block: range, locations: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
-    """Return a block's subgroups in groups of equal size, if there are few sizes.
-
-    A group never has two parameter locations.
-    """
+    """Return a block's subgroups in groups of equal size and equal parameter location, if there are few sizes."""
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}
     for s in block:

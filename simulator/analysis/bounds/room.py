@@ -1,4 +1,7 @@
-"""The waits of backward for the limited device memory of gradients that are being copied to the host."""
+"""The part of the lower bound about GPU memory for gradients that are being copied to the host.
+
+That memory is limited. If it is full, backward waits for copies to end.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ MOST_BESIDE = 3  # gradients under way; where there is room for more, they hide 
 
 
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
-    """Add linear-program rows for the limit on gradients that are being copied to the host.
+    """Add the rule to the lower bound's linear program that GPU memory for outgoing gradients is limited.
 
-    A pass begins only if the gradients still in flight fit into their device memory. `EbbtideLoop` follows
-    this rule in each micro-batch, and over all micro-batches.
+    The backward of a layer starts only if the gradients that are still being copied to the host fit into that
+    memory. `EbbtideLoop`, the simulated training loop, follows this rule too. It holds in each micro-batch, and
+    over all micro-batches.
 
     Args:
         every: Number of a group's subgroups that are updated in each way: shape (groups, ways).
@@ -47,7 +51,7 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
 
 
 def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
-    """Yield each kind of micro-batch: how often it occurs, and the steps of its gradients."""
+    """Yield each kind of micro-batch in a step: how often it occurs, and the steps that copy its gradients."""
     kinds = (
         [(1, Wait.SUM)]
         if m.micro == 1  # below ZeRO-3 it is the last one too (`Workload.serial`)
@@ -59,10 +63,9 @@ def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
 
 
 def _together(m: Model, sent: Floats) -> float:
-    """Return the bytes of parts of gradients that may be in flight to the host when a pass begins.
+    """Return the bytes of gradients that may still be copied to the host when a layer's backward begins.
 
-    With half of the oldest part they fit into the memory for them. Others are in flight too, each as often as
-    there are micro-batches.
+    They fit into the GPU memory for outgoing gradients if only half of the oldest one is counted.
     """
     each = float(sent[0] / m.pieces.size[0])
     parts = [n for held in parts_of_subgroups(m.workload) for _, n in held]
@@ -78,14 +81,13 @@ def _together(m: Model, sent: Floats) -> float:
 
 
 class _Chain:
-    """A backward, as groups of subgroups in the order of their gradients' completion.
+    """The gradients of one backward in the order of their completion, for the lower bound of an iteration's time.
 
     Attributes:
-        work: Seconds by resource.
+        work: By resource, the seconds that copying the gradients to the host takes.
     """
 
     def __init__(self, m: Model, parts: Sequence[Part]) -> None:
-        """Set up a backward for a lower bound. ``parts``: the steps of its gradients."""
         self.pieces = pieces = m.pieces
         sent = pieces.size.astype(np.float64) * m.work.bytes.gradient
         self.ways = sorted({p.way for p in parts})
@@ -113,7 +115,6 @@ class _Chain:
         self.beside = [each for each in some if each is not None]
 
     def _bursts(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield each block of neighboring subgroups: its first position, its last position and its groups."""
         block = self.pieces.block[self.order]
         for number in dict.fromkeys(block.tolist()):
             places = np.flatnonzero(block == number)
@@ -145,7 +146,7 @@ class _Chain:
         return float(self.pieces.passes[pieces[0]] * alone_s[pieces].max())
 
     def add(self, rows: Rows, every: Columns) -> int:
-        """Add linear-program rows for a backward's waits, and return the variable for the seconds that it waits."""
+        """Add rows for the waits of one backward to a linear program, and return its variable for their seconds."""
         waited = rows.new(len(self.order))
         for k in range(1, len(waited)):
             rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))
@@ -156,7 +157,7 @@ class _Chain:
         return int(waited[-1])
 
     def _come_to_host(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
-        """Add linear-program rows for gradients that are copied to the host one after the other on a resource."""
+        """Add rows for gradients that a resource copies to the host one after the other to a linear program."""
         count, left_s = self.pieces.count, float(alone_s.max())
         sent = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
@@ -179,7 +180,7 @@ class _Chain:
 def _paces(m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats) -> list[dict[int, float]]:
     """Return the least seconds per byte of copying gradients, by lane or capacity and by way of updating.
 
-    Dominated ones are left out.
+    A lane is a queue of ops, such as a copy direction. Lanes that are never slower than another are left out.
     """
     some = [
         {p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
@@ -200,12 +201,11 @@ def _taken(parts: Sequence[Part], way: int, capacity: str) -> Floats:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Large gradients of a single part. At most ``most`` of them are in flight when a pass begins.
+    """Large gradients. At most ``most`` of them fit into the GPU memory for outgoing gradients together.
 
-    One more would exceed the device memory for them, even with half of the oldest part left out.
-
-    Each is in flight for as long as its own copies take. During passes, ``most`` are in flight at once. While
-    backward waits, those that the previous pass has completed are in flight too, together ``waiting``.
+    Each comes from a single layer, and occupies the memory until its own copy to the host has ended. While
+    backward waits, the gradients that the previous layer has completed are in that memory too. All together are
+    then ``waiting``.
     """
 
     most: int
@@ -216,7 +216,7 @@ class _Beside:
 
     @classmethod
     def of(cls, m: Model, parts: Sequence[Part], most: int) -> Self | None:
-        """Return the large gradients of a workload, or None if there are none."""
+        """Return the large gradients of a workload, or None if it has none."""
         least = ROOM / (most + 0.5) / m.work.bytes.gradient
         large = (m.pieces.least > least) & m.pieces.single
         if not large.any():
@@ -230,7 +230,7 @@ class _Beside:
         return cls(most, large, most + max(ends.values()), takes, longest_s)
 
     def add(self, chain: _Chain, rows: Rows, every: Columns, waited: Columns) -> None:
-        """Add linear-program rows for all large gradients that are complete at a position of backward."""
+        """Add rows for the limited memory of large gradients to the linear program of a lower bound."""
         there = np.flatnonzero(self.large[chain.order])
         for k in there:
             some = chain.order[there[there <= k]]
@@ -240,7 +240,7 @@ class _Beside:
             rows.at_most(left_s, (int(waited[k]), -float(self.waiting)), *asked)
 
     def waits(self, chain: _Chain) -> bool:
-        """Return whether backward would wait if all large gradients were copied to the host."""
+        """Return True if backward would have to wait if all large gradients were copied to the host."""
         takes = np.minimum(np.max(list(self.takes.values()), axis=0), self.longest_s)
         there = np.flatnonzero(self.large[chain.order])
         run_s = float(chain.begin_s[there[0]] - chain.end_s[there[-1]])

@@ -1,4 +1,4 @@
-"""A mixed-integer linear program that is built row by row."""
+"""A mixed-integer linear program that is built row by row, for lower bounds of the iteration time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ LONGEST_S = 60.0  # of a search that takes a second: some never end, whatever th
 
 @dataclass
 class Rows:
-    """The variables and rows of a linear program: ``sum of terms <= limit``, and equalities.
+    """The variables and rows of a linear program. A row says that a sum of terms is at most, or exactly, a limit.
 
     Variables are at least 0.
 
     Attributes:
-        names: Names of rows that can be reported as binding. Empty for others.
+        names: Names of the rows, such as "DRAM bandwidth", for reports of what limits the result. Rows
+            without a name are not reported.
     """
 
     upper: list[float] = field(default_factory=list)
@@ -35,14 +36,14 @@ class Rows:
     _ends: list[int] = field(default_factory=lambda: [0])
 
     def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
-        """Add ``count`` variables to a linear program, and return their columns."""
+        """Add ``count`` variables to a linear program, and return the numbers of their columns."""
         first = len(self.upper)
         self.upper += [upper] * count
         self.whole += [whole] * count
         return np.arange(first, first + count)
 
     def one(self, upper: float = np.inf, *, whole: bool = False) -> int:
-        """Add one variable to a linear program, and return its column."""
+        """Add one variable to a linear program, and return the number of its column."""
         return int(self.new(1, upper, whole=whole)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
@@ -63,12 +64,12 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
-        """Return a lower bound of a variable's least value, and a solution. None if there is no solution.
+        """Return a lower bound of a variable's minimum, and the values of all variables. None if there is no solution.
 
-        The solution is all zeros if the search ended without one.
+        All values are zero if the search reached its limit without a solution.
 
         Args:
-            nodes: Limit of the search for whole numbers. 0: fractions are allowed, and the bound is exact.
+            nodes: Limit of the search for whole numbers. With 0 fractions are allowed, and the minimum is exact.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -86,7 +87,7 @@ class Rows:
         return -np.inf if low is None else float(low), x
 
     def full(self, x: Floats) -> tuple[str, ...]:
-        """Return the names of a linear program's rows that are at their limit in a solution."""
+        """Return the names of the rows of a linear program that are at their limit in a given solution."""
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)

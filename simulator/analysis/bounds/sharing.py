@@ -1,4 +1,7 @@
-"""Rows of the lower bound's linear program for lanes that share the node after the gradient norm."""
+"""Rules of the lower bound for lanes (queues of ops, such as copy directions) that share the node's bandwidth.
+
+They apply to the time between the gradient norm and the end of the next forward.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,20 @@ CLOSE = 1e-9
 
 
 class Sharing:
-    """The linear-program rows for lanes that slow each other during the update window.
+    """The rules for lanes that slow each other between the gradient norm and the end of the next forward.
 
-    The window is the time from the gradient norm to the end of the next forward (see `Window`). It is divided
-    at moments after its start and before its end. The work that a lane has done at each moment is a variable.
-    Between two moments the lane does the work that can neither begin before the first nor end after the
-    second.
+    A lane is a queue of ops that run one after the other, such as a copy direction. The rules are rows of the
+    lower bound's linear program. The time is divided at several moments, and the work that a lane has done by
+    each moment is a variable. Between two moments a lane must do all work that cannot begin before the first
+    and cannot end after the second.
     """
 
     def __init__(self, window: Window, known_s: float) -> None:
-        """Add rows for lanes that slow each other to a linear program.
+        """Add the rules for lanes that slow each other to a lower bound's linear program.
 
         Args:
-            known_s: Known lower bound of the window, including the waits of backward.
+            known_s: Known lower bound of the seconds from the gradient norm to the end of the next forward, plus
+                the seconds that backward waits.
         """
         self.window, self.rows, self.model = window, window.rows, window.model
         known_s = window.least_inside_s(known_s)
@@ -51,7 +55,7 @@ class Sharing:
             self._follow(lane)
 
     def _heads(self) -> list[float]:
-        """Return moments after the gradient norm: the lowest, the second and the median start of each step."""
+        """Return moments after the gradient norm at which the steps of updates start at the earliest."""
         chosen = set()
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
             heads = np.unique(part.head_s)
@@ -60,7 +64,7 @@ class Sharing:
         return sorted(chosen)
 
     def _tails(self) -> list[float]:
-        """Return moments before the end of the next forward, in descending order."""
+        """Return moments before the end of the next forward, in descending order, for the lower bound's rules."""
         tails = self.model.pieces.tail_s
         found = set(tails.tolist())
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
@@ -71,7 +75,6 @@ class Sharing:
         return [*rest[:: max(1, len(rest) // NEXT_TAILS)][::-1], *ordered[:TAILS][::-1]]
 
     def _done(self, modes: Modes) -> dict[Lane, Columns]:
-        """Return variables for the work that each lane has done at the end of each part of the update window."""
         heads, tails = np.diff(self.begins), -np.diff(self.ends)
         fixed_s = self.begins[-1] + self.ends[0]
         done = [self.rows.new(len(modes.lanes)) for _ in range(len(heads) + 1 + len(tails))]
@@ -98,10 +101,10 @@ class Sharing:
             self.rows.at_most(0.0, *asked, *before, (int(done[len(self.begins) - 1 + end]), -1.0))
 
     def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
-        """Yield the linear-program terms for a step's least work between two moments.
+        """Yield the linear-program terms for the work of a step that must be done between two moments.
 
-        Staged updates follow the first subgroup that has left, which was copied in early, or they follow an early
-        update at any time. The last ones leave to make room for others, which are then copied in.
+        A staged update beyond the number of buffers follows the first update that has freed a buffer. That update's
+        state was copied in before the gradient norm.
         """
         window, tails = self.window, self.model.pieces.tail_s
         begun = part.head_s >= begin_s * (1 - CLOSE)
@@ -123,9 +126,9 @@ class Sharing:
             yield from window.asked(part, part.alone_s, chosen)
 
     def _follow(self, lane: Lane) -> None:
-        """Require that a lane has done no more work than the preceding steps on another lane allow.
+        """Add the rule that a lane (such as a copy direction) does no more work than the steps before it allow.
 
-        For staged updates beyond the number of buffers, these are the copies back of other subgroups.
+        These steps run on another lane. If buffers are reused, they are the copies back of other subgroups.
         """
         parts = self.model.on(lane)
         before = [self._followed(part) for part in parts]
@@ -163,9 +166,9 @@ class Sharing:
         return [p for p in self.model.parts if p.inside == Inside.TAKERS]
 
     def _late_gradients(self) -> dict[Lane, int]:
-        """Return, by lane, variables for the seconds of gradient copies that end after the gradient norm.
+        """Return, by lane, variables for the seconds of gradient copies that run after the gradient norm.
 
-        Each layer's parts follow its backward, and the gradients of all micro-batches follow each other.
+        A lane is a queue of ops, such as a copy direction. A layer's gradients are copied after its backward.
         """
         m, late = self.model, {}
         pieces = m.pieces
@@ -184,8 +187,5 @@ class Sharing:
         return late
 
     def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
-        """Bound the seconds of a lane's gradient copies after the gradient norm from below.
-
-        They are at least the work that does not fit into backward and its waits.
-        """
+        """Add the rule that gradient copies which do not fit into backward and its waits run after the norm."""
         self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)

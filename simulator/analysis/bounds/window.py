@@ -1,7 +1,7 @@
-"""The rules that no plan breaks, as rows of a mixed-integer linear program for the lower bound.
+"""The rules that no plan can break, as rows of a mixed-integer linear program for the lower bound.
 
-Each rule's docstring explains why it holds. A rule for a group of subgroups also includes all groups
-whose layers come earlier, because forward needs them no later.
+A rule for a group of subgroups also includes all groups whose layers come earlier in the model, because a
+forward needs the parameters of these groups even sooner.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ NAMES = {
 
 
 class Window:
-    """The linear program for the work between the gradient norm and the end of the next forward (the window).
+    """The linear program that minimizes the time between the gradient norm and the end of the next forward.
+
+    It gives the lower bound of an iteration's time. This part of the iteration is called the window.
 
     Attributes:
-        seconds: Minimized variable: ``inside``, the seconds of the window, plus the waits of backward.
+        seconds: Variable that is minimized: the window's seconds (``inside``) plus the waits of backward.
         x: Number of a group's subgroups that are updated in each way: shape (groups, ways).
-        early, kept: For staged updates, the numbers of subgroups that are copied in before another has left,
-            and that keep their buffer to the end: by way, shape (groups,).
+        early: For staged updates, the number of subgroups whose state is copied to the GPU before any buffer is
+            reused: by way of updating, shape (groups,).
+        kept: For staged updates, the number of subgroups whose buffer is not reused: by way, shape (groups,).
         beyond: By kind of buffer, 1 if there are more staged updates than buffers.
     """
 
@@ -71,13 +74,13 @@ class Window:
         numbers: Sequence[float] = (),
         largest_staged: tuple[int, int] | None = None,
     ) -> None:
-        """Build the linear program for a lower bound.
+        """Build the linear program for a lower bound of the iteration time.
 
         Args:
-            room: Bytes of each memory for state, gradients and buffers.
-            slots: Number of staging buffers. None: any number from ``fewest`` on.
-            numbers: Number of subgroups of each plain way, if given.
-            largest_staged: Range of sizes in which the largest staged subgroup is.
+            room: Bytes in each memory that state, gradients and buffers may take.
+            slots: Number of staging buffers. None: any number that is at least ``fewest``.
+            numbers: Number of subgroups with each combination of placement and parameter location. Empty: free.
+            largest_staged: Smallest and largest size, in elements, that the largest staged subgroup may have.
         """
         self.model, self.slots, self.fewest, self.largest_staged = model, slots, fewest, largest_staged
         self.rows, count = Rows(), len(model.pieces)
@@ -99,14 +102,14 @@ class Window:
         self._iteration()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
-        """Require that some work fits into the update window and ``outside_s`` seconds of backward.
+        """Add the rule that some work fits into the update window and ``outside_s`` seconds of backward together.
 
         The update window is the time from the gradient norm to the end of the next forward.
         """
         self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
 
     def behind_the_norm(self, behind_s: float, *terms: Term, name: str = "") -> None:
-        """Require that some work, and ``behind_s`` seconds after it, fit into the update window.
+        """Add the rule that some work, and a further ``behind_s`` seconds, fit into the update window.
 
         The update window is the time from the gradient norm to the end of the next forward.
         """
@@ -116,7 +119,7 @@ class Window:
         """Return a lower bound of the seconds from the gradient norm to the end of the next forward.
 
         Args:
-            known_s: Known bound that includes the waits of backward.
+            known_s: Known lower bound of these seconds plus the seconds that backward waits.
         """
         if not self.rows.upper[self.waited]:
             return known_s
@@ -124,9 +127,11 @@ class Window:
         return known_s if solved is None else solved[0] * (1 - CLOSE)
 
     def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
-        """Return the terms of a linear program for a step's work after the gradient norm.
+        """Return the terms of a linear program for the work that a step of updates does after the gradient norm.
 
         Args:
+            part: Step of a subgroup's update, such as a copy.
+            seconds: Seconds of the step for a subgroup of each group.
             pieces: Groups of subgroups to include.
         """
         terms: list[Term] = [(self.x[pieces, part.way], seconds[pieces])]
@@ -142,15 +147,18 @@ class Window:
 
     @property
     def sending(self) -> list[Part]:
-        """Return the steps that copy gradients to the host and hold them in device memory meanwhile.
+        """Return the steps that copy gradients to the host from the limited GPU memory for outgoing gradients.
 
-        On-device sums are copied from where they are.
+        Gradients that are accumulated on the GPU have their own memory there, and are left out.
         """
         return [p for p in self.sent if not self.model.ways[p.way].sum_on_device]
 
     @property
     def waiting(self) -> dict[Lane, list[Part]]:
-        """Return the steps of updates that wait for gradients in host memory, by lane."""
+        """Return, by lane, the steps of updates that wait for a gradient in host memory.
+
+        A lane is a queue of ops that run one after the other, such as a copy direction.
+        """
         lanes: dict[Lane, list[Part]] = {}
         for p in self.model.parts:
             if Wait.GRADIENT in p.step.waits and self.model.recipes[p.way].gradient_steps:
@@ -163,7 +171,6 @@ class Window:
     # -- what is where -----------------------------------------------------------------------
 
     def _place(self, numbers: Sequence[float]) -> None:
-        """Require that each subgroup is updated in one way, with its parameters at their given location."""
         pieces = self.model.pieces
         for p, sent in enumerate(pieces.locations):
             self.rows.equal(pieces.count[p], (self.x[p], 1.0))
@@ -188,7 +195,7 @@ class Window:
             self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
 
     def place_each(self) -> None:
-        """Require whole numbers of subgroups in each way of updating, for groups of equal subgroups."""
+        """Add the rule that only whole numbers of equally large subgroups are updated in each way."""
         some = self.x[self.model.pieces.whole].ravel()
         for variable in some:
             self.rows.whole[variable] = True
@@ -199,11 +206,11 @@ class Window:
         return slot_limit(slot, staging, MANY, host_slots=MANY)
 
     def _hold_slot(self, slot: Slot) -> None:
-        """Limit the staged updates that use a kind of buffer.
+        """Add the rules that limit the staged updates to the buffers of one kind.
 
-        As many subgroups are copied in early as there are buffers, and as many need not leave. All buffers
-        together are as large as these, and each is as large as the largest staged subgroup. That includes early
-        updates, which have no other limit.
+        Before a buffer is reused, no more subgroups are copied to the GPU than there are buffers. At the end no
+        more subgroups stay in buffers than there are buffers. Each buffer is as large as the largest staged subgroup,
+        including those that are updated early.
         """
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
@@ -241,9 +248,9 @@ class Window:
             self._in_turn(slot, limit)
 
     def _apart(self, some: Columns, way: int, others: int) -> None:
-        """Require that ``some`` are no more than the subgroups updated in a way.
+        """Add the rule that ``some`` subgroups are not more than the subgroups updated in a way.
 
-        ``others`` is 1 if there are further subgroups of that way.
+        The variable ``others`` is 1 if that way updates further subgroups.
         """
         count = self.model.pieces.count
         for p, variable in enumerate(some):
@@ -252,10 +259,7 @@ class Window:
             self.rows.at_most(0.0, *here, (others, -count[p]))
 
     def _in_turn(self, slot: Slot, limit: int) -> None:
-        """Require that the staged updates in a buffer follow one another.
-
-        After the gradient norm these are the updates beyond the number of buffers, in an iteration all of them.
-        """
+        """Add the rule that staged updates which use the same buffer follow one another."""
         m = self.model
         parts = [p for p in m.parts if p.slot == slot]
         inside: list[Term] = []
@@ -269,7 +273,7 @@ class Window:
             self.behind_the_norm(m.pieces.tail_s[-1], *inside)
 
     def _fit(self, room: Mapping[Memory, float]) -> None:
-        """Require that state, gradients, parameters and buffers fit into each memory.
+        """Add the rule that state, gradients, parameters and buffers fit into each memory.
 
         Amounts are in units of the largest subgroup's state.
         """
@@ -301,10 +305,9 @@ class Window:
             )
 
     def _under_way(self) -> int:
-        """Return a variable for the device memory of gradients that are being copied to the host.
+        """Return a variable for the GPU memory of gradients that are being copied to the host.
 
-        It is all of them, or the maximum. A number of gradients is at least as large as that many of the
-        smallest.
+        It is at least the smaller of two amounts: the bytes of all such gradients, and the limit of this memory.
         """
         m, pieces, kept = self.model, self.model.pieces, self.rows.one()
         most = GRADIENTS_UNDER_WAY_BYTES / m.workload.grad_bytes_per_param
@@ -323,10 +326,10 @@ class Window:
     # -- resources ---------------------------------------------------------------------------
 
     def _resources(self) -> None:
-        """Require that the work after the gradient norm fits on each lane and each capacity.
+        """Add the rule that each lane and each shared capacity completes its work after the gradient norm in time.
 
-        On a lane it must end before the forward that follows a group of subgroups. On a capacity it counts as a
-        whole.
+        A lane (such as a copy direction) must complete the work of a group of subgroups before the rest of forward
+        that needs their parameters. A shared capacity (such as DRAM bandwidth) must complete all work.
         """
         m, tails = self.model, self.model.pieces.tail_s
         last = len(tails) - 1
@@ -347,9 +350,9 @@ class Window:
             self.behind_the_norm(behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
 
     def _iteration(self) -> None:
-        """Require that all work of a training iteration fits into its time.
+        """Add the rule that all work of a training iteration fits into the iteration's time.
 
-        Nothing is copied in for updates before the last layer has ended its last backward.
+        State is copied to the GPU for updates only after the last layer's backward of the last micro-batch.
         """
         m, tails = self.model, self.model.pieces.tail_s
         everything = [*m.parts, *m.gradients]
@@ -371,7 +374,7 @@ class Window:
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
 
     def _coming(self) -> list[Part]:
-        """Return the steps that copy state to the GPU for an update after the last layer's last backward."""
+        """Return the steps that, for a staged update, can run only after the last layer's last backward."""
         takers = [p for p in self.model.parts if p.inside == Inside.TAKERS and not p.ahead]
         return [*(p for p in self.model.parts if p.inside == Inside.ALL), *takers]
 

@@ -1,4 +1,4 @@
-"""The least work of an update's ops: seconds on their lanes, and seconds of each capacity."""
+"""The least work of an update's ops: seconds on their lane (a copy direction, ...) and of each capacity."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ebbtide.simulator.workload import Workload
 
 @dataclass(frozen=True)
 class Least:
-    """The least work of one op.
+    """The least work of one op, such as a copy, for the lower bound of an iteration's time.
 
     Attributes:
-        seconds: Seconds on its lane, whatever runs at the same time.
-        alone_s: Seconds if nothing is shared, not even with other ranks.
-        taken_s: Seconds of each capacity, if the op were alone on it.
+        seconds: Least seconds on the op's lane, whatever other ops run at the same time.
+        alone_s: Seconds if the op shares nothing, not even with other ranks of the node.
+        taken_s: By shared capacity, such as DRAM bandwidth: seconds for which the op would use all of it.
     """
 
     seconds: float
@@ -28,7 +28,7 @@ class Least:
 
 
 class Work:
-    """The least work of an update's ops on a machine that the ranks of a node share."""
+    """A calculator of the least work of an update's ops, on a machine that the ranks of a node share."""
 
     def __init__(self, w: Workload, machine: Machine) -> None:
         self.bytes, self.machine = Bytes.of(w), machine
@@ -40,7 +40,7 @@ class Work:
         self._known: dict[tuple[Step, int], Least] = {}
 
     def ops(self, step: Step, size: int) -> list[Op]:
-        """Return the ops for one step of a subgroup's update, one for each number of threads that matters."""
+        """Return the ops that can run one step of a subgroup's update: one op for each useful number of threads."""
         return [
             Op(
                 0,
@@ -56,7 +56,7 @@ class Work:
         ]
 
     def least(self, step: Step, size: int) -> Least:
-        """Return the least work of one step of a subgroup's update, with the best number of threads."""
+        """Return the least work of one step (op) of a subgroup's update, with the best number of CPU threads."""
         known = self._known.get((step, size))
         if known is None:
             some = [self._of(op) for op in self.ops(step, size)]
@@ -67,9 +67,9 @@ class Work:
         return known
 
     def fetched(self, size_bytes: float) -> Least:
-        """Return the least work of copying parameters from host memory to the GPU for a pass.
+        """Return the least work of copying parameters from host memory to the GPU for a forward or backward.
 
-        The copies may have any size.
+        The parameters may be copied in pieces of any size.
         """
         op = Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s", dram_bytes=size_bytes)
         return self._of(op, size_bytes / self.machine.rate("h2d_bytes_per_s"))

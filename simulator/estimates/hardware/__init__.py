@@ -1,1 +1,1 @@
-"""Published figures of the machines that are available as presets."""
+"""Figures of the preset machines, from data sheets and publications."""

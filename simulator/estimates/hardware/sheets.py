@@ -13,12 +13,12 @@ _SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 
 @dataclass(frozen=True)
 class Compute:
-    """The fractions of a GPU's rated dense bf16 speed that training sustains, found on published runs.
+    """The fractions of a GPU's data sheet speed (dense bf16) that training reaches, found on published runs.
 
     Attributes:
-        products: Fraction that large matrix products sustain.
-        attention: Fraction that flash attention sustains, forward and backward, over causal sequences.
-        runs: Names of the runs, or of the device whose fractions are used.
+        products: Fraction that large matrix products reach.
+        attention: Fraction that flash attention reaches, forward and backward, on causal sequences.
+        runs: Names of these published runs, or of the similar GPU whose fractions are used.
     """
 
     products: float
@@ -51,19 +51,18 @@ COMPUTE: Mapping[str, Compute] = {
 
 @dataclass(frozen=True)
 class Sheet:
-    """The figures of one machine from data sheets and publications. A preset is computed from them.
+    """The figures of one machine from data sheets and publications, from which a preset is computed.
 
     Attributes:
-        dram_bytes_per_s: Memory bandwidth of the sockets that a run uses, from the number of channels.
-        link_raw_bytes_per_s: Rate of the host link in one direction, before protocol overhead.
-        link: Rate of pinned copies.
-        core: Bytes/s of DRAM that a single core reaches, and the core's name.
-        ranks_per_uplink: Number of GPUs that share one PCIe path to the host. They belong to neighboring
-            ranks.
-        stock_update: Published parameters/s of a rank's update, including the copy of new parameters to the
-            device, by number of concurrent ranks: lowest and highest figure, and their source. Empty: limited
-            by DRAM.
-        stock_source: ``assumed`` if these figures come from another node with such a host.
+        dram_bytes_per_s: Memory bandwidth of the CPU sockets that a run uses, by their number of channels.
+        link_raw_bytes_per_s: Rate of the link between host and GPU in one direction, before protocol overhead.
+        link: Rate of copies between pinned host memory and the GPU, with its source.
+        core: Bytes per second that a single CPU core can read and write in memory, and the name of the core.
+        ranks_per_uplink: Number of neighboring GPUs that share one PCIe path to the host.
+        stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank. They
+            include the copy of new parameters to the GPU. For each number of concurrent ranks: the lowest rate,
+            the highest rate, and the source. Empty: DRAM bandwidth limits the update.
+        stock_source: ``assumed`` if the rates in ``stock_update`` were published for a similar machine.
     """
 
     device_name: str
@@ -90,16 +89,16 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the fractions of its rated speed that a machine's GPU sustains.
+        """Return the fractions of its data sheet speed that the GPU of a machine reaches in training.
 
-        They are those of the known device with the longest name that is a prefix of the GPU's name.
+        They are listed by GPU. If several listed names are a prefix of this GPU's name, the longest one counts.
         """
         named = [name for name in COMPUTE if self.device_name.startswith(name)]
         return COMPUTE[max(named, key=len)]
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return the memory bandwidth that a triad loop reaches on this machine, below the data sheet's value."""
+        """Return the memory bandwidth that a triad loop reaches on this machine: less than the data sheet's value."""
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
@@ -202,7 +201,7 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Build the sheets of two cards in a desktop, and of four and eight cards in a server."""
+    """Build the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight."""
     two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
     more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
     return {f"{name}-x2": two, **{f"{name}-x{gpus}": sheet for gpus, sheet in more.items()}}
