@@ -22,7 +22,8 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, Way
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.timeline import Span, Timeline
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
 
