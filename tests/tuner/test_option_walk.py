@@ -128,7 +128,7 @@ TABLE = {
         ),
         "why": changes("--why"),
         "quick": changes(
-            "--quick", beside=("--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")
+            "--quick", beside=("--machine", "a100-node", "--model", "large.json", "--subgroup-size", "1e8")
         ),
         "as_json": changes("--json"),
     },
