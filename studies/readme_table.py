@@ -43,6 +43,17 @@ FIGURES: dict[str, dict[str, str]] = {
         "worst_slowdown_pct": "up to {:z.0f}% slower where steps clip",
         "bit_identical": "bit-identical: {}",
     },
+    "guessed_overlap": {
+        "worst_over_plain": "clip rates of 0 to 100%, bursts, drift: at worst {:.3f} of no early updates",
+        "rule_over_always_at_10_pct": "at 10% {:.3f} of always updating early",
+        "bit_identical": "bit-identical: {}",
+    },
+    "one_answer": {
+        "full_spread_pct": "full answers of all entry points differ by {:.1f}%",
+        "quick_spread_pct": "quick ones are up to {:.1f}% slower",
+        "default_over_possible_pct": "the default is up to {:.1f}% slower than with every option",
+        "auto_expected_over_truth_pct": "what auto expects is off by up to {:+.0f}%",
+    },
     "simulator_speed": {
         "iterations_per_s": "{:,.0f} iterations per second",
         "scaling_exponent": "cost grows with exponent {:.2f}",
