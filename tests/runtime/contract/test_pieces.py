@@ -278,7 +278,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
     """Whatever is measured here: the plan that it finds updates all that can be early."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
-    monkeypatch.setattr(auto, "_better", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
+    monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
     updated_early = []
