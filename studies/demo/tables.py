@@ -114,7 +114,8 @@ def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, 
     total = run.first_step + len(run.losses)
     return (
         f"early updates (before the gradient norm is known): {sum(plan.updated_early)} of {len(plan.ways)} subgroups. "
-        f"Iteration: {'; '.join(shown)}. {run.clipped} of {total} steps clipped, whose early updates were redone."
+        f"Iteration: {'; '.join(shown)}. {run.clipped} of {total} steps clipped: their early updates "
+        "were redone, or had paused."
     )
 
 

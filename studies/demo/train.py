@@ -28,6 +28,8 @@ FIRST_STEPS = 7  # of stock's those behind the warm-up are profiled: the plan is
 # last update has ended before the other side's turn, so that nothing is left to overlap. Few, and
 # many turns: where a neighbour comes or goes, as many samples of each side lie before it.
 TURN_STEPS = 3
+# An untrained model's gradients are large: at 1.0 each of the demo's few steps would clip, as a run's first ones do.
+CLIPPING = 20.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class DemoModel:
     def engine(self, plan: Path | None) -> Any:
         """Return a DeepSpeed engine that trains the demo's model, under ebbtide's plan if one is given."""
         model = ByteGPT(SIZES[self.size].with_sequence(self.sequence))
-        config = ds_config(self.batch, self.subgroup_size)
+        config = ds_config(self.batch, self.subgroup_size, clipping=CLIPPING)
         if plan is None:
             return stock_engine(model, config)
         import ebbtide.runtime
