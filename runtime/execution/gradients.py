@@ -49,7 +49,7 @@ Piece = TypeVar("Piece", bound=ParameterSlice)
 
 
 @dataclass
-class HostGradients(Generic[Piece]):
+class GradientBuffers(Generic[Piece]):
     """A collection of the reduced gradients of all parameters in their subgroups' gradient buffers.
 
     Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update

@@ -11,7 +11,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
+from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
@@ -87,9 +87,9 @@ class TrainingEngine(Protocol):
         """Return where each parameter lies in its subgroup, by the framework's number of the parameter."""
         ...
 
-    def host_gradients(
+    def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
-    ) -> HostGradients[Any]:
+    ) -> GradientBuffers[Any]:
         """Build the object that collects the gradients of all parameters when the first plan starts to run."""
         ...
 
@@ -214,7 +214,7 @@ class Session:
             plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
         self._account_for(self.plan)
-        self.host_gradients = engine.host_gradients(
+        self.gradient_buffers = engine.gradient_buffers(
             device, self.executor.states, self.executor.gradients, self._complete
         )
         self._make_spares()
@@ -223,7 +223,7 @@ class Session:
         first = self.executor.states[0]
         sizes = first.gradient.element_size(), first.wire.element_size()
         if keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage()):
-            self.host_gradients.make_spares()
+            self.gradient_buffers.make_spares()
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         if not self.overlaps:
@@ -380,7 +380,7 @@ class Session:
             return
         self._expected_step = self._expected_step or self.engine.expected_step()
         steps, scale = self._expected_step
-        job = SubgroupJob(steps[subgroup], self.host_gradients.segments(subgroup, scale))
+        job = SubgroupJob(steps[subgroup], self.gradient_buffers.segments(subgroup, scale))
         self.executor.update_early(subgroup, job)
 
     def _settle(self, jobs: list[SubgroupJob]) -> None:
@@ -400,12 +400,12 @@ class Session:
             scale: Factor that unscales and clips the gradients.
 
         Raises:
-            RuntimeError: The engine has not ended the accumulation of micro-batches (`HostGradients.close_window`).
+            RuntimeError: The engine has not ended the accumulation of micro-batches (`GradientBuffers.close_window`).
         """
-        self.host_gradients.check_closed()
-        self.host_gradients.stepped(scale)
+        self.gradient_buffers.check_closed()
+        self.gradient_buffers.stepped(scale)
         steps = self.engine.hyperparameters()
-        jobs = [SubgroupJob(step, self.host_gradients.segments(index, scale)) for index, step in enumerate(steps)]
+        jobs = [SubgroupJob(step, self.gradient_buffers.segments(index, scale)) for index, step in enumerate(steps)]
         self.pausing.counted(clipped=self._clipped(scale))
         self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
@@ -415,7 +415,7 @@ class Session:
 
     def skip(self) -> None:
         """End an optimizer step without updates, because a gradient was infinite or NaN."""
-        self.host_gradients.stepped(None)
+        self.gradient_buffers.stepped(None)
         self._expected_step = None
         self.pausing.counted(clipped=True)
         self.pausing.stepped(False if self.executor.skip() else None)
@@ -472,7 +472,7 @@ class Session:
             self.device.host_release(slot)
         for buffers in (old.parameter_slots, old.outgoing_slots, old.slots, old.host_slots):
             buffers.clear()
-        self.host_gradients.close()
+        self.gradient_buffers.close()
         self._register({state.index: () for state in old.states})
         self._running = old
         self.plan, executor = self._build(plan)
@@ -481,7 +481,7 @@ class Session:
         executor.gate, executor.before_op = old.gate, old.before_op
         executor.spent = old.spent
         self.executor = executor
-        self.host_gradients = self.host_gradients.moved(executor.states, executor.gradients)
+        self.gradient_buffers = self.gradient_buffers.moved(executor.states, executor.gradients)
         self._make_spares()
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
@@ -524,7 +524,7 @@ class Session:
         total += self.engine.update_rule().unplaced_bytes(self.engine.sizes(), self.executor.states[0].p.dtype)
         total += sum(slot.nbytes for slot in self.executor.host_slots)
         total += self.executor.early_updates.nbytes
-        return total + self.host_gradients.spare_bytes()
+        return total + self.gradient_buffers.spare_bytes()
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:

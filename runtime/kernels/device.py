@@ -154,7 +154,7 @@ def adagrad_kernel(
 # The elements at which state, gradient and output begin. A kept gradient cuts a subgroup: what lies behind it
 # begins in the midst of all three, 4 elements of 16 bits being no multiple of 16 bytes where 4 of fp32 are. The
 # kept gradient itself begins at 0. A subgroup's output may begin anywhere among the parameters.
-HOME_STARTS = ((0, 0, 0), (0, 0, 1), (4, 4, 4), (1, 1, 1))
+HOST_STARTS = ((0, 0, 0), (0, 0, 1), (4, 4, 4), (1, 1, 1))
 KEPT_STARTS = ((0, 0, 0), (4, 0, 4), (1, 0, 1))
 KERNELS: dict[str, Any] = {"adam": adam_kernel, "lion": lion_kernel, "adagrad": adagrad_kernel}
 
@@ -189,7 +189,7 @@ def compile_for(
         steps: An optimizer step of every form that the kernels must handle.
         tensors: Number of tensors in a subgroup's optimizer state.
     """
-    forms = {(grad_dtype, starts) for starts in HOME_STARTS} | {(torch.float32, starts) for starts in KEPT_STARTS}
+    forms = {(grad_dtype, starts) for starts in HOST_STARTS} | {(torch.float32, starts) for starts in KEPT_STARTS}
     for (grads, starts), elements in itertools.product(sorted(forms, key=str), (32, 33)):
         *state, grad, out = (
             torch.zeros(elements + start, dtype=dtype, device=device)[start:]

@@ -88,7 +88,7 @@ class PlannedZero:
 
     # -- what the session asks ---------------------------------------------------------------
 
-    def host_gradients(
+    def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> Windows:
         spend = self._spend if self._rule.spends else None
@@ -101,7 +101,7 @@ class PlannedZero:
 
     @property
     def _windows(self) -> Windows:
-        return cast("Windows", self._ebbtide.host_gradients)
+        return cast("Windows", self._ebbtide.gradient_buffers)
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
         executor = self._ebbtide.executor
@@ -275,7 +275,7 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
-def bring_to_host(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
+def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
     """Copy moments that a checkpoint loader has put into new tensors to the tensors that training uses.
 
     A checkpoint that stock DeepSpeed wrote before the first update has no moments. They are set to zero then.

@@ -17,7 +17,7 @@ from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
-from ebbtide.runtime.zero.planned import PlannedZero, bring_to_host, float64_norm, gated, published
+from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.workload import ZeroStage
@@ -69,7 +69,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         _, _, _, elements = self.grad_position[key]
         rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
         source = self._get_compact_grad_partition_slice(group, rank, key, elements)
-        self._copy_to_host(key, source, first=True, boundary=True)
+        self._send_gradient(key, source, first=True, boundary=True)
         self._drop_gradient(param)
 
     def _take_reduced(self, param: Any, boundary: bool) -> None:
@@ -90,7 +90,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
             first = self.micro_step_id <= 0 or sums_all
-            self._copy_to_host(key, own_part, first=first, boundary=boundary, alone=not accumulates)
+            self._send_gradient(key, own_part, first=first, boundary=boundary, alone=not accumulates)
         if boundary:
             self._drop_gradient(param)
 
@@ -105,7 +105,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._ebbtide.executor.device.let_go(gradient)
         self.clear_grad_attribute(param)
 
-    def _copy_to_host(
+    def _send_gradient(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> None:
         totals, position = [], 0
@@ -141,7 +141,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             total = self.accumulated_grads_in_cpu[key]
             self.update_offload_overflow_tracker(total)
             total = total.view(-1).narrow(0, start, elements)
-            self._copy_to_host(key, total.to(param.device), first=True, boundary=True)
+            self._send_gradient(key, total.to(param.device), first=True, boundary=True)
             return
         sums = [self._windows.finish(piece).to(param.device) for piece in self._flat.slices[key]]
         self.norm_for_param_grads[key] = float64_norm(torch.cat(sums))
@@ -333,7 +333,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def _adopt_loaded(self) -> None:
         for group, master in enumerate(self._masters()):
-            bring_to_host(self.optimizer, self._rule, master, self._flat.moments(group))
+            take_loaded_moments(self.optimizer, self._rule, master, self._flat.moments(group))
         self._link_all_hp_params()
         self._take_back()
         self.resume_rule()

@@ -15,7 +15,7 @@ from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.flat_partitions import FlatState
 from ebbtide.runtime.zero.gathers import Gathers
-from ebbtide.runtime.zero.planned import PlannedZero, bring_to_host, float64_norm, gated, published
+from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
@@ -274,7 +274,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             else:
                 placed = executor.states[number]
                 moments = dict(zip(self._rule.moments, placed.moments, strict=True))
-            bring_to_host(self.optimizer, self._rule, master, moments)
+            take_loaded_moments(self.optimizer, self._rule, master, moments)
         self._pieces.take_back()
         executor.state_loaded()  # what was published is taken back before the next update
         self.resume_rule()

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice, Segment
+from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice, Segment
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 
@@ -45,7 +45,7 @@ class ZeroSlice(ParameterSlice):
 
 
 @dataclass
-class Windows(HostGradients[ZeroSlice]):
+class Windows(GradientBuffers[ZeroSlice]):
     """The gradients of a ZeRO optimizer, including those that stock DeepSpeed applies again in a later step.
 
     With gradient accumulation, the first micro-batches of a step overwrite the previous step's gradient.

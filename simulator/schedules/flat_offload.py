@@ -94,7 +94,7 @@ class FlatOffloadLoop(StockLoop):
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved)
 
-    def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
+    def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
         """Append to the schedule the copy of updated parameters to the GPU.
 
         It is done as by the simulated version of DeepSpeed.

@@ -76,17 +76,17 @@ class InfinityLoop(StockLoop):
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
         super().__init__(workload, StockOptions(gradients=options.gradients, torch_adam=options.torch_adam))
-        self.locations = options
+        self.where = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        made, w, locations = super().schedule(iterations, name), self.workload, self.locations
+        made, w, where = super().schedule(iterations, name), self.workload, self.where
         host, storage = dict(made.held["host"]), dict[Kind, int]()
-        if locations.parameters == "cpu":
+        if where.parameters == "cpu":
             host["parameters"] = w.params * w.wire_bytes
-        if locations.optimizer == "nvme":
-            sets = min(len(self.sizes), 2 if locations.pipelined else 1)
+        if where.optimizer == "nvme":
+            sets = min(len(self.sizes), 2 if where.pipelined else 1)
             host["staging"] = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
             # The gradient's partition buffer stays; what is in fp32 goes to storage.
             storage = {"state": host.pop("state"), "gradients": w.params * FP32_BYTES}
@@ -96,17 +96,17 @@ class InfinityLoop(StockLoop):
     @property
     def gone_bytes(self) -> int:
         w = self.workload
-        if self.locations.parameters == "device":
+        if self.where.parameters == "device":
             return 0
         return moved_out(w, [layer.params for layer in w.layers]) * w.wire_bytes
 
     # -- passes ------------------------------------------------------------------------------
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        ahead = self.passes[-2:-1] if self.locations.pinned_parameters else self.passes[-1:]
+        ahead = self.passes[-2:-1] if self.where.pinned_parameters else self.passes[-1:]
         of = self.workload.layers[layer]
         fetched = fetched_for(of, of.params, self.micro_step, backward=backward)
-        if self.locations.parameters == "cpu" and fetched:
+        if self.where.parameters == "cpu" and fetched:
             size = fetched * self.workload.wire_bytes
             waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
         waits = super().before_pass(layer, waits, backward=backward)
@@ -119,7 +119,7 @@ class InfinityLoop(StockLoop):
     def after_forward(self, layer: int, op: int) -> None:
         size = self.workload.layers[layer].activation_bytes
         last = layer == len(self.workload.layers) - 1
-        if self.locations.activations == "device" or last or not size:
+        if self.where.activations == "device" or last or not size:
             return
         self.stored[layer] = self.out.add(
             OpKind.ACTIVATION_D2H,
@@ -135,7 +135,7 @@ class InfinityLoop(StockLoop):
 
     def _come_in(self, kind: OpKind, size_bytes: int, layer: int, after: list[int]) -> int:
         activations = size_bytes if kind == OpKind.ACTIVATION_H2D else 0
-        pageable = kind == OpKind.PARAMETER_FETCH and not self.locations.pinned_parameters
+        pageable = kind == OpKind.PARAMETER_FETCH and not self.where.pinned_parameters
         return self.out.add(
             kind,
             Lane.H2D_PARAMETERS,
@@ -153,17 +153,17 @@ class InfinityLoop(StockLoop):
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
         super().gradients(layer, micro_step, after)
         size = self.workload.layers[layer].params * FP32_BYTES
-        if self.locations.optimizer == "nvme" and micro_step == self.boundary and size:
+        if self.where.optimizer == "nvme" and micro_step == self.boundary and size:
             on_host = self.gradients_on_host[layer]  # the norm waits for what is here
             self.gradients_on_host[layer] = self._write(size, on_host, layer=layer)
 
     def _update(self, subgroup: int, after: int) -> int:
-        if self.locations.optimizer == "cpu":
+        if self.where.optimizer == "cpu":
             return super()._update(subgroup, after)
         # Not pipelined, everything is one after the other. Pipelined, there are two sets of buffers
         # in turn, and reads follow each other: the first one waits for the norm.
         waits = [after, *self.writes[-1:]]
-        if self.locations.pipelined and self.writes:
+        if self.where.pipelined and self.writes:
             waits = self.writes[-2:-1]
         size = self.sizes[subgroup]
         read_bytes = size * (self.state_bytes + FP32_BYTES)
@@ -178,13 +178,13 @@ class InfinityLoop(StockLoop):
         )
         updated = self._update_host(subgroup, [read, after])
         self.writes.append(self._write(size * self.state_bytes, updated, subgroup=subgroup))
-        return self._parameters_to_host(subgroup, [after, updated])
+        return self._parameters_to_device(subgroup, [after, updated])
 
-    def _parameters_to_host(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
+    def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
         """Return the op after which a subgroup's parameters are new. Parameters in host memory need no copy."""
-        if self.locations.parameters == "cpu":
+        if self.where.parameters == "cpu":
             return waits[-1]
-        return super()._parameters_to_host(subgroup, waits)
+        return super()._parameters_to_device(subgroup, waits)
 
     def step_ends(self, waits: list[int]) -> None:
         super().step_ends([*waits, *self.writes])

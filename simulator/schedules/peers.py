@@ -178,8 +178,8 @@ class StockLoop(TrainingLoop):
         """
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
-        locations = list(self.gradients_on_host.values())
-        self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=locations)
+        copied = list(self.gradients_on_host.values())
+        self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=copied)
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
         hosted = sum(n for s, n in self.shares[layer] if self._goes_to_host(s))
@@ -323,7 +323,7 @@ class StockLoop(TrainingLoop):
         done = self.updated.get(subgroup)
         if done is None:
             done = self._update_host(subgroup, [after])
-        return self._parameters_to_host(subgroup, [after, done])
+        return self._parameters_to_device(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
         """Append to the schedule the update of a subgroup on the CPU: unscale, Adam, and conversion to 16 bits.
@@ -360,7 +360,7 @@ class StockLoop(TrainingLoop):
         )
         return [copied]
 
-    def _parameters_to_host(self, subgroup: int, waits: Sequence[int]) -> int:
+    def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
         size = self.sizes[subgroup] * self.workload.wire_bytes
         if self.options.result_copy:
             waits = self._result_copied(subgroup, waits)

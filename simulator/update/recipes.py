@@ -228,10 +228,10 @@ class Recipe:
         The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
         never leave the GPU.
         """
-        location = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
-        if len(location) == len(self.gradient_steps):
+        sent = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
+        if len(sent) == len(self.gradient_steps):
             return None
-        once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in location)
+        once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in sent)
         return replace(self, gradient_steps=once)
 
     @cached_property
@@ -279,7 +279,7 @@ def _device_update(waits: Wait) -> Step:
 
 # New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
 # behind a parameter whose host update is still running.
-_PARAMETERS_TO_HOST = into(
+_PARAMETERS_TO_DEVICE = into(
     "device",
     OpKind.PARAMETER_H2D,
     lambda b: b.wire,
@@ -305,14 +305,14 @@ def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, .
     wait there until the norm is known.
     """
 
-    def location(b: Bytes) -> float:
+    def leaving(b: Bytes) -> float:
         return b.staged + b.wire
 
     return (
         replace(come, waits=come.waits & ~Wait.NORM),
         replace(update, kind=OpKind.UPDATE_DEVICE_EARLY, waits=update.waits & ~Wait.NORM, publishes=False),
-        replace(leave, work=location, dram=location),
-        _behind_the_norm(_PARAMETERS_TO_HOST),
+        replace(leave, work=leaving, dram=leaving),
+        _behind_the_norm(_PARAMETERS_TO_DEVICE),
     )
 
 
@@ -342,7 +342,7 @@ RECIPES: Mapping[Placement, Recipe] = {
                 takes=Slot.PARAMETER,
                 threads=True,
             ),
-            _PARAMETERS_TO_HOST,
+            _PARAMETERS_TO_DEVICE,
         ),
     ),
     "device": Recipe(
@@ -375,7 +375,7 @@ RECIPES: Mapping[Placement, Recipe] = {
                 takes=Slot.PARAMETER,
                 threads=True,
             ),
-            _PARAMETERS_TO_HOST,
+            _PARAMETERS_TO_DEVICE,
             # Out of place; from its end on, readers of the state see what it has written.
             into("storage", OpKind.STATE_WRITE, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
         ),
@@ -400,7 +400,7 @@ UNFUSED_HOST = Recipe(
             takes=Slot.PARAMETER,
             threads=True,
         ),
-        _PARAMETERS_TO_HOST,
+        _PARAMETERS_TO_DEVICE,
     ),
 )
 

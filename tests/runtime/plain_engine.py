@@ -25,7 +25,7 @@ from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
-from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
+from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -134,9 +134,9 @@ class PlainEngine:
         self.session.executor.wait_parameters({self.sent[id(p)] for p in params})
 
     def _arrived(self, param, number):
-        piece = self.session.host_gradients.slices[number]
+        piece = self.session.gradient_buffers.slices[number]
         boundary = self.micro == self.accumulation - 1
-        total = self.session.host_gradients.accept(
+        total = self.session.gradient_buffers.accept(
             piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary
         )
         if boundary:
@@ -150,7 +150,7 @@ class PlainEngine:
         self.micro += 1
 
     def close_window(self):
-        self.session.host_gradients.close_window()
+        self.session.gradient_buffers.close_window()
 
     def step(self):
         self.session.begin_step()
@@ -227,8 +227,8 @@ class PlainEngine:
                 offset += param.numel()
         return pieces
 
-    def host_gradients(self, device, states, ops, complete):
-        return HostGradients(device, states, self.slices(), ops, complete)
+    def gradient_buffers(self, device, states, ops, complete):
+        return GradientBuffers(device, states, self.slices(), ops, complete)
 
     def prepare(self, device):
         """Do nothing, because this engine has no flat buffers to prepare."""

@@ -12,7 +12,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.gradients import HostGradients, ParameterSlice
+from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
@@ -130,7 +130,7 @@ def backward(executor, workload):
             executor.update_early(subgroup, SubgroupJob(None, []))
         executor.come_in()
 
-    locations = HostGradients(executor.device, executor.states, slices, executor.gradients, complete=complete)
+    locations = GradientBuffers(executor.device, executor.states, slices, executor.gradients, complete=complete)
     last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
         if micro_batch == last:

@@ -420,15 +420,15 @@ def is_whole(param: Any) -> bool:
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
     """Make parameter gathers inside the block read partitions from the given tensors, not from DeepSpeed's."""
-    locations = {param: param.ds_tensor for param in tensors}
+    partitions = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
         param.ds_tensor = tensor
     try:
         yield
     finally:
-        for param, location in locations.items():
-            param.ds_tensor = location
+        for param, partition in partitions.items():
+            param.ds_tensor = partition
 
 
 @contextmanager

@@ -172,10 +172,10 @@ class Window:
 
     def _place(self, numbers: Sequence[float]) -> None:
         pieces = self.model.pieces
-        for p, sent in enumerate(pieces.locations):
+        for p, location in enumerate(pieces.locations):
             self.rows.equal(pieces.count[p], (self.x[p], 1.0))
             for way, other in enumerate(self.model.ways):
-                if sent and sent != other.parameters:
+                if location and location != other.parameters:
                     self.rows.upper[self.x[p, way]] = 0.0
         for way, number in enumerate(numbers):
             same = [n for n, other in enumerate(self.model.ways) if other.plain == self.model.ways[way]]

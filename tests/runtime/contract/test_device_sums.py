@@ -63,7 +63,7 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
     options = {"stage": stage, "accumulation": accumulation, "clipping": 0.05}
     engine = attached(start(**options), MIX, DEVICE, device_sums=sums)
     seen, stay = crossings(engine), chosen(engine)
-    pieces = engine.optimizer._ebbtide.host_gradients.by_subgroup
+    pieces = engine.optimizer._ebbtide.gradient_buffers.by_subgroup
     assert len(stay) == 1 if sums == 1 else len(stay) > 1
     assert_same(outcome(engine, 3 * accumulation), stock(3, **options))
     assert not [s for kind, s in seen if kind is OpKind.GRADIENT_H2D and s in stay]
@@ -91,7 +91,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
     plan = own.plan.model_copy(update={"overlap_forward": False})
     for kind in (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D):
         told = Counter(op.subgroup for op in build_schedule(work, plan, 1).of_kind(kind))
-        parts = {s: n * len(own.host_gradients.by_subgroup[s]) for s, n in told.items()}
+        parts = {s: n * len(own.gradient_buffers.by_subgroup[s]) for s, n in told.items()}
         assert Counter(s for k, s in seen if k is kind) == parts
     engine.destroy()
 
@@ -176,7 +176,7 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
             early = [99, 0, 2][number // 2 % 3]
             fields |= {"speculate": early, "speculate_visits": early, "locations": locations, "prefetch": number % 3}
         session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
-        pieces = session.host_gradients.slices.values()
+        pieces = session.gradient_buffers.slices.values()
         apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)
 
     step = engine.step

@@ -13,7 +13,7 @@ from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import HostGradients
+from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.zero.fetches import Partitions
 from ebbtide.simulator.update.issue import Issue
@@ -208,7 +208,7 @@ MUTANTS = {
     "a visit comes while another leaves": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
     "new parameters go where others are copied from": ("ZeRO-3, clipping", taken_at_once(Slot.PARAMETER)),
     "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
-    "a sum is added to while it leaves": ("sums on the device", deaf(HostGradients, "_sum_up", "training_waits")),
+    "a sum is added to while it leaves": ("sums on the device", deaf(GradientBuffers, "_sum_up", "training_waits")),
     "a parameter is read before it is copied": ("ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
     "a parameter is copied to where another is still read": (
         "ZeRO-3, offloaded_parameters",
