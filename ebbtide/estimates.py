@@ -128,11 +128,10 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
 
     work = job.workload(machine)
     setting: dict[str, Any] = {}
-    planned = None if strategy == "no_offload" and _fits(strategy, work, machine, limits) else _planned(job, machine)
     if strategy == "stock":
         strategy, setting = stock_beside(work, None)
     elif strategy == "ebbtide":
-        setting = {"plan": planned or _roomiest(work, machine, limits)}
+        setting = {"plan": _planned(job, machine) or _roomiest(work, machine, limits)}
     row = simulated(strategy, work, machine, limits, setting)
     return Estimate(
         strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
@@ -143,15 +142,9 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
         gpu_limit_bytes=limits.device_bytes + machine.device_reserved_bytes,
         host_limit_bytes=limits.host_bytes,
         lacks=row.lacks,
-        nearest=() if row.fits else tuple(_nearest(job, machine, planned, strategy)),
+        nearest=() if row.fits else tuple(_nearest(job, machine, strategy)),
         notes=notes,
     )
-
-
-def _fits(strategy: str, work: "Workload", machine: "Machine", limits: "Limits") -> bool:
-    from ebbtide.simulator.analysis.best_setting import simulated
-
-    return simulated(strategy, work, machine, limits, {}).fits
 
 
 def _planned(job: "Job", machine: "Machine") -> "Plan | None":
@@ -173,12 +166,13 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
     return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(work)
 
 
-def _nearest(job: "Job", machine: "Machine", planned: "Plan | None", strategy: str) -> Iterator[str]:
+def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
     """Yield changes with which training that does not fit into memory would fit, as sentences for the user.
 
     If a plan fits and plain DeepSpeed does not, the only change is to train under a plan.
     """
-    if planned is not None and planned.prediction is not None and strategy != "ebbtide":
+    planned = None if strategy == "ebbtide" else _planned(job, machine)
+    if planned is not None and planned.prediction is not None:
         told = planned.prediction
         yield (
             'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "auto"}, '

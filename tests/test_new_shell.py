@@ -1,6 +1,6 @@
-"""What a newcomer starts in a new shell: no launcher, no rank in the environment, nothing configured.
+"""Commands in a new shell, as a newcomer starts them: no launcher, no rank in the environment, nothing configured.
 
-`test_documents.py` has that training under a plan works so, with the commands that the pages show.
+`test_documents.py` trains under a plan in such a shell, with the commands that the pages show.
 """
 
 import subprocess

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedule import Kind, OpKind, Schedule
 from ebbtide.simulator.schedules.peers import FRESH_PASSES, PAGEABLE_PASSES, StockLoop, StockOptions
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -104,12 +104,4 @@ class FlatOffloadLoop(StockLoop):
         passes = FRESH_PASSES if fresh else PAGEABLE_PASSES if pageable else 1
         width = FP32_BYTES if self.flat.parameters == "wide" else self.workload.wire_bytes
         size = self.sizes[subgroup] * width
-        return self.out.add(
-            OpKind.PARAMETER_H2D,
-            Lane.H2D_PARAMETERS,
-            size,
-            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s",
-            waits,
-            dram_bytes=size * passes,
-            subgroup=subgroup,
-        )
+        return self._sent_back(subgroup, waits, size, passes, pageable=pageable)

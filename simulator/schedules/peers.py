@@ -365,13 +365,23 @@ class StockLoop(TrainingLoop):
         if self.options.result_copy:
             waits = self._result_copied(subgroup, waits)
         pageable = self.options.pageable_parameters
+        return self._sent_back(subgroup, waits, size, FRESH_PASSES if pageable else 1, pageable=pageable)
+
+    def _sent_back(self, subgroup: int, waits: Sequence[int], size: float, passes: float, *, pageable: bool) -> int:
+        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
+
+        Args:
+            size: Bytes to copy.
+            passes: Number of times that the copy reads or writes these bytes in host memory.
+            pageable: The bytes are not in page-locked memory.
+        """
         return self.out.add(
             OpKind.PARAMETER_H2D,
             Lane.H2D_PARAMETERS,
             size,
             "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s",
             waits,
-            dram_bytes=size * (FRESH_PASSES if pageable else 1),
+            dram_bytes=size * passes,
             subgroup=subgroup,
         )
 

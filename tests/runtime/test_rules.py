@@ -152,7 +152,7 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
     seen = set()
 
     def form(state, grad, out, step, tail):
-        """What Triton looks at: addresses in bytes, the length and the begin of the tail."""
+        """Return the facts by which Triton tells forms apart: address alignments, the length, the start of the tail."""
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)
 

@@ -256,7 +256,7 @@ def _not_torn(schedule, fast, subgroup, placement):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """What is resident comes home first, and half of what is updated early is in the spares."""
+    """A save first copies resident state to the host, and the half of the early state that is in spare buffers."""
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)
     whole, pieces = workload(3), workload(3, state_stays=True)

@@ -49,7 +49,7 @@ def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
 
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
-    """With today's build all of them but one source's came out too fast, by 36% in the median."""
+    """If today's DeepSpeed is simulated for them, all but one source's runs are predicted too fast."""
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 20
     newest = [
@@ -94,7 +94,7 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted(judged):
-    """Of what PyTorch does not see, one figure a preset is added, where the row has it."""
+    """Memory that PyTorch does not count is added as one figure per preset, if the row includes such memory."""
     seen = [(run, said) for run, said in judged if run.fields["memory_kind"] != "device"]
     assert families.memory(seen)["held_out"]["median_abs_pct_error"] <= 8
 

@@ -3,14 +3,13 @@
 import os
 from typing import TYPE_CHECKING
 
-from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.limits import GIB, MIB
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 if TYPE_CHECKING:
     from ebbtide.runtime.hardware.usable import Usable
 
-MIB = 2**20
 LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 MB
 
 

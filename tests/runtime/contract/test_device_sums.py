@@ -26,6 +26,7 @@ from tests.runtime.contract.training import (
     outcome,
     plan_for,
     start,
+    steps,
     train,
 )
 
@@ -115,17 +116,8 @@ def test_precisions(precision, monkeypatch):
 
 
 def micro_steps(engine, change, count=9):
-    """``change`` is called behind each backward and behind each step."""
-    batches, losses = Batches(2, SIZES["tiny"].sequence), []
-    for number in range(count):
-        loss = engine(*batches.at(number, engine.device))
-        engine.backward(loss)
-        change(engine, number)
-        engine.step()
-        losses.append(loss.detach())
-    state = all_state(engine)
-    engine.destroy()
-    return state, torch.stack(losses), None
+    """Train with ``change`` called after each backward. The state has DeepSpeed's own tensors too."""
+    return steps(engine, change, count, state=all_state)
 
 
 @pytest.mark.parametrize("stage", [3, 2])

@@ -75,7 +75,7 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
-    """Not in its fifth step, in which it changes to the plan."""
+    """Training would wait for the compiler in the fifth step, in which it changes to the plan."""
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     prepared = []
     monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))

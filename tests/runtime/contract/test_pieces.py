@@ -276,7 +276,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 
 
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
-    """Whatever is measured here: the plan that it finds updates all that can be early."""
+    """The search is replaced by one that updates all pieces early, so that rates measured here do not matter."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()

@@ -106,7 +106,7 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, tm
 
 @pytest.mark.parametrize("pattern", [["host"], MIX, ["resident"]])
 def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_path):
-    """What lives on the device keeps its room in DeepSpeed's tensors on the host."""
+    """State that lives on the GPU also keeps its memory in DeepSpeed's tensors on the host."""
     engine = initialized(planned(tmp_path, pattern))
     if DEVICE != "unified":
         named = engine.optimizer._ebbtide.plan.model_copy(update={"subgroups": engine.optimizer.sizes()})

@@ -148,3 +148,18 @@ def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1,
     if seed is not None:
         engine.optimizer._ebbtide.executor.before_op = delays(seed)
     return engine
+
+
+def steps(engine, change, count=4, behind=lambda engine, number: None, state=state_of):
+    """Train with ``change`` called after each backward and ``behind`` after each step. Return state and losses."""
+    batches, losses = Batches(2, SIZES["tiny"].sequence), []
+    for number in range(count):
+        loss = engine(*batches.at(number, engine.device))
+        engine.backward(loss)
+        change(engine, number)
+        engine.step()
+        behind(engine, number)
+        losses.append(loss.detach())
+    reached = state(engine)
+    engine.destroy()
+    return reached, torch.stack(losses), None
