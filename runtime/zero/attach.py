@@ -236,9 +236,8 @@ def _attach_automatically(
         size = max([size, *_partitions(engine.optimizer)])
     else:
         elements = sum(subgroups_of(engine.optimizer, size))
-        piece = max(LEAST_PIECE, min(PIECE, elements // PIECES))
         finest = _finest(engine.optimizer, rule, stores=storage is not None)
-        size = min(size, max(piece, finest))
+        size = min(size, max(piece_elements(elements), finest))
     sizes = subgroups_of(engine.optimizer, size)
     location = private.parameter_location(engine.optimizer)
     plan = host_plan(size, len(sizes) or 1, location, overlap_forward=own_step)
@@ -286,6 +285,11 @@ def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
             "a drive. Plan again with `tune plan --subgroup-size auto`",
             key="deepspeed_subgroup_size",
         )
+
+
+def piece_elements(elements: int) -> int:
+    """Return the least elements of the pieces that ``"plan": "auto"`` cuts a rank's optimizer state into."""
+    return max(LEAST_PIECE, min(PIECE, elements // PIECES))
 
 
 def _partitions(optimizer: Any) -> list[int]:

@@ -8,7 +8,7 @@ whole workload.
 """
 
 from ebbtide.runtime.replan.auto import better_plan, host_plan
-from ebbtide.runtime.zero.attach import LEAST_PIECE, PIECE, PIECES
+from ebbtide.runtime.zero.attach import piece_elements
 from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_schedule
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
@@ -23,7 +23,7 @@ def automatic(job: Workload, machine: Machine) -> tuple[float, float]:
         The seconds that ebbtide's runtime expects from the steps that it watches, and the seconds that
         a simulation predicts for the whole workload.
     """
-    work = job.in_pieces(max(LEAST_PIECE, min(PIECE, job.params // PIECES))) if job.zero_stage == 3 else job
+    work = job.in_pieces(piece_elements(job.params)) if job.zero_stage == 3 else job
     first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups))
 
     def run(plan: Plan) -> SimResult:

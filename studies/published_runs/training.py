@@ -165,7 +165,8 @@ def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
 def predict_training(run: TrainingRun) -> Prediction:
     """Predict the time and memory of a published training run from its preset machine and its settings."""
     machine = run.machine()
-    result = simulate_fast(run.schedule(machine), machine)
+    result, published = simulate_fast(run.schedule(machine), machine), run.as_published
+    told = result if published == run else simulate_fast(published.schedule(machine), machine)
     low_s, high_s = interval_s(run.schedule, machine)
     return Prediction(
         result.iteration_s,
@@ -173,7 +174,7 @@ def predict_training(run: TrainingRun) -> Prediction:
         high_s,
         _one_share_s(run, machine),
         _gib(run, result.device_peak_bytes),
-        _gib(run.as_published, simulate_fast(run.as_published.schedule(machine), machine).device_peak_bytes),
+        _gib(published, told.device_peak_bytes),
     )
 
 
