@@ -320,9 +320,9 @@ def test_busy_policies(engines, tmp_path, held):
     def two_saves(busy):
         folder = tmp_path / busy
         held.at = "first_block"  # where it can still be given up
-        held.opened.clear()
         engine, batches, lazy = engines(CheckpointPlan(busy=busy), files=held)
         train(engine, batches, 0, 1)
+        held.opened.clear()
         engine.save_checkpoint(str(folder), tag="first")
         answered = engine.save_checkpoint(str(folder), tag="second")
         lazy.wait()

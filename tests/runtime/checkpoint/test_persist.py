@@ -211,7 +211,7 @@ class Busy(Files):
     """A disk that ends no write of a block until it is told to; counts them."""
 
     def __init__(self):
-        self.go_on, self.lock, self.now, self.most = threading.Event(), threading.Lock(), 0, 0
+        self.go_on, self.lock, self.now, self.most = threading.Event(), threading.Condition(), 0, 0
 
     def call(self, name, function, *args):
         if name != "pwrite" or len(args[1]) < BLOCK:
@@ -219,6 +219,7 @@ class Busy(Files):
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
+            self.lock.notify_all()
         assert self.go_on.wait(30)
         with self.lock:
             self.now -= 1
@@ -234,6 +235,8 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
     with writer._condition:
         ready = lambda: [b.state for b in writer._blocks].count(State.READY) == READY_BLOCKS
         assert writer._condition.wait_for(ready, timeout=30)
+    with files.lock:
+        assert files.lock.wait_for(lambda: files.now == writers, timeout=30)
     assert sum(bool(block.hash) for block in writer._blocks) == writers + READY_BLOCKS
     files.go_on.set()
     assert job.wait(30)
