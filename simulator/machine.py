@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.rules import RuleError, suggestion
+from ebbtide.simulator.rules import RuleError, spelled, suggestion
 from ebbtide.simulator.shown import Shown
-from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import StorageRates
 from pydantic import Field, model_validator
 

@@ -180,7 +180,7 @@ class Timeline(Shown):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw a timeline with matplotlib, and return the axes. Each lane (such as a copy direction) is a row."""
-        from ebbtide.simulator.analysis.drawing import draw_spans
+        from ebbtide.simulator.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)
 

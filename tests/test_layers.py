@@ -170,7 +170,9 @@ def test_no_module_imports_itself_through_others():
 
 # Inside a package, the lower rooms first: a module may import its own room and those below it.
 # What lies in the folder itself, in no room, is at the bottom.
+# Of the simulator, the module-level classes and `update/` define the words that all its rooms use.
 ROOMS = {
+    "simulator": (("schedules",), ("engines",), ("analysis", "estimates")),
     "runtime": (
         ("kernels", "hardware"),
         ("devices",),
@@ -199,6 +201,28 @@ def test_rooms_know_only_what_is_below_them(package):
             if room not in floor or floor[other] >= floor[room]:
                 upward.append(f"{module} -> {target}")
     assert upward == []
+
+
+# Its modules define the words of the simulator together with the modules beside it, and count singly.
+NO_ROOM = {"simulator.update"}
+
+
+@pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies"])
+def test_rooms_import_each_other_in_one_direction(package):
+    """Check that a package's folders and the modules outside of them form no cycle, whoever imports first."""
+
+    def place(module: str) -> str:
+        room = _room(module, package)
+        return module if f"{package}.{room}" in NO_ROOM else room
+
+    graph: dict[str, set[str]] = {}
+    for module, targets in graph_of_imports().items():
+        if place(module):
+            graph.setdefault(place(module), set()).update({place(t) for t in targets} - {"", place(module)})
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
 def _room(module: str, package: str) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 from ebbtide.simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
 from ebbtide.simulator.estimates.families import ALL, MODELS, family_numbers
 from ebbtide.simulator.estimates.modules import built, built_from, is_module
-from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.spelling import spelled
+from ebbtide.simulator.rules import RuleError, spelled
 
 # Our name -> how configs call it, first found first taken.
 KEYS = {

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from studies.gpu import contract, smoke, speed
+from studies.gpu.comparison import compare
 from studies.gpu.suite import Figures, Suite
-from studies.peers import compare
 
 
 def peers(suite: Suite) -> Figures:

@@ -69,6 +69,6 @@ def test_an_empty_timeline_can_be_drawn():
 
 
 def test_every_kind_has_a_colour():
-    from ebbtide.simulator.analysis.drawing import COLOURS
+    from ebbtide.simulator.drawing import COLOURS
 
     assert set(COLOURS) == set(OpKind)

@@ -9,8 +9,8 @@ import torch
 from ebbtide.simulator import Plan
 
 from studies import peers
+from studies.gpu.comparison import WITHOUT, compare
 from studies.gpu.suite import Suite
-from studies.peers import compare
 from studies.trials.torchao_offload import TorchaoEngine
 
 
@@ -73,9 +73,9 @@ def test_without_clipping_bits_are_compared_with_stock_without_clipping(suite):
 
 def test_features_are_compared_with_stock_of_as_many_micro_batches(suite):
     rows = {r.get("name", r["variant"]): r for r in compare(suite)["rows"]}
-    assert [rows[name]["speedup"] for name in peers.WITHOUT] == [3.0, 2.0, 1.5]
-    assert all(rows[name]["bit_identical"] for name in peers.WITHOUT)
-    for name in peers.WITHOUT:
+    assert [rows[name]["speedup"] for name in WITHOUT] == [3.0, 2.0, 1.5]
+    assert all(rows[name]["bit_identical"] for name in WITHOUT)
+    for name in WITHOUT:
         plan = Plan.load(suite.out / "tiny" / f"{name}.plan.json")
         assert all(way.early == (name != "without_speculation") for way in plan.ways)
         assert all(way.sum_on_device == (name != "without_device_sums") for way in plan.ways)
@@ -131,7 +131,7 @@ def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
     peers.main()
     found = json.loads(path.read_text())
     assert found["device_kind"] == "emulated"
-    names = ["stock", "ebbtide", "stock_again", "stock_accumulating", *peers.WITHOUT]
+    names = ["stock", "ebbtide", "stock_again", "stock_accumulating", *WITHOUT]
     assert [r["name"] for r in found["rows"]] == names
     assert all(row["bit_identical"] for row in found["rows"])
     assert found["correct"] is True

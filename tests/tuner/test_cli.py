@@ -161,7 +161,7 @@ def test_no_color_is_obeyed(files):
 
 
 def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
-    from ebbtide.tuner.commands.progress import told_after
+    from ebbtide.tuner.progress import told_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     for quiet_s, shown in ((1e9, False), (0.0, True)):
@@ -171,7 +171,7 @@ def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
 
 
 def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys):
-    from ebbtide.tuner.commands.progress import told_after
+    from ebbtide.tuner.progress import told_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     begun, start = Event(), Progress.start

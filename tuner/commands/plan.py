@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
-from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -22,6 +21,7 @@ from ebbtide.tuner.inputs import (
     workload_options,
     written,
 )
+from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

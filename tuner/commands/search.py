@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
-from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import MACHINE, BadInputError, check_folder, launched, read_machine, started_by, written
+from ebbtide.tuner.progress import told_after
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
 

@@ -12,7 +12,6 @@ import click
 from click.shell_completion import CompletionItem
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import JSON, guarded, needs
-from ebbtide.tuner.commands.progress import told_after
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -26,6 +25,7 @@ from ebbtide.tuner.inputs import (
     workload_options,
     written,
 )
+from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

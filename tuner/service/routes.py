@@ -9,10 +9,9 @@ from typing import Annotated, Any, TypeVar, cast
 
 from ebbtide.simulator.estimates.presets import preset, preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, explain, shortened
+from ebbtide.simulator.rules import RuleError, explain, shortened, spelled
 from ebbtide.simulator.schedules.settings import STEPS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
-from ebbtide.simulator.spelling import spelled
 from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result

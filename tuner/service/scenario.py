@@ -13,9 +13,8 @@ from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, broken
+from ebbtide.simulator.rules import RuleError, broken, spelled
 from ebbtide.simulator.schedules.strategies import stock_offload
-from ebbtide.simulator.spelling import spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, Simulate, WhatIf, check_model

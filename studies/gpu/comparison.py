@@ -1,0 +1,115 @@
+"""Training with each compared offloading system and with ebbtide, and what their rows say of each other."""
+
+from collections.abc import Mapping, Sequence
+
+from studies.gpu.speed import against_control
+from studies.gpu.suite import Figures, Suite
+
+RATIOS = (0.8, 0.6, 0.9, 0.7, 0.5)
+UNCLIPPED = "_no_clipping"
+PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile", "features")
+# Of a plan that has all of it, what each row is without.
+WITHOUT: Mapping[str, Figures] = {
+    "all_on": {},
+    "without_speculation": {"early": False},
+    "without_device_sums": {"sum_on_device": False},
+}
+ACCUMULATING = "stock_accumulating"
+MICRO_BATCHES = 4
+HIGH_BOUND = 1e4  # on the norm: none of the steps is clipped, though each waits to know it
+EXACT = ("stock", "superoffload", "twin_flow")
+
+
+def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
+    """Train with each compared system, and with ebbtide under the tuner's plan within the memory limit.
+
+    Args:
+        only: The systems of `PEERS` to run. Stock DeepSpeed and ebbtide always run.
+
+    Returns:
+        ``rows``: Results of each system. ``speedup``: ebbtide over stock DeepSpeed.
+        ``speedup_over_best_exact_peer``: ebbtide over the fastest system with the same numerics.
+        ``control_identical`` and ``noise``: Bits and time of the second stock run over the first.
+        ``correct``: True if ebbtide's bits equal stock's. None if a run failed, or if the two stock
+        runs differ.
+    """
+    suite.plan()
+    features = _features(suite) if "features" in only else {}
+    rows = suite.trials({**_trials(suite, only), **features})
+    stock, control, ours = (rows[name] for name in ("stock", "stock_again", "ebbtide"))
+    _mark_best(rows)
+    for name, row in rows.items():
+        _compared(row, rows.get(_reference(name), {"failed": "not run"}))
+    figures = against_control(stock, control, ours)
+    if figures["correct"] and any(rows[n].get("bit_identical") is False for n in features):
+        figures["correct"] = False
+    return {"rows": list(rows.values()), **figures, "speedup_over_best_exact_peer": _over_best(rows, ours)}
+
+
+def _reference(name: str) -> str:
+    """Return the name of the stock DeepSpeed run that a system's run is compared with."""
+    if name in WITHOUT or name == ACCUMULATING:
+        return ACCUMULATING
+    return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
+
+
+def _features(suite: Suite) -> dict[str, list[str]]:
+    """Return the command-line arguments of the runs that show the gain of each of ebbtide's features.
+
+    There is a run with all features, one without each feature, and one of stock DeepSpeed.
+    """
+    own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
+    trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
+    for name, fields in WITHOUT.items():
+        path = suite.save_plan(name, plan.with_bits(**fields))
+        trials[name] = ["--variant", "ebbtide", "--plan", str(path), *own]
+    return trials
+
+
+def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
+    """Return the command-line arguments of all systems' runs, by name.
+
+    The most important runs come first, because the time limit may end the comparison early.
+    """
+    trials: dict[str, list[str]] = {
+        "stock": ["--variant", "stock"],
+        "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
+        "stock_again": ["--variant", "stock"],
+    }
+    ratios = (RATIOS[:1] if suite.emulated else RATIOS) if "twin_flow" in only else ()
+    flows = {f"twin_flow_{r}": ["--variant", f"twin_flow:{r}"] for r in ratios}
+    trials |= dict(list(flows.items())[:1])
+    for name in ("superoffload", "no_offload", "zenflow", "torchao", "deepcompile"):
+        if name in only:
+            trials[name] = ["--variant", name]
+    if "superoffload" in only:  # with clipping it does not overlap
+        for name in ("stock", "superoffload"):
+            trials[name + UNCLIPPED] = ["--variant", name, "--clipping", "0"]
+    return trials | flows
+
+
+def _compared(row: Figures, reference: Figures) -> None:
+    if "failed" not in row and "failed" not in reference:
+        row["bit_identical"] = row["hash"] == reference["hash"]
+        row["speedup"] = reference["iteration_s"] / row["iteration_s"]
+
+
+def _mark_best(rows: dict[str, Figures]) -> None:
+    ran = [r for n, r in rows.items() if n.startswith("twin_flow") and "failed" not in r]
+    if ran:
+        min(ran, key=lambda row: row["iteration_s"])["best"] = True
+
+
+def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
+    """Return ebbtide's speed-up over the fastest exact system that offloads and clips.
+
+    Exact systems train with the numerics of stock DeepSpeed. Stock DeepSpeed itself is one of them.
+    """
+    if "failed" in ours:
+        return None
+    others = [
+        row["iteration_s"]
+        for name, row in rows.items()
+        if "failed" not in row and row["variant"].split(":")[0] in EXACT and _reference(name) == "stock"
+    ]
+    return min(others) / ours["iteration_s"] if others else None
