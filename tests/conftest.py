@@ -9,13 +9,13 @@ import sys
 import zlib
 from pathlib import Path
 
-# Before torch is imported anywhere: tests share the machine with each other and with people.
+# Set before torch is imported: tests share the machine with each other and with people.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
-# A thread that spins for its team keeps from its core what the team waits for: half of the time.
+# A thread that waits by spinning keeps the core from the thread it waits for: half of the time is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Where DeepSpeed makes an engine it decorates Muon's functions: that imports a compiler, 0.8 s.
+# DeepSpeed decorates Muon's functions when it makes an engine, which imports a compiler (0.8 s).
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 if "TESTS_CPU_INFO" not in os.environ:  # workers and children inherit it
     import cpuinfo
@@ -45,7 +45,7 @@ def own_extensions(cache, prefix):
         return own if own.exists() else None
     complete = [file for file in mine if list(file.parent.glob("*.so"))]
     if mine and not complete:
-        return None  # it is being compiled there
+        return None  # another process is compiling the ops there
     made = own.with_name(f"{own.name}-{os.getpid()}")
     made.mkdir(parents=True)
     for file in complete:
@@ -70,7 +70,7 @@ from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, remove_left_buffers
 from filelock import FileLock
 from hypothesis import settings
 
-# A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
+# In CI the examples are always the same, so that a failed run can be replayed. No example has a deadline.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -132,21 +132,21 @@ def pytest_collection_finish():
 def one_thread():
     """Set torch to one thread for the tests of this process.
 
-    A team of two threads takes a twelfth more CPU time for products this small. Threads that the
-    runtime starts use OMP_NUM_THREADS.
+    A second thread takes a twelfth more CPU time for matrix products as small as those of the tests.
+    Threads that the runtime starts use OMP_NUM_THREADS.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
-# What trainers write in this process too, and what a child would take for its own.
+# Variables that trainers set in this process, and that a child process would take for its own.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *LOCAL_SIZES)
 
 
 @pytest.fixture(autouse=True)
 def as_many_threads():
-    """Reset torch's number of threads after each test, because the bits of products depend on it."""
+    """Reset torch's number of threads after each test, because the bits of matrix products depend on it."""
     yield
     one_thread()
 
@@ -178,20 +178,22 @@ def only_rank(deepspeed_ops):
 
 @pytest.fixture
 def child_environment():
-    """Return the environment for a process that a test starts, without this process's rank and port."""
+    """Return the environment for a process that a test starts, without the rank and port of this process."""
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 
 @pytest.fixture
 def new_shell(child_environment):
-    """Return a new shell's environment: this Python's commands on PATH, no PYTHONPATH, no rank."""
+    """Return the environment of a new shell: the commands of this Python are on PATH, and neither
+    PYTHONPATH nor a rank is set.
+    """
     kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}
     return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory, deepspeed_ops):
-    """Run `python -m studies.demo --quick` once, and return its folder, which has runs/demo/.
+    """Run `python -m studies.demo --quick` once, and return the folder with its results (runs/demo/).
 
     All test processes share the folder. Later ones wait until the first one has made it.
     """

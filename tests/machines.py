@@ -1,4 +1,4 @@
-"""Machines and workloads of the tests, in round numbers, so that results can be worked out by hand."""
+"""Machines and workloads for tests, in round numbers, so that expected results can be worked out by hand."""
 
 import random
 
@@ -8,14 +8,14 @@ GIB = 2**30
 
 
 def _made(rates, facts, changes):
-    """Return a machine. Plain numbers for rates become exact quantities."""
+    """Return a machine with the given rates and facts. Rates that are plain numbers become exact quantities."""
     values = {k: changes.pop(k, v) for k, v in rates.items()}
     exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
     return Machine(**{**facts, **exact, **changes})
 
 
 def machine(**changes):
-    """Return a machine with a rate of 1 per second for everything, so that an op of work w takes w seconds alone."""
+    """Return a machine with all rates at 1 per second, so that an op with work w alone takes w seconds."""
     rates = {
         "h2d_bytes_per_s": 1.0,
         "d2h_bytes_per_s": 1.0,
@@ -45,7 +45,7 @@ def machine(**changes):
 def node(**changes):
     """Return a typical node in round numbers, with a link of 50 GB/s and DRAM of 200 GB/s.
 
-    Values that are not given here follow from these.
+    `Machine` derives the rates that are not given here from these.
     """
     rates = {
         "h2d_bytes_per_s": 50e9,
@@ -69,13 +69,13 @@ def node(**changes):
 
 
 def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
-    """Return a workload with one layer per subgroup."""
+    """Return a workload in which each subgroup is one layer."""
     layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=backward_s, activation_bytes=7) for n in sizes)
     return Workload(name="w", layers=layers, subgroups=tuple(sizes), **fields)
 
 
 def random_machine(rng: random.Random):
-    """Return a random machine, with rates over three decades and contention everywhere."""
+    """Return a random machine with rates over three decades, on which ops contend for every resource."""
 
     def rate():
         return 10 ** rng.uniform(0, 3)

@@ -1,4 +1,4 @@
-"""Every code block of README, docs and examples runs as written, in a new shell."""
+"""Tests that every code block of README, docs and examples runs as written, in a new shell."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
 
 
 def check_that_plans_are_in_force(block, said):
-    """Check that every bare Python command in a new shell trains, and says once what plan it has."""
+    """Check that every `tune run -- python` command of a code block has trained and has logged its plan once."""
     commands = len(re.findall(r"^tune run -- python ", block, re.MULTILINE))
     lines = [line for line in said.splitlines() if re.search(r"\b\d+ subgroups on ", line)]
     assert len(lines) == commands or not commands, said
@@ -76,7 +76,7 @@ def check_that_plans_are_in_force(block, said):
 
 
 class Shell:
-    """Runs blocks in one folder, with their servers in the background on a port of their own."""
+    """A runner of a page's code blocks in one folder. Servers run in the background, on a free port."""
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.port = folder, environment, str(free_port())
@@ -87,7 +87,7 @@ class Shell:
         for line in [line for line in lines if line.startswith("tune serve")]:
             self.serve(line)
             lines.remove(line)
-        # The doctor's exit code is what it finds on this machine.
+        # The exit code of `tune doctor` depends on this machine.
         lines = [f"{line} || [ $? = 1 ]" if line.startswith("tune doctor") else line for line in lines]
         block = "\n".join(lines).replace(PORT, self.port)
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Every example trains a few steps under a plan, on one rank and where there is no GPU."""
+"""Tests of the examples: each one trains a few steps under a plan, on one rank and without a GPU."""
 
 import json
 import runpy
@@ -14,7 +14,7 @@ SUBGROUPS = {"plain_loop.py": 1, "hf_trainer.py": 2, "accelerate_loop.py": 1, "t
 
 
 def config_of(script):
-    """The config that the script's own docstring names, checked against examples/README.md."""
+    """Return the config that the script's docstring names, and check that examples/README.md has that command."""
     command = next(line for line in (EXAMPLES / script).read_text().splitlines() if line.strip().startswith("tune run"))
     assert command.strip() in (EXAMPLES / "README.md").read_text()
     return EXAMPLES.parent / command.split()[-1]
@@ -66,7 +66,7 @@ def watched_engines(monkeypatch):
 
 
 def without_a_gpu(monkeypatch):
-    """Lightning asks for CUDA; DeepSpeed itself does not."""
+    """Make Lightning train without a GPU. Only Lightning asks for CUDA, and DeepSpeed does not."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 

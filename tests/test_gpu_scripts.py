@@ -1,4 +1,4 @@
-"""What is carried to a GPU machine without a network is all that it lacks."""
+"""Tests that the packages which are carried to a GPU machine without a network are all that it lacks."""
 
 import re
 import subprocess
@@ -46,7 +46,9 @@ def test_scripts_are_shell_and_say_how_they_are_used():
 
 
 def test_missing_modules_are_told_all_at_once(tmp_path):
-    """A bare Python: everything it lacks is named before anything runs."""
+    """Check that scripts/gpu_suite.sh, started with a Python that has no packages, names all missing modules
+    before it runs anything.
+    """
     import os
     import sys
 

@@ -1,4 +1,6 @@
-"""The packages' layers: arrows point down, no module cycle, light packages stay light."""
+"""Tests of the layers of the packages: imports point downward, no modules import each other in a cycle,
+and light packages load nothing heavy.
+"""
 
 import ast
 from collections import Counter
@@ -11,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies", "ebbtide")
 
-# What measuring needs of the runtime: its kernels, and what it knows of this host.
+# The parts of the runtime that the profiler may import: kernels, and facts about this host.
 LEAVES = ("runtime.kernels", "runtime.hardware")
-CACHE = "simulator.engines.cache"  # of the standard library alone: where compiled code is kept
-# Who may import whom when a module is loaded.
+CACHE = "simulator.engines.cache"  # imports only the standard library; says where compiled code is kept
+# For each package, the packages that its modules may import when they are loaded.
 MAY_IMPORT = {
     "simulator": {"simulator"},
     "profiler": {"simulator", "profiler", *LEAVES},
@@ -24,7 +26,7 @@ MAY_IMPORT = {
     "studies": set(PACKAGES),
     "ebbtide": {"simulator", "ebbtide"},
 }
-# Inside functions too. plan="auto" measures and plans, so runtime may reach up lazily, as may a
+# Imports inside functions too. plan="auto" measures and plans, so the runtime may import upward lazily, as may a
 # command of the tuner that works on checkpoints.
 MAY_IMPORT_LAZILY = {
     "simulator": {"simulator"},
@@ -64,7 +66,9 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def statements(tree: ast.AST, lazily: bool) -> list[ast.Import | ast.ImportFrom]:
-    """Import statements that run when the module is loaded; with ``lazily`` all that ever run."""
+    """Return the import statements that run when a module is loaded. With ``lazily``, also return those
+    inside functions.
+    """
     found, queue = [], list(ast.iter_child_nodes(tree))
     while queue:
         node = queue.pop()
@@ -109,7 +113,9 @@ def _all_imports(module: str) -> set[str]:
 
 
 def _loads_by_name(node: ast.AST) -> bool:
-    """``own("a.b")``, as the front door imports what is ours beside a script's own packages."""
+    """Return True if a syntax node is a call that imports a module by its name: ``own("a.b")`` or
+    ``import_module("a.b")``.
+    """
     return (
         isinstance(node, ast.Call)
         and ast.unparse(node.func).split(".")[-1] in ("own", "import_module")
@@ -148,7 +154,9 @@ def test_light_packages_load_nothing_heavy():
 
 @cache
 def graph_of_imports() -> dict[str, set[str]]:
-    """Module to the modules of ours that it imports, at load, in functions or for types alone."""
+    """Return, for each module of the project, the modules of the project that it imports: when it is
+    loaded, inside functions, or only for type checking.
+    """
     known = modules()
     graph = {}
     for module in known:
@@ -168,9 +176,9 @@ def test_no_module_imports_itself_through_others():
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
-# Inside a package, the lower rooms first: a module may import its own room and those below it.
-# What lies in the folder itself, in no room, is at the bottom.
-# Of the simulator, the module-level classes and `update/` define the words that all its rooms use.
+# The subfolders of a package, lowest first: a module may import from its own subfolder and from lower ones.
+# Modules in the package's folder itself are at the bottom.
+# In the simulator, the modules in its folder and `update/` define the terms that all its subfolders use.
 ROOMS = {
     "simulator": (("schedules",), ("engines",), ("analysis", "estimates")),
     "runtime": (
@@ -203,13 +211,13 @@ def test_rooms_know_only_what_is_below_them(package):
     assert upward == []
 
 
-# Its modules define the words of the simulator together with the modules beside it, and count singly.
+# A folder whose modules count singly: with the modules of `simulator/` they define the simulator's terms.
 NO_ROOM = {"simulator.update"}
 
 
 @pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies"])
 def test_rooms_import_each_other_in_one_direction(package):
-    """Check that a package's folders and the modules outside of them form no cycle, whoever imports first."""
+    """Check that a package's folders, and its modules outside of them, do not import each other in a cycle."""
 
     def place(module: str) -> str:
         room = _room(module, package)
@@ -226,7 +234,7 @@ def test_rooms_import_each_other_in_one_direction(package):
 
 
 def _room(module: str, package: str) -> str:
-    """The folder of the package that a module lies in; of another package: empty."""
+    """Return the subfolder of a package that a module lies in. Empty if the module is not in that package."""
     inside = module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else ""
     return inside.split(".")[0]
 
@@ -238,7 +246,7 @@ def test_every_package_has_modules_and_is_typed():
 
 
 BROAD = ("Exception", "BaseException")
-MOST_FILES = 16  # in a folder: what one can look over
+MOST_FILES = 16  # in a folder
 MOST_LINES = 55  # of a function's statements
 
 
@@ -248,7 +256,7 @@ def test_no_folder_is_a_heap():
 
 
 def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the statements. A signature with one parameter a line and a docstring are quickly read."""
+    """Return the number of lines of a function's statements. Its signature and its docstring do not count."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 

@@ -1,6 +1,7 @@
-"""Commands in a new shell, as a newcomer starts them: no launcher, no rank in the environment, nothing configured.
+"""Tests of commands in a new shell, as a newcomer runs them: no launcher, no rank in the environment,
+and nothing configured.
 
-`test_documents.py` trains under a plan in such a shell, with the commands that the pages show.
+`test_documents.py` trains under a plan in such a shell, with the commands of the pages.
 """
 
 import subprocess

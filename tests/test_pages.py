@@ -1,4 +1,6 @@
-"""The pages under docs/: their commands parse, their snippets run, what they quote is said."""
+"""Tests of the pages under docs/: their commands parse and run, their links lead somewhere, and the
+messages that they quote exist in the code.
+"""
 
 import ast
 import re
@@ -32,20 +34,20 @@ def fenced(text, language):
 
 
 def in_blocks(name=""):
-    """Whole commands, as a reader would copy them: of all pages, or of one."""
+    """Return the whole `tune` commands in code blocks, as a reader would copy them, of all pages or of one."""
     pages = [page for page in [*PAGES, ROOT / "examples" / "README.md"] if page.name == (name or page.name)]
     texts = [page.read_text() for page in pages]
     return sorted({c for t in texts for c in re.findall(r"^(?: {4})?(tune .*)$", t, re.MULTILINE)})
 
 
 def in_prose():
-    """Commands that a sentence names, perhaps with a flag and no value."""
+    """Return the `tune` commands that a sentence of a page names, perhaps with a flag but without its value."""
     texts = [page.read_text() for page in PAGES]
     return sorted({c.strip() for t in texts for c in re.findall(r"`(tune [^`\n]+)`", t)})
 
 
 def command_of(line):
-    """The command, what follows it, and the flags that it knows."""
+    """Return the click command of a `tune` command line, and the words that follow the command's name."""
     words, command, context = shlex.split(line)[1:], main, click.Context(main)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         found = command.get_command(context, words[0])
@@ -60,7 +62,7 @@ def test_a_command_can_be_copied(line):
     command.make_context(command.name, words)
 
 
-# Those that start programs, measure for long or stay: with their own tests, in these places.
+# Commands that start programs, take long or keep running, and the tests that run them.
 RUN_ELSEWHERE = {
     "run": "runtime/frontdoor/test_launchers.py and test_examples.py",
     "profile": "test_readme.py and profiler/test_script.py",
@@ -75,16 +77,16 @@ def test_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     what_pages_take_for_given(tmp_path)
     lines = [line for line in in_blocks("cli.md") if line.split()[1] not in RUN_ELSEWHERE]
-    # The last plan is the one that others show and report.
+    # The plan that is written last is the one that other commands show and report.
     for line in sorted(lines, key=lambda line: ("tune plan" not in line, "h200" not in line)):
         words = shlex.split(line.replace(" /checkpoints", " checkpoints"))[1:]
         result = CliRunner().invoke(main, words)
-        # The doctor's is what it finds on this machine.
+        # The exit code of `tune doctor` depends on this machine.
         assert result.exit_code in ((0, 1) if words[0] == "doctor" else (0,)), (line, result.output)
 
 
 def what_pages_take_for_given(folder):
-    """The files that the pages' commands name."""
+    """Create the files that the commands in the documentation name."""
     examples = ROOT / "examples"
     (folder / "examples").symlink_to(examples)
     (folder / "config.json").write_bytes((examples / "llama-3-8b.json").read_bytes())
@@ -114,7 +116,7 @@ def test_every_page_is_in_the_menu_or_linked():
     linked = "".join(page.read_text() for page in PAGES)
     for page in PAGES:
         name = page.relative_to(DOCS).as_posix()
-        assert name in menu or f"({name})" in linked, f"nobody finds docs/{name}"
+        assert name in menu or f"({name})" in linked, f"no menu or page links to docs/{name}"
 
 
 def test_links_lead_somewhere():
@@ -135,7 +137,7 @@ def test_the_pages_can_be_built(tmp_path):
 
 @cache
 def said():
-    """Every text in the packages' sources, the fixed parts of those with values in them."""
+    """Return all string constants in the packages' sources, including the fixed parts of f-strings."""
     paths = [path for package in SOURCES for path in (ROOT / package).rglob("*.py")]
     return "\n".join(
         node.value
@@ -146,7 +148,7 @@ def said():
 
 
 def quoted():
-    """The first column of the tables of messages."""
+    """Yield the messages in the first column of the documentation's tables of messages."""
     for name in ("troubleshooting.md", "errors/configuration.md"):
         for cell in re.findall(r"^\| (`[^|]*) \|", (DOCS / name).read_text(), re.MULTILINE):
             for text in re.findall(r"`([^`]+)`", cell):

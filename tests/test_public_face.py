@@ -1,4 +1,4 @@
-"""``import ebbtide``: the names people need, each shown well in a notebook."""
+"""Tests of ``import ebbtide``: the public names, and how a notebook shows their objects."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The README's first screen, links and commands. Its code blocks run in test_documents.py."""
+"""Tests of the README's first screen, links and commands. test_documents.py runs its code blocks."""
 
 import os
 import re

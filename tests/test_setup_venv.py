@@ -1,4 +1,4 @@
-"""`make setup` says what a machine lacks before it installs anything."""
+"""Tests that `make setup` names what a machine lacks before it installs anything."""
 
 import shutil
 import subprocess
@@ -13,7 +13,9 @@ _OLD = '#!/bin/sh\n[ "$1" = --version ] && { echo "Python 3.9.2"; exit 0; }\nexi
 
 @pytest.fixture
 def machine(tmp_path):
-    """A folder to be all of PATH, and a copy of the script that cannot touch the real .venv."""
+    """Make a folder that is the whole PATH. Return it, and a function that runs a copy of the setup script
+    that cannot touch the real .venv.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("sh", "dirname", "grep", "touch"):

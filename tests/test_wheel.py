@@ -1,4 +1,4 @@
-"""The wheel, in an environment of its own and without a checkout near it, does what its users do."""
+"""Tests of the wheel in an environment of its own, with no checkout near it."""
 
 import subprocess
 import sysconfig
@@ -28,7 +28,7 @@ def test_the_wheel_plans_trains_and_serves(deepspeed_ops, child_environment, tmp
 
 
 def packages():
-    """The folder in which torch is installed: of this environment, or of the one that it extends."""
+    """Return the folder in which torch is installed, in this environment or in the one that it extends."""
     import torch
 
     found = Path(torch.__file__).parents[1]

@@ -1,4 +1,6 @@
-"""Links, clocks, NUMA nodes, limits and neighbours: told from what the system's files would say."""
+"""Tests of what the profiler reports about links, clocks, NUMA nodes, limits and other processes, with
+made-up system files.
+"""
 
 import sys
 import types
@@ -9,7 +11,7 @@ from ebbtide.profiler import hardware, neighbours, nvml
 
 
 class FakeNvml(types.ModuleType):
-    """NVML of one GPU; attributes are what it answers."""
+    """A fake NVML module for one GPU. Its attributes set what it reports."""
 
     NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 0, 1
     nvmlClocksThrottleReasonHwSlowdown = 8
@@ -71,7 +73,7 @@ def watched():
 def test_a_sound_gpu_is_not_warned_about(fake):
     found = watched()
     assert found.warnings == []
-    assert fake.asked == b"GPU-1234-abcd", "torch's number of a device need not be NVML's"
+    assert fake.asked == b"GPU-1234-abcd", "the UUID is used, because torch and NVML may number devices differently"
     assert found.facts["pcie"] == "generation 5 of 5, 16 lanes of 16"
 
 
@@ -131,7 +133,9 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
 
 
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
-    """The driver locks pages without charging them to it: every container would be warned."""
+    """Check that a low memlock limit is reported as a fact and not as a warning. The GPU driver does not
+    charge locked pages to the limit, so every container would get the warning.
+    """
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
     found = hardware.look(cuda=False)
     assert found.facts["memlock_bytes"] == "65536"
@@ -160,7 +164,9 @@ def host_tree(root, busy, stolen=0, throttled=0, hot=0):
     ],
 )
 def test_neighbours_of_the_host_are_noticed(tmp_path, monkeypatch, after, messages):
-    """Two cores for ten seconds, of which this process used one second."""
+    """Check the warnings about other processes on the host. In ten seconds two cores have 20 s of CPU time,
+    and this process used one of them: with 10 s busy, other processes used 9 of 20 s, which is 45%.
+    """
     clock, own = iter([0.0, 10.0]), iter([5.0, 6.0])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(clock))
     times = lambda: types.SimpleNamespace(user=next(own), system=0, children_user=0, children_system=0)

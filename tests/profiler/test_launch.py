@@ -1,4 +1,4 @@
-"""Scripts under the real launchers, as `tune profile --train-script` starts them."""
+"""Tests of scripts that `tune profile --train-script` starts under the real launchers."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tune(tmp_path, child_environment, deepspeed_ops):
-    """Runs `tune` in a folder of its own."""
+    """Return a function that runs `tune` in a temporary folder."""
 
     def run(*words, start=("-m", "ebbtide.tuner.cli")):
         environment = {**child_environment, "OMP_NUM_THREADS": "1"}
@@ -68,7 +68,9 @@ def written(tmp_path, *, required=False, crash=-1):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_under_a_launcher(tune, tmp_path, launcher):
-    """The deepspeed launcher's --local_rank reaches the script; only one file is written."""
+    """Check the profile of two ranks under each launcher. The script gets the deepspeed launcher's
+    --local_rank, and only one file is written.
+    """
     script = written(tmp_path, required=launcher == "deepspeed")
     done = tune(
         "profile",
@@ -103,13 +105,15 @@ def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
         "raised ValueError: rank 1 lost its data after 2"
     )
     assert 'in <module>\n    raise ValueError("rank 1 lost its data")' in done.stderr
-    assert "torch/distributed/run.py" not in done.stderr, "the launcher's own excuses"
+    assert "torch/distributed/run.py" not in done.stderr, "the launcher's own stack trace must be left out"
     assert not (tmp_path / "workload.json").exists()
 
 
 @pytest.mark.slow
 def test_going_on_shows_what_the_script_prints(tune, tmp_path):
-    """`tests/profiler/test_script.py` has how it goes on; here, where its output goes."""
+    """Check where the output of a script goes under `tune profile --continue`. `test_script.py` checks how
+    the script goes on.
+    """
     (tmp_path / "train.py").write_text("import sys\nprint('so', *sys.argv[1:])\nraise KeyError(7)")
     words = ("profile", "--train-script", "train.py", "--launcher", "none", "--continue")
     done = tune(*words, "--", "--lr", "1")
@@ -167,7 +171,9 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Standard output is the machine alone, although DeepSpeed logs there."""
+    """Check that `tune profile --ranks 2 --json` prints only the machine to standard output, although
+    DeepSpeed logs to standard output too.
+    """
     done = tune(
         "profile",
         "--fresh",

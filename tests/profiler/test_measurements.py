@@ -1,4 +1,4 @@
-"""Every measurement at a tiny size: structure, provenance, clean-up. Never a time."""
+"""Tests of every measurement at a tiny size: the structure, the source and the clean-up, but never a time."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,9 @@ def test_repeats_are_at_least_five_and_leave_out_the_warm_up():
 
 
 def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
-    """A profile takes a minute at most, on a slow disk too."""
+    """Check that a very slow measurement is repeated less often and is reported as doubtful. A profile takes a
+    minute at most, even on a slow disk.
+    """
     now = iter(range(0, 1000, 2))
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(now))
     durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
@@ -39,7 +41,7 @@ def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
 def test_a_figure_is_called_stable_only_if_repeats_agree():
     assert Quantity.from_samples([1.0, 1.05, 0.95, 1.0, 1.0]).stable
     assert not Quantity.from_samples([1.0, 2.0, 1.0, 2.0, 1.5]).stable
-    assert not Quantity.exact(1.0).stable, "once is not repeated"
+    assert not Quantity.exact(1.0).stable, "a single value was not repeated"
     doubled = Quantity.from_samples([1.0, 2.0, 3.0]).scaled(2.0, "twice")
     assert (doubled.q1, doubled.median, doubled.q3, doubled.n) == (3.0, 4.0, 5.0, 3)
 
@@ -116,7 +118,7 @@ def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
         "storage_write_while_passes",
     }
     assert matrix["host_adam_while_storage_write"].source == "measured"
-    assert matrix["copy_while_compute"].source == "emulated", "no GPU computed or copied"
+    assert matrix["copy_while_compute"].source == "emulated", "without a GPU the rate is emulated"
 
 
 def test_storage_leaves_nothing_behind(tmp_path):
@@ -134,26 +136,32 @@ def test_storage_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)])
 def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
-    """3 s of writes and 1 s of reads: 2 s of the writes are alone, 4 s are one after the other."""
+    """Check by which factor reads and writes slow each other down. Reads of 1 s and writes of 3 s take
+    1 s / factor side by side, and then 2 s for the rest of the writes: 4 s mean a factor of 0.5.
+    """
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
 
 def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):
-    """As the runtime's do: a hash of one buffer over and over would find it in a cache."""
+    """Check that a measured checkpoint writer gathers its data from much more memory than its buffer, as the
+    runtime's writers do. A hash of one buffer again and again would find the data in a cache.
+    """
     path = tmp_path / "written"
     with storage.file_to_write(path, 3 * storage.BLOCK_BYTES) as file:
         file.write()
         plain = path.read_bytes()
         file.write(2, as_checkpoints=True)
         gathered = path.read_bytes()
-    assert len(set(plain)) > 1, "the plain block is random"
-    assert set(gathered) == {1}, "what the memory holds"
+    assert len(set(plain)) > 1, "a plain block must have random bytes"
+    assert set(gathered) == {1}, "the file must hold the ones of the gathered memory"
     assert len(gathered) == 3 * storage.BLOCK_BYTES
     assert storage.GATHERED_BYTES >= 32 * storage.BLOCK_BYTES
 
 
 def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
-    """As many threads each way as it has, and all of the file each time."""
+    """Check that a drive is measured as the store of optimizer state uses it: with as many blocks under way
+    as the store has, and reading the whole file each time.
+    """
     size = 6 * storage.BLOCK_BYTES
     found = storage.measure_drive(tmp_path / "new", size, 0.05)
     assert not list((tmp_path / "new").iterdir())
@@ -170,7 +178,9 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Part after part, each write from a place of its own in memory."""
+    """Check that a measurement of simultaneous reads and writes never reads what it has just written. It goes
+    through the file part after part, and each write comes from another place in memory.
+    """
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:
         parts, pwrite, preadv = storage._Parts(file), os.pwrite, os.preadv
@@ -213,9 +223,9 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     assert first.device_kind == "emulated"
     assert first.h2d_bytes_per_s.source == "emulated"
     assert first.stock_host_adam_params_per_s.source == "measured"
-    assert first.device_flops_per_s.source == "emulated", "models can be estimated on it"
+    assert first.device_flops_per_s.source == "emulated", "estimates of models need a compute rate"
     assert first.device_memory_bytes_per_s.median > 0
-    assert stages[:-1] == list(STAGES), "each is told as it begins"
+    assert stages[:-1] == list(STAGES), "progress must name each stage as it begins"
     assert "memlock_bytes" in first.facts
     assert {"downcast_params_per_s", "storage_write_by_4_bytes_per_s"} <= set(first.other_rates)
     assert measure_machine(seconds=0.1, elements=TINY) == first
@@ -256,7 +266,7 @@ def test_beside_a_gpu_updates_are_measured_in_the_runtimes_kind_of_memory(monkey
 
 
 def _advised(tensor: torch.Tensor) -> bool:
-    """The kernel was asked for large pages where it lies."""
+    """Return True if the kernel was asked for large pages at the address of a tensor."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name = line.split()[0]

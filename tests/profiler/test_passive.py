@@ -1,4 +1,6 @@
-"""An engine that somebody else trains is profiled step by step, and left as it was."""
+"""Tests of a profile of an engine that a script trains: it is taken step by step, and the engine is left
+as it was.
+"""
 
 from collections import defaultdict
 
@@ -31,7 +33,9 @@ def train(engine, steps, first=0):
 
 
 def test_each_step_is_filed_in_its_own_trace(engine):
-    """The step's time once went into the trace that began after it: the first had none."""
+    """Check that each step's time is in the trace of this step. It once went into the next trace, and the
+    first trace had none.
+    """
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)
     assert [trace.phases["step"] > 0 for trace in profile._traces] == [True] * 3
@@ -42,7 +46,9 @@ def test_each_step_is_filed_in_its_own_trace(engine):
 
 
 def test_memory_is_sampled_while_nothing_is_called(engine):
-    """Points between the hooks can only come from the sampler's thread."""
+    """Check that a thread samples memory while no hook of the engine is called: points recorded between the
+    hooks can only come from this thread.
+    """
     profile = PassiveProfile(engine, 1)
     train(engine, WARMUP_STEPS)
     watcher = profile._watcher
@@ -116,7 +122,7 @@ def test_a_workload_tells_tokens_layers_and_its_peak(engine):
     held = {layer.name: layer.activation_bytes for layer in found.layers}
     # A block keeps at least its input and the widened state in bf16: 2 x 32 x (64 + 256).
     assert held["blocks.0"] == held["blocks.1"] >= 2 * 32 * 320 * 2
-    assert held["head"] >= 2 * 32 * 256 * 2, "the logits"
+    assert held["head"] >= 2 * 32 * 256 * 2, "the head keeps its logits"
     assert {point.layer for point in found.memory_curve} >= {"blocks.0", "blocks.1", ""}
     peak = max(point.device_bytes for point in found.memory_curve)
     assert found.device_base_bytes + sum(held.values()) >= peak
@@ -145,7 +151,7 @@ def test_what_activations_do_not_explain_of_the_peak_is_always_there():
     traces = [trace(100, 400), trace(120, 900)]
     layers = [Layer(params=1, forward_s=0, backward_s=0, activation_bytes=600)]
     assert _base_bytes(traces, traces[1], layers) == 300
-    assert _base_bytes(traces, traces[1], layers * 2) == 100, "at least what was ever in use"
+    assert _base_bytes(traces, traces[1], layers * 2) == 100, "the least memory that was ever in use"
 
 
 def test_a_step_without_backward_is_no_workload():

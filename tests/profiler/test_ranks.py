@@ -1,4 +1,4 @@
-"""Ranks that measure at once: real processes, and what is made of their samples."""
+"""Tests of ranks that measure at the same time: with real processes, and of what is made of their samples."""
 
 import itertools
 import multiprocessing
@@ -29,7 +29,7 @@ def test_a_rank_that_fails_is_an_error_not_a_hang():
 
 
 def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
-    """The others waited for its samples for ever."""
+    """Check that a rank whose measurement fails ends the other ranks, which once waited for its samples forever."""
     job = Job(2, 2, False, 1, "", 0.0)
 
     @contextmanager

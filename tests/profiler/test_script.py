@@ -1,4 +1,4 @@
-"""What becomes of a script that is profiled: in this process, with a real engine."""
+"""Tests of a training script that is profiled, in this process and with a real engine."""
 
 import pytest
 from ebbtide.profiler.progress import ProgressFile, first_error, read_progress
@@ -20,7 +20,9 @@ STEPS = "for step in range({n}): train_step(engine, batches.at(step))\n"
 
 @pytest.fixture
 def profiled(only_rank, tmp_path):
-    """Runs a script's text; returns where the workload goes and the progress it told."""
+    """Return a function that profiles a script, given its text, and returns the path of the workload file. The
+    function's attributes then hold this path and the reported progress.
+    """
 
     def run(text, *, go_on=False, iterations=1, rank=0):
         script, out = tmp_path / "train.py", tmp_path / "workload.json"

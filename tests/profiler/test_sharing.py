@@ -1,4 +1,4 @@
-"""Measured contention beside what the simulator makes of the same pair."""
+"""Tests that compare measured contention with what the simulator assumes for the same two ops."""
 
 import pytest
 from ebbtide.profiler.rates.sharing import differences, simulated_share, with_writer_cost
@@ -8,7 +8,9 @@ from tests.machines import node
 
 
 def machine(**contention):
-    """Host Adam moves 56 of 60 GB/s; a copy beside it asks for 20 more: both get their part."""
+    """Return a machine with 60 GB/s of DRAM bandwidth, of which host Adam uses 56. A copy at the same time asks
+    for 20 more, and each gets 60/76 of its speed.
+    """
     measured = {name: Quantity.exact(value, "measured") for name, value in contention.items()}
     return node(
         h2d_bytes_per_s=20e9,
@@ -44,7 +46,9 @@ def writing(share, thread_s=1e-10):
 
 
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
-    """Of 16 cores at 2 GB/s: the share that was measured is the share that is simulated."""
+    """Check that the cost of a storage writer is raised until the simulator gives host Adam the share of its
+    speed that was measured beside the writer.
+    """
     for share in (0.9, 0.92):
         found = with_writer_cost(writing(share))
         assert simulated_share("host_adam", "storage_write", found) == pytest.approx(share, 1e-6)
@@ -68,7 +72,10 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 
 
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
-    """Of 16 cores a quarter lost, while half of 2 GB/s were written; whatever host Adam lost."""
+    """Check that the cost of a storage writer follows from what forward and backward on the cores lose, and not
+    from host Adam's loss. At 1 GB/s of writes, a loss of 3% of 16 cores is 0.48 s of core time per GB.
+    A loss of 25% is 4 s, more than two writers can use, so that their full time counts: 1 s per GB.
+    """
     found = with_writer_cost(
         machine(
             passes_while_storage_write=0.75,

@@ -1,4 +1,4 @@
-"""Tokens are told from shapes, or not at all."""
+"""Tests of the token count, which is read from the shapes of the inputs or left open."""
 
 import pytest
 import torch

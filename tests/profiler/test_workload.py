@@ -1,4 +1,4 @@
-"""The workload of a live engine."""
+"""Tests of the workload that the profiler reads from a live engine."""
 
 import itertools
 from types import SimpleNamespace
@@ -43,16 +43,18 @@ def test_a_live_engine(only_rank, accumulation):
     assert {p.phase for p in workload.memory_curve} >= {"forward", "backward", "step"}
     times = [p.t_s for p in workload.memory_curve]
     assert times == sorted(times)
-    assert "backward" not in vars(engine), "the wrappers are gone"
+    assert "backward" not in vars(engine), "the profiler's wrappers must be removed"
     assert "partition_grads" not in vars(engine.optimizer)
     engine.destroy()
 
 
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
-    """What their way home takes: a copy for each micro-batch, and a norm."""
+    """Check the time of the gradient path: a device-to-host copy for each micro-batch, and a norm, each 1 s for
+    a subgroup. If only a part of the gradients is measured, the time is scaled up to all of them.
+    """
     clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
     optimizer = SimpleNamespace(fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16)
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # a second a look
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # each reading of the clock adds one second
     assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
     assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
     monkeypatch.setattr("ebbtide.profiler.workload.UNCACHED_BYTES", 1000)  # the first two, which have more
@@ -61,7 +63,9 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
 
 @pytest.mark.parametrize("reuse", [0, 10**9])
 def test_what_a_live_engine_gathers_again(only_rank, reuse):
-    """Norms and biases stay to the end of the step, the rest as long as it is used again soon."""
+    """Check which parameters a live ZeRO-3 engine gathers again for the backward. Norms and biases stay until
+    the end of the step, and the others stay if DeepSpeed uses them again soon enough.
+    """
     engine = start(
         stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1
     )
@@ -106,7 +110,7 @@ def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
             losses.append(profile.step(*batches.at(step)).detach())
         else:
             losses.append(train_step(engine, batches.at(step)))
-        assert "backward" not in vars(engine), "the wrappers are gone"
+        assert "backward" not in vars(engine), "the profiler's wrappers must be removed"
     workload = profile.workload()
     assert workload.phase_times["iteration"].n == 3
     assert min(q.median for q in workload.phase_times.values()) > 0

@@ -1,4 +1,4 @@
-"""Fixtures that make the runtime treat a machine without a GPU as one with a GPU."""
+"""Fixtures that let tests of the runtime treat a machine without a GPU as one with a GPU."""
 
 import sys
 
@@ -39,6 +39,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def late_deepspeed(fake, monkeypatch):
-    """Delay DeepSpeed's own streams on the fake torch.cuda as well."""
+    """Make DeepSpeed's own streams run late too, on the fake torch.cuda."""
     fake_cuda.install_under_deepspeed(monkeypatch, fake)
     return fake

@@ -93,7 +93,7 @@ class Disk:
 
 
 class RecordingFiles(Files):
-    """File operations that do the real calls and record their changes by inode."""
+    """File operations that make the real calls and record each change by inode."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -175,7 +175,7 @@ class RecordingFiles(Files):
 
 
 def crash_states(ops, seed):
-    """Yield (disk, committed steps so far) for every prefix of the calls and many choices of unsynced calls."""
+    """Yield (disk, committed steps) for every prefix of the recorded calls and many choices of unsynced calls."""
     rng = random.Random(seed)
     for end in range(len(ops) + 1):
         prefix = ops[:end]

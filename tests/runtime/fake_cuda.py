@@ -1,19 +1,19 @@
-"""A fake `torch.cuda` for machines without a GPU, with the CUDA rules that races break.
+"""A fake `torch.cuda` for machines without a GPU, with the rules of CUDA that reveal races.
 
-Memory of the device is host memory, and the default stream runs immediately, as work of the
-training thread. Everything else is as hard as CUDA allows:
+Device memory is host memory, and the default stream runs immediately, in the training thread.
+Everything else is as strict as CUDA allows:
 
-- A stream is a thread that runs its work **late**: when something waits for it, or after a random
-  time (seeded by the stream's number: the same seed gives the same delays). Copies and kernels
-  read their sources then, not when they are issued.
+- A stream is a thread that runs its work **late**: when something waits for the work, or after a
+  random delay. The delays depend only on a seed and the stream's number. Copies and kernels read
+  their sources when they run, not when they are issued.
 - The caching allocator reuses a freed block immediately, in the order of the stream it was
-  allocated on. If a copy runs on another stream after its source was freed, without
-  ``record_stream``, it reads the data of the block's next owner: here poison, and the fake
-  records the violation. Memory that was never written holds poison too.
-- An event stands for the work that was on its stream when it was recorded.
-- A copy from or to pageable host memory blocks its caller. Page locks are whole pages. Device
+  allocated on. If a tensor is freed without ``record_stream`` and a copy on another stream then
+  reads it, the copy finds the data of the block's next owner. Here this data is a fixed pattern
+  called poison, and the fake records a violation. Memory that was never written holds poison too.
+- An event stands for the work that was on its stream when the event was recorded.
+- A copy from or to pageable host memory blocks its caller. A page lock covers whole pages. Device
   memory is not separate here, so a copy of ebbtide with neither end locked counts as pageable.
-- Synchronizations are counted: those of the whole device, and those that blocked a thread.
+- Synchronizations of the whole device, and those that blocked a thread, are counted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def poison(tensor):
 
 
 class FakeStream:
-    """A fake stream that runs its work in order, and late. ``wait_event`` blocks the stream, not the caller."""
+    """A fake CUDA stream that runs its work in order, and late. ``wait_event`` blocks the stream, not the caller."""
 
     def __init__(self, world, number):
         self._world = world
@@ -94,18 +94,18 @@ class FakeStream:
         return self._put(work, late=True)
 
     def demand(self, upto=None):
-        """Run everything issued so far without further delay, because something needs it."""
+        """Run the work issued to this stream so far without further delay, because something waits for it."""
         with self._state:
             self._demanded = max(self._demanded, self._issued if upto is None else upto)
             self._state.notify_all()
 
     def drain(self):
-        """Wait until everything issued so far has run, without counting a synchronization."""
+        """Wait until the work issued to this stream so far has run, without counting a synchronization."""
         with self._state:
             upto = self._issued
         self.demand(upto)
         with self._state:
-            assert self._state.wait_for(lambda: self._done >= upto, DEADLINE_S), "a stuck stream"
+            assert self._state.wait_for(lambda: self._done >= upto, DEADLINE_S), "this stream is stuck"
 
     @property
     def age_s(self):
@@ -117,7 +117,7 @@ class FakeStream:
             return self._done >= self._issued
 
     def wait_event(self, event):
-        record = event.latest  # what it stands for now, whatever is recorded later
+        record = event.latest  # its present position, whatever is recorded later
         if record is not None:
             self._put(record.wait, late=False)
 
@@ -148,7 +148,7 @@ class FakeStream:
 
 
 class DefaultStream:
-    """The fake default stream of the training thread. All work on it is done when the call returns."""
+    """The fake default CUDA stream of the training thread. Its work is done when the call returns."""
 
     device = torch.device("cpu")
     age_s = 0.0
@@ -187,7 +187,7 @@ DEFAULT = DefaultStream()
 
 
 class _Record:
-    """One `record` of a fake event: the position in a stream that the event stands for."""
+    """One `record` of a fake CUDA event: the position in a stream that the event stands for."""
 
     def __init__(self, stream):
         self.reached = threading.Event()
@@ -201,11 +201,13 @@ class _Record:
 
     def wait(self):
         self._stream.demand(self._upto)
-        assert self.reached.wait(DEADLINE_S), "an event that nothing reaches"
+        assert self.reached.wait(DEADLINE_S), "nothing reaches this event"
 
 
 class FakeEvent:
-    """A fake `torch.cuda.Event`, which stands for its latest `record`. Before the first one it is reached."""
+    """A fake `torch.cuda.Event`, which stands for its latest `record`. An event that was never recorded
+    counts as reached.
+    """
 
     world = None
 
@@ -250,10 +252,10 @@ class _Block:
     """The fake allocator's entry for one tensor storage."""
 
     def __init__(self, storage):
-        self.alive = StorageWeakRef(storage)  # keeps its number from being given to another
+        self.alive = StorageWeakRef(storage)  # so that its number is not given to another storage
         self.owner = DEFAULT
         self.recorded = set()
-        self.held = 0  # tensors of ours that keep the memory mapped
+        self.held = 0  # references made by `hold`
 
 
 class Allocator:
@@ -264,7 +266,7 @@ class Allocator:
         self._lock = threading.Lock()
 
     def block(self, tensor):
-        """Return the entry of a tensor's storage. The caller must hold the lock."""
+        """Return the fake allocator's entry of a tensor's storage. The caller must hold the lock."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._blocks:
@@ -282,17 +284,17 @@ class Allocator:
             self.block(tensor).recorded.add(stream)
 
     def hold(self, tensor):
-        """Return another reference to a tensor's memory that does not count as a use of it."""
+        """Return another reference to a tensor's memory that the fake allocator does not count as a use of it."""
         name = tensor.detach()
         with self._lock:
             self.block(name).held += 1
         return name
 
     def given_away(self, name, stream):
-        """End a `hold`. Return whether the block was freed, so that a later owner may already write to it."""
+        """End a `hold`. Return True if the memory block was freed, so that a later owner may already write to it."""
         with self._lock:
             block = self.block(name)
-            # The names that are held, and torch's own wrapper of the storage.
+            # Uses that do not count: references made by `hold`, and torch's own wrapper of the storage.
             uses = torch._C._storage_Use_Count(name.untyped_storage()._cdata)
             freed = uses <= block.held + 1
             block.held -= 1
@@ -303,10 +305,9 @@ class Allocator:
 
 
 class _Queueing(TorchDispatchMode):
-    """A dispatch mode that runs torch's calls late on a fake stream: copies, and kernels with their
-    results.
+    """A dispatch mode that runs torch's copies and kernels late, on a fake CUDA stream.
 
-    A call that returns a value to the host drains the stream and runs immediately.
+    A call that returns a value to the host waits for the stream and then runs immediately.
     """
 
     def __init__(self, world, stream, crossing):
@@ -330,7 +331,7 @@ class _Queueing(TorchDispatchMode):
             return self._owned(func(*args, **kwargs))
         try:
             return self._made_later(func, args, kwargs)
-        except (NotImplementedError, RuntimeError, TypeError):  # its shape is in the data
+        except (NotImplementedError, RuntimeError, TypeError):  # the result's shape depends on the data
             self._stream.drain()
             return self._owned(func(*args, **kwargs))
 
@@ -358,9 +359,9 @@ class _Queueing(TorchDispatchMode):
 
 
 class FakeRuntime:
-    """Fake cudaHostRegister and cudaHostUnregister.
+    """A fake of cudaHostRegister and cudaHostUnregister.
 
-    Locked ranges are whole pages that do not overlap. Each is unlocked once, and not during a copy.
+    Locked ranges are whole pages that do not overlap. Each range is unlocked once, and never during a copy.
 
     Attributes:
         refuses_after: Number of further page locks before locking fails. None means no limit.
@@ -398,7 +399,7 @@ class FakeRuntime:
             raise RuntimeError(f"CUDA error {error}")
 
     def flies(self, tensor, by=1):
-        """Count a copy that reads or writes a tensor. ``by`` is -1 after the copy has run."""
+        """Count a copy under way that reads or writes a tensor. ``by`` is -1 when the copy has run."""
         begin = tensor.data_ptr()
         self._flying[begin, begin + tensor.nbytes] += by
 
@@ -479,12 +480,14 @@ class FakeTorch:
             self.counts["held_up"] += 1
 
     def exchanges(self, stream, tensor, write):
-        """Do nothing. Checks replace this hook, which a collective on a stream calls for each tensor it uses."""
+        """Do nothing. Tests replace this hook, which a collective calls for each tensor that it uses on a fake
+        stream.
+        """
 
     # What streams run -----------------------------------------------------------------------
 
     def copy_later(self, stream, to, source, crossing):
-        """Issue a copy that reads its source when it runs. To or from pageable memory it blocks."""
+        """Issue a copy that reads its source when it runs. A copy to or from pageable memory blocks."""
         to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
         for end in (to, source):
             self.runtime.flies(end)
@@ -521,7 +524,7 @@ class FakeTorch:
         func(*args, **kwargs)
 
     def device_update(self, state, grad, out, step, scale=1.0, tail=0):
-        """Run the host kernel instead of the device kernel, on the current stream."""
+        """Run the host's update kernel in place of the device's, on the current fake stream."""
         from ebbtide.runtime.kernels.host import host_update
 
         def kernel(grad, out, *state):
@@ -575,7 +578,7 @@ def install(monkeypatch, seed=0, latest_s=LATEST_S):
 
 
 def install_under_deepspeed(monkeypatch, fake):
-    """Make DeepSpeed use the fake streams too, so that its own waits are tested."""
+    """Make DeepSpeed use the fake CUDA streams too, so that its own waits are tested."""
     import deepspeed.comm
     import ebbtide.runtime.zero.stage3  # noqa: F401
     from deepspeed.accelerator import get_accelerator
@@ -604,7 +607,7 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """Return a collective that runs in the order of its stream.
+    """Return a wrapper that runs a collective immediately, in the order of the current fake stream.
 
     Work inside the collective is not counted as the stream's work.
 

@@ -1,9 +1,9 @@
-"""Two ranks of a job, forked from a process with all imports done.
+"""Two ranks of a job, forked from a process that has all imports done.
 
     python -m tests.runtime.forked_ranks MODULE FOLDER
 
-Each rank runs ``main(folder)`` of the module. Starting torchrun and importing in a second rank
-would take four seconds.
+Each rank runs ``main(folder)`` of the module. With torchrun, the start and the imports of a second
+rank would take four seconds.
 """
 
 import importlib

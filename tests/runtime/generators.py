@@ -1,4 +1,4 @@
-"""The random generators of this process, and training with dropout that draws from them."""
+"""Helpers that compare the states of all random generators, and training with dropout that draws from them."""
 
 import functools
 import os
@@ -18,11 +18,11 @@ from studies.bench.byte_gpt import ds_config
 from studies.bench.rank import become_only_rank
 
 STEPS = 6  # "auto" switches after four
-QUICK = {"seconds": 0.2, "elements": 20_000}  # of a measurement whose result nobody reads
+QUICK = {"seconds": 0.2, "elements": 20_000}  # for a measurement whose result does not matter
 
 
 def states():
-    """Return the state of each generator of this process by name, as values that compare."""
+    """Return the states of all random generators of this process by name, as values that can be compared."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {"python": random.getstate(), "numpy": (kind, keys.tolist(), rest), "torch": torch.get_rng_state().tolist()}
     for device in range(torch.cuda.device_count()):

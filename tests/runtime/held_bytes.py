@@ -1,4 +1,4 @@
-"""A count of the bytes that tensors hold after every operation, which a resident set cannot give in a test."""
+"""A count of the bytes that tensors hold after every operation, which the resident set does not show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """A dispatch mode that tracks every tensor returned by an operation of this thread until it is
-    freed.
+    """A dispatch mode that tracks every tensor returned by an operation of this thread until it is freed.
 
     Attributes:
         peak: Largest number of bytes held at one time after an operation, including earlier tensors.
@@ -28,7 +27,7 @@ class HeldBytes(TorchDispatchMode):
         self.peak = self.now()
 
     def _meet(self, tensor: torch.Tensor) -> bool:
-        """Add a tensor's storage to the tracked ones. Return whether it is new."""
+        """Add a tensor's storage to the tracked storages. Return whether it was not tracked before."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return False
         storage = tensor.untyped_storage()

@@ -1,10 +1,8 @@
-"""Measured host and device memory of an engine with 50 M parameters, with a forked process for each
-case.
+"""Measured host and device memory of an engine with 50 M parameters, in a forked process for each case.
 
     python -m tests.runtime.measured_memory RESULTS
 
-The emulated device's memory is host memory too, so it is subtracted from the process's resident
-set.
+The emulated device's memory is host memory too, so it is subtracted from the process's resident set.
 """
 
 import ctypes
@@ -82,7 +80,7 @@ class Counting(EmulatedDevice):
 
 
 def resident_bytes():
-    """Return the smallest resident set of several moments, because other threads free memory late."""
+    """Return the smallest resident set at several moments, because other threads free memory late."""
     found = []
     for _ in range(5):
         time.sleep(0.1)
@@ -92,7 +90,7 @@ def resident_bytes():
 
 
 def measured(model, width, subgroup, case):
-    """Return the predicted and measured bytes of host and device memory."""
+    """Train under a plan, and return the predicted and the measured bytes of host and device memory."""
     placements, locations, config = CASES[case]
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)

@@ -38,7 +38,7 @@ BLOCK_BYTES = 4096
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Optimizer step ``number``, counted from 1, as torch runs it on one tensor."""
+    """One AdamW step as torch runs it on one tensor. ``number`` counts the steps from 1."""
 
     kernel: ClassVar[str] = "torch"
     number: int
@@ -93,11 +93,11 @@ class _TorchKernel:
 
 
 class UnifiedTorch(_TorchKernel, Device):
-    """The host itself as the device, with torch's update."""
+    """A device that shares the host's memory and runs torch's AdamW."""
 
 
 class EmulatedTorch(_TorchKernel, EmulatedDevice):
-    """An emulated device with real copies to separate memory, and torch's update."""
+    """An emulated device with separate memory and real copies, which runs torch's AdamW."""
 
 
 def cut(params, size):
@@ -111,7 +111,7 @@ def cut(params, size):
 
 
 class PlainEngine:
-    """A `ebbtide.runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
+    """An implementation of `ebbtide.runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
 
     shares_state = False
     overlaps_forward = True

@@ -125,10 +125,10 @@ stock_op = functools.cache(StockOp)
 
 
 class RecountingOp:
-    """An Adam op that counts steps as in DeepSpeed 0.18.6: with ``pow`` at every subgroup after a step's
-    first.
+    """An Adam op with the bias correction of DeepSpeed 0.18.6, which calls ``pow`` for every subgroup after
+    the first one of a step.
 
-    The present version uses ``pow`` if the step number jumps, so this op makes it jump.
+    The present version calls ``pow`` if the step number jumps, so this op makes the number jump.
     """
 
     def __init__(self, op: StockOp) -> None:
@@ -144,13 +144,13 @@ class RecountingOp:
 
 
 def use_op(monkeypatch, op: object) -> None:
-    """Make DeepSpeed's CPU Adam optimizers use this op from now on."""
+    """Make DeepSpeed's CPU Adam optimizers use the given op from now on."""
     module = importlib.import_module("deepspeed.ops.adam.cpu_adam")
     monkeypatch.setattr(module, "CPUAdamBuilder", lambda: SimpleNamespace(load=lambda: op))
 
 
 def use_build(monkeypatch, build: str) -> None:
-    """Make DeepSpeed's CPU optimizers use the ops of this build from now on."""
+    """Make DeepSpeed's CPU optimizers use the ops of the given build from now on."""
     for name in _OPS:
         module = importlib.import_module(f"deepspeed.ops.{name}.cpu_{name}")
         builder = next(n for n in vars(module) if n.startswith("CPU") and n.endswith("Builder"))

@@ -1,4 +1,6 @@
-"""A build's lock that its owner left is found, and waiting for it is told."""
+"""Tests of the lock that a killed build of DeepSpeed's ops leaves: the lock is recognized as stale, and a
+start that waits for a lock says so.
+"""
 
 import logging
 import os
@@ -13,7 +15,7 @@ from torch.utils.file_baton import FileBaton
 
 @pytest.fixture
 def lock(tmp_path):
-    """As a process leaves it that was killed an hour ago, while it built."""
+    """Create the lock of a build whose process was killed an hour ago, and return its path."""
     path = tmp_path / "py311_cpu" / "cpu_adam" / builds.LOCK
     path.parent.mkdir(parents=True)
     path.touch()
@@ -33,7 +35,7 @@ def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
         ninja.wait()
     assert builds.is_stale(lock)
     lock.touch()
-    assert not builds.is_stale(lock), "its compiler may not have begun yet"
+    assert not builds.is_stale(lock), "a new lock is not stale, because its compiler may not have started yet"
 
 
 def test_a_start_that_waits_says_for_what_and_since_when(lock, caplog):

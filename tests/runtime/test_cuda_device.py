@@ -1,4 +1,4 @@
-"""`CudaDevice` against CUDA's rules, on the stand-in; and the stand-in against itself."""
+"""Tests of `CudaDevice` against CUDA's rules on a fake torch.cuda, and of the fake itself."""
 
 import contextlib
 import mmap
@@ -20,21 +20,21 @@ from ebbtide.simulator.schedule import Lane
 
 from tests.runtime import fake_cuda
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one is there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is the real one")
 
 
 # -- the stand-in --------------------------------------------------------------------------------
 
 
 def locked(fake, *, filled_with=0.0, elements=64):
-    """Page-locked host memory, without which no copy is asynchronous."""
+    """Return page-locked host memory. Without a page lock no copy is asynchronous."""
     tensor = own_pages(elements, torch.float32)
     assert fake.runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == 0
     return tensor.fill_(filled_with)
 
 
 def copied_away(fake, *, recorded):
-    """A source that is dropped while its copy on another stream has not run."""
+    """Copy a tensor to host memory on another stream, free the tensor before the copy runs, and return the copy."""
     stream, location = fake.cuda.Stream(), locked(fake)
     source = torch.ones(64)
     with fake.cuda.stream(stream):
@@ -103,7 +103,7 @@ def test_synchronisations_are_counted(fake):
     fake.latest_s = 60.0
     stream, location, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     stream.synchronize()
-    assert not fake.counts, "nothing was there to wait for"
+    assert not fake.counts, "an empty stream has nothing to wait for"
     with fake.cuda.stream(stream):
         location.copy_(source, non_blocking=True)
     stream.synchronize()
@@ -136,11 +136,11 @@ def test_a_forked_process_gets_no_page_of_the_optimizers_state(device):
             flags = words[1:]
             break
     assert flags is not None
-    assert "dc" in flags, "the kernel's name for: do not copy on fork"
+    assert "dc" in flags, "dc is the kernel's flag for: do not copy on fork"
 
 
 def faults_by_thread():
-    """Minor page faults and allowed cores of each of this process's threads."""
+    """Return the number of minor page faults and the allowed cores of each thread of this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -151,8 +151,10 @@ def faults_by_thread():
 
 
 def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeypatch):
-    """A page is the node's whose core touches it first: not by this thread, nor by OpenMP's, which
-    stay bound where they were started.
+    """Check that threads on the cores near the GPU are the first to touch a new host buffer.
+
+    A page lies on the NUMA node of the core that touches it first. So neither the calling thread nor
+    OpenMP's threads may touch the buffer, and both keep the cores that they were bound to.
     """
     torch.ones(1 << 22).add_(1)  # OpenMP's threads are there
     device.cores, bound = [max(os.sched_getaffinity(0))], []
@@ -168,7 +170,7 @@ def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeyp
         if set(faults_by_thread()) <= set(before):
             break
         time.sleep(0.02)
-    assert set(faults_by_thread()) <= set(before), "who touched the pages has ended"
+    assert set(faults_by_thread()) <= set(before), "the threads that touched the pages have ended"
 
 
 def test_host_updates_run_on_the_cores_near_the_gpu(device):
@@ -198,7 +200,9 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
 
 
 def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
-    """Of gathers ahead the stream that computes waits where a module needs them, not before."""
+    """Check that a read of updated parameters makes only the current CUDA stream wait. If parameters are
+    gathered ahead on another stream, the compute stream then waits only when a module needs them.
+    """
     gathers, held_up = fake.cuda.Stream(), []
     event = fake.cuda.Event()
     event.record()
@@ -223,7 +227,7 @@ def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
 
 
 def test_long_copies_go_in_pieces(fake, device, monkeypatch):
-    """An urgent copy of another stream waits for one piece at most."""
+    """Check that a long copy is split, so that an urgent copy on another stream waits for one piece at most."""
     monkeypatch.setattr(cuda, "PIECE_BYTES", 4096)
     stream, source = fake.cuda.Stream(), device.host_empty(2500, torch.float32)
     source.copy_(torch.arange(2500))
@@ -254,7 +258,9 @@ def test_threads_of_later_checkpoints_copy_on_the_same_streams(monkeypatch):
 
 
 class Counted:
-    """An event of a device that has run for long: CUDA's answer is a float32 of milliseconds."""
+    """A fake CUDA event with a given time. Its `elapsed_time` is a float32 number of milliseconds, as on
+    CUDA, which is coarse when the device has run for long.
+    """
 
     def __init__(self, at_s):
         self.at_s = at_s
@@ -268,8 +274,10 @@ class Counted:
 
 @pytest.mark.parametrize("drift", [1e-3, -1e-3])
 def test_clocks_that_drift_apart_stay_together(drift):
-    """1 ms per second: 3.6 s after an hour, if nobody looked. Each step's mark is recorded when
-    the device is a tenth of a second behind, and seen a step later.
+    """Check that device times are converted to host times without growing error, although the clocks drift
+    apart by 1 ms per second. Uncorrected, the error is 3.6 s after an hour.
+
+    The device reaches each step's mark 0.1 s after the host issues it, and the clock sees it a step later.
     """
     now = [0.0]
 

@@ -1,4 +1,6 @@
-"""What the executor submits is what the schedule says: op by op, lane by lane, wait by wait."""
+"""Tests that the executor submits what the simulator's schedule says: the same ops on each lane, in the
+same order and with the same waits.
+"""
 
 import dataclasses
 import random
@@ -32,7 +34,7 @@ REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops
 
 
 class Recorded:
-    """A lane that runs nothing and notes what it was given."""
+    """A lane that runs nothing and records the ops that it is given."""
 
     def __init__(self, name, notes):
         self.name, self.notes, self.stream = name, notes, None
@@ -44,7 +46,9 @@ class Recorded:
 
 
 class Recording(Device):
-    """Not unified: parameters cross. Lanes note; the barrier is an event that can be told."""
+    """A device with separate memory, so that parameters are copied. Its lanes only record their ops, and its
+    events are reached from the start.
+    """
 
     unified = False
 
@@ -85,8 +89,12 @@ def executor_for(workload, plan):
 
 
 def executed(workload, plan):
-    """(step, kind, subgroup, how often in this step) -> names of what it waits for; and the ops of
-    each lane in order.
+    """Run a few steps of the executor on recording lanes, and return the ops that it submitted.
+
+    Returns:
+        Two dicts. The first has the names of the ops and events that each op waits for, where an op is
+        named (step, kind, subgroup, count of this kind so far in the step). The second has the ops of
+        each lane in order.
     """
     executor = executor_for(workload, plan)
     names, waits, lanes = {}, {}, {}
@@ -104,8 +112,8 @@ def executed(workload, plan):
             lanes.setdefault(lane, []).append(name)
             early = number < gradients and kind[0] in (OpKind.STATE_H2D, OpKind.STATE_READ)
             waits[name] = {"prefetch"} if early else set()
-            # The training stream's event: of the reduction, or of the norm; what comes in early
-            # waits for a backward.
+            # The training stream's event is that of the reduction or of the norm. State that is staged or
+            # read early waits for a backward.
             event = "prefetch" if early else "reduced" if number < gradients else "norm"
             for wait in given_waits:
                 waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
@@ -115,9 +123,9 @@ def executed(workload, plan):
 
 
 def backward(executor, workload):
-    """Let each micro-batch's gradients arrive, the last layer's first.
+    """Deliver the gradients of each micro-batch to the executor, those of the last layer first.
 
-    A layer has one parameter in each subgroup that holds some of the layer.
+    A layer has one parameter in each subgroup that holds a part of the layer.
     """
     held, slices = [0] * len(workload.subgroups), {}
     for layer, shares in enumerate(workload.shares()):
@@ -146,7 +154,7 @@ def ops_of(executor):
 
 
 def simulated(workload, plan):
-    """The same of the schedule, without the training loop's own ops."""
+    """Return the waits and lanes of the simulator's schedule as `executed` does, without the training loop's ops."""
     ops = build_schedule(workload, plan, iterations=STEPS).ops
     waits, lanes, names, seen = {}, {}, {}, Counter()
     for op in ops:
@@ -158,7 +166,7 @@ def simulated(workload, plan):
             waits[name] = {names[i] if i in names else named(ops[i], op) for i in op.after}
             if not op.after:  # the first step's early reads
                 waits[name] = {"prefetch"}
-            if "norm" in waits[name]:  # which comes behind all of backward
+            if "norm" in waits[name]:  # the norm comes after all of backward
                 waits[name] -= {"reduced", "prefetch"}
     return waits, lanes
 
@@ -205,7 +213,7 @@ def test_the_executed_dag_is_the_simulated_one(seed):
 
 
 def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
-    """Each op takes the buffer that its subgroup has by the machine, whatever other subgroups do."""
+    """Check that an op that takes a buffer waits for the op that released the same buffer last."""
     rng, uses, add = random.Random(5), Counter(), Executor._add
     given = {}
 
@@ -253,8 +261,10 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """After a step that was skipped, which has waited for no gradient; here each arrives when
-    somebody waits for it.
+    """Check that a gradient sum is set apart only after its copy to host memory has ended.
+
+    After a skipped step no gradient has been waited for, so the copy may still be under way. In this test
+    a copy runs only when something waits for it.
     """
     under_way, wait_host = {}, Completion.wait_host
 
@@ -276,7 +286,7 @@ def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
     piece = ZeroSlice(0, 0, size, real=True)
     locations = Windows(executor.device, executor.states, {0: piece}, executor.gradients)
     locations.accept(piece, torch.ones(size), first=True, boundary=True)
-    assert under_way, "it is on its way home"
+    assert under_way, "the copy to host memory is under way"
     locations.close_window()
     locations.accept(piece, torch.full((size,), 2.0), first=True, boundary=True, alone=True)
     assert torch.equal(piece.apart, torch.ones(size))

@@ -1,4 +1,6 @@
-"""A plan for another machine or another training is told once, with what differs."""
+"""Tests of the warning about a plan that was made for another machine or another training: it appears
+once and names the differences.
+"""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Nothing that ebbtide does in a training process draws from the generators that training draws from."""
+"""Tests that nothing in ebbtide draws from the random generators that training draws from."""
 
 import ast
 import subprocess
@@ -25,7 +25,7 @@ MAY_DRAW = {"runtime/frontdoor/verified.py", "runtime/checkpoint/deepspeed/rando
 
 
 def draws_of(path):
-    """Return the lines of a module that draw from a generator of the process, or set one."""
+    """Return the lines of a module that draw from, or set, a random generator of the process."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -41,7 +41,9 @@ def draws_of(path):
 
 
 def test_no_module_draws_from_a_default_generator():
-    """Also where no test can run: on a GPU."""
+    """Check in the source code that no module draws from a default random generator. This also covers code
+    that runs only on a GPU, which other tests cannot reach.
+    """
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [line for path in modules for line in draws_of(path) if str(path.relative_to(ROOT)) not in MAY_DRAW]
     assert not found, "\n".join(found)
@@ -70,7 +72,9 @@ def test_dropout_is_stocks_in_the_first_run_on_a_machine_too(only_rank, tmp_path
 
 
 def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monkeypatch):
-    """Profile, attach, another plan, the record of `tune verify`, the plan of auto, save, load."""
+    """Check that no entry point changes a random generator: profiling, attaching a plan, recording for `tune
+    verify`, planning by "auto", saving, switching the plan, and loading.
+    """
     from ebbtide.profiler import profile_engine
     from ebbtide.runtime.frontdoor.recorded import perturb, record
     from ebbtide.runtime.verify.lines import Lines
@@ -80,7 +84,7 @@ def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monk
     drawn = torch.zeros(4, 32, dtype=torch.bfloat16)
 
     def train(engine):
-        """Take one step that draws nothing itself: the model is in evaluation mode."""
+        """Take one training step in evaluation mode, so that the step itself draws no random numbers."""
         engine.eval()
         engine.backward(engine(drawn.to(engine.device)).float().square().mean())
         engine.step()
@@ -113,7 +117,9 @@ def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monk
 
 @pytest.mark.slow
 def test_two_ranks_draw_alike(deepspeed_ops, tmp_path, child_environment):
-    """The first rank of a node measures for both."""
+    """Check that two ranks with dropout and ``plan="auto"`` have stock DeepSpeed's losses, although only the
+    first rank of a node measures the machine.
+    """
     port = free_port()
     command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m"]
     environment = {**child_environment, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,6 @@
-"""What a plan cannot be applied to is refused before training: rule, value, key to change."""
+"""Tests that a config or model to which a plan cannot be applied is refused before training, with the
+rule, the value and the key to change.
+"""
 
 import copy
 import re
@@ -60,7 +62,7 @@ def test_a_good_config_passes():
 
 
 def test_the_key_of_old_is_taken(only_rank):
-    """``cpu_offload: true`` is DeepSpeed's former name of an offload_optimizer on the CPU."""
+    """Check that a plan accepts ``cpu_offload: true``, DeepSpeed's former name of an offload_optimizer on the CPU."""
     made = config()
     del made["zero_optimization"]["offload_optimizer"]
     made["zero_optimization"]["cpu_offload"] = True
@@ -120,7 +122,7 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
 
 
 def test_parameters_below_zero_3_stay_where_they_are_whatever_the_key(only_rank):
-    """DeepSpeed reads ``offload_param`` under ZeRO-3 only."""
+    """Check that ``offload_param`` is accepted under ZeRO-2, because DeepSpeed reads it under ZeRO-3 only."""
     check_config(config(stage=2, offload_param={"device": "cpu"}))
 
 
@@ -224,7 +226,7 @@ def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     plan = Plan(
         subgroup_size=3 * 10**9, subgroups=sizes, staging_slots=1, placement=Plan.runs(["host", "device", "resident"])
     )
-    # 12 bytes of state of host and device, 2 of gradient of host, one staging slot for parameters.
+    # 12 bytes of state for host and device subgroups, 2 of gradient for host ones, one buffer for parameters.
     needed = 12 * 4 * 10**9 + 2 * 3 * 10**9 + 2 * 3 * 10**9
     assert needed_bytes(plan, 2) == needed
     check_host_memory(plan, config(), needed)
@@ -260,7 +262,10 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
 def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected):
-    """With more ranks the size of the bucket shows in the bits of the sum: it stays DeepSpeed's."""
+    """Check that ``reduce_bucket_size`` is set to 50 M elements on two ranks if the config leaves it open, so
+    that gradient copies start early. On four ranks it stays DeepSpeed's, because the size of the bucket
+    changes the bits of the gradient sum.
+    """
     import deepspeed
 
     configs = []
@@ -283,7 +288,9 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("plan", ["auto", Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)])
 def test_mixtures_of_experts_are_refused_before_an_engine_is_built(monkeypatch, stage, plan):
-    """For a large model that takes minutes."""
+    """Check that mixture-of-experts layers are refused before DeepSpeed builds an engine, which takes minutes
+    for a large model.
+    """
     import deepspeed
     from deepspeed.moe.layer import MoE
 

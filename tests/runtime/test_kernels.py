@@ -1,4 +1,4 @@
-"""The update kernels against DeepSpeed's real op, bit for bit."""
+"""Tests of the update kernels against DeepSpeed's own op, bit for bit."""
 
 import itertools
 
@@ -21,7 +21,7 @@ _IDS = itertools.count(50_000)
 
 @pytest.fixture(scope="module")
 def op(deepspeed_ops):
-    """The op of this machine."""
+    """Return DeepSpeed's CPU Adam op as it was built on this machine."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     return CPUAdamBuilder().load()
@@ -29,7 +29,7 @@ def op(deepspeed_ops):
 
 @pytest.fixture(scope="module", params=["loaded", "avx512", "avx2", "scalar"])
 def any_op(request, op):
-    """The op of this machine, and as DeepSpeed builds it on others whose code runs here."""
+    """Return DeepSpeed's CPU Adam op as built on this machine, or as built for another CPU if this one can run it."""
     if request.param == "loaded":
         return op
     if not runs_here(request.param):
@@ -38,7 +38,7 @@ def any_op(request, op):
 
 
 class Stock:
-    """DeepSpeedCPUAdam's C++ optimizer without its slow Python constructor."""
+    """DeepSpeed's C++ Adam optimizer, without the slow Python constructor of DeepSpeedCPUAdam."""
 
     def __init__(self, op, p, weight_decay=0.0, adamw=True):
         self.op, self.number = op, next(_IDS)
@@ -54,13 +54,13 @@ class Stock:
 
 
 def same(a, b):
-    """Equal bits; NaN where NaN, whatever its payload."""
+    """Return True if two tensors have equal bits. A NaN equals any other NaN."""
     nan = torch.isnan(a)
     return torch.equal(nan, torch.isnan(b)) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
 
 
 def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16, threads=2, seed=0):
-    """Both optimizers over the same gradients; returns whether every tensor agrees."""
+    """Run DeepSpeed's op and ebbtide's kernel on the same gradients. Return True if all tensors agree bit for bit."""
     generator = torch.Generator().manual_seed(seed)
     p = torch.randn(n, generator=generator)
     stock = Stock(op, p, weight_decay, adamw)
@@ -98,8 +98,10 @@ def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads)
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
 def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch):
-    """With AVX2; without fused multiply-add, where libm does it; without any vectors but SSE2.
-    Kept where ours are, under a name that has source, compiler and flags: six seconds each.
+    """Check that ebbtide's update kernel gives the same bits when it is built for older CPUs: with AVX2,
+    without fused multiply-add (which libm then computes), and with SSE2 only.
+
+    The builds take six seconds each, and are cached under a name made of source, compiler and flags.
     """
     flags = [f"-march={march}" if f == "-march=native" else f for f in host._FLAGS]
     assert flags != host._FLAGS
@@ -150,7 +152,7 @@ def test_views_that_start_anywhere(op):
     stock.close()
     assert same(p, stock.p)
     assert torch.equal(out, stock.p.bfloat16())
-    assert all(not b[:start].any() for b in buffers), "nothing before the view is touched"
+    assert all(not b[:start].any() for b in buffers), "the update must not write before the view's first element"
 
 
 def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
@@ -172,8 +174,10 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
 @pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
-    """With a tail, in several blocks of a thread's share; past the caches where it is long, of
-    which the first tensor does not lie on a border of their lines.
+    """Check that an out-of-place update has the bits of the in-place update and leaves the old state unchanged.
+
+    All cases have a tail and several blocks per thread. The long case writes past the caches, to a master
+    that does not begin at the border of a cache line.
     """
     tail = 3
     settings, group = rule.trials[-1]
@@ -190,7 +194,9 @@ def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, thread
 
 
 def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
-    """Several parameter groups: every change of betas falls back on pow."""
+    """Check an update with two parameter groups of different betas, for which DeepSpeed has one C++ optimizer.
+    Each change of betas makes its bias correction fall back to ``pow``.
+    """
     betas = [(0.9, 0.999), (0.8, 0.95)]
     params = [torch.randn(64), torch.randn(64)]
     stocks = [Stock(op, p) for p in params]
@@ -225,7 +231,7 @@ def test_resume_replays_the_running_product():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 7, 1003, 250_001])
 def test_norm_has_torchs_bits(n, dtype):
-    assert host._norm_lanes() > 0, "torch's order of summation is known on this machine"
+    assert host._norm_lanes() > 0, "torch's order of summation must be known on this machine"
     for seed in range(3):
         g = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.01).to(dtype)
         assert host.norm(g) == float(g.to(torch.float64).norm(2))

@@ -1,4 +1,6 @@
-"""Lanes run in order, wait for what they must, and hand the first failure to everybody."""
+"""Tests of lanes: a lane runs its ops in order, each op waits for the ops that it depends on, and the
+first failure reaches every waiter.
+"""
 
 import threading
 
@@ -28,7 +30,7 @@ def test_an_op_waits_for_what_it_is_told_to(lane):
     release, first, second = threading.Event(), Completion("first"), Completion("second")
     other.submit(lambda: release.wait(10), [], first)
     lane.submit(begun.set, [first], second)
-    assert not begun.wait(0.05), "it began before what it waits for had ended"
+    assert not begun.wait(0.05), "the op started before the op that it waits for had ended"
     release.set()
     second.wait_host()
     assert begun.is_set()
@@ -82,7 +84,7 @@ def test_what_is_done_needs_no_wait():
 
 
 def test_the_cause_stands_in_the_errors_own_line(lane):
-    """The last line of a trace is all that many people see."""
+    """Check that a background error names its cause in its own message, the last line that a user may see."""
     failed = Completion("state read s0")
     lane.submit(lambda: int("a flipped bit"), [], failed)
     with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):

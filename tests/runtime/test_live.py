@@ -1,4 +1,4 @@
-"""Plans that change while training runs: by hand, by a watch, and ``plan="auto"``."""
+"""Tests of plans that change during training: by hand, by a watch that replans, and with ``plan="auto"``."""
 
 import functools
 import time
@@ -126,7 +126,7 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     assert_same_bits(train(engine, after_step=note), stock_of(stage))
     assert placements[0] == {"host"}
     if EMULATED:
-        assert placements[-1] - {"host"}, "with a fast device and room on it, something belongs there"
+        assert placements[-1] - {"host"}, "a fast device with free memory must get some subgroups"
 
 
 STRANGE = [1.0, 133954.0, 1e30, 0.0, -1.0, float("inf"), float("nan")]
@@ -143,7 +143,9 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
 @pytest.mark.parametrize("watched", [False, True])
 def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
-    """An op that the system did not schedule for long enough ended training in the fourth step."""
+    """Check that an absurd measured rate does not end training. An op that the system did not schedule for
+    long enough once ended a run in its fourth step.
+    """
     for module in ("auto", "watch"):
         monkeypatch.setattr(f"ebbtide.runtime.replan.{module}.measured_rates", lambda *_: strange)
     engine = new_engine()
@@ -172,7 +174,9 @@ def fail(*_, **__):
 
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
-    """It would take the device memory that was asked for, and `reload_states` would undo it."""
+    """Check that ``plan="auto"`` does not replan while `offload_states` has moved the optimizer state away. A
+    new plan would take the device memory that this was to free, and `reload_states` would undo the plan.
+    """
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()
     ebbtide.runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
@@ -188,11 +192,11 @@ def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
     assert_same_bits(train(engine, after_step=note), stock)
     assert placements[:6] == [{"host"}] * 6
     if EMULATED:
-        assert placements[6] - {"host"}, "the fourth step that it has watched"
+        assert placements[6] - {"host"}, "auto replans after the fourth step that it has watched"
         assert placements[7] == placements[6]
 
 
-@pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
+@pytest.mark.skipif(not EMULATED, reason="the speed of a real link cannot be set")
 def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     engine = new_engine()
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
@@ -217,7 +221,7 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
 
 
 def replanned(engine):
-    """Attach a plan that is looked at after every third step."""
+    """Attach a plan whose watch considers replanning after every third step."""
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
@@ -244,18 +248,20 @@ def test_rates_come_from_the_spans():
     rates = measured_rates(timeline, work, on)
     assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
     lion = measured_rates(timeline, work.model_copy(update={"optimizer": "lion"}), on)
-    assert lion["h2d_bytes_per_s"] == 200 * 8 / 4.0, "Lion's visits carry 8 bytes"
-    assert lion["host_adam_params_per_s"] == pytest.approx(125.0 * 20 / 28), "of Adam's parameters"
+    assert lion["h2d_bytes_per_s"] == 200 * 8 / 4.0, "a staged update copies 8 bytes per parameter with Lion"
+    assert lion["host_adam_params_per_s"] == pytest.approx(125.0 * 20 / 28), "Lion's rate is converted to Adam's"
     updated_early = [replace(span, kind=OpKind.UPDATE_HOST_EARLY) for span in spans]
     timeline = Timeline(tuple(updated_early), "measured")
-    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 250.0}, "in place"
+    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 250.0}, "early updates are in place"
     writes = [Span(OpKind.STATE_WRITE, Lane.STORAGE, 3.0, 4.0, subgroup=s) for s in (0, 1)]
     timeline = Timeline((*updated_early, *writes), "measured")
-    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 125.0}, "in a slot"
+    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 125.0}, (
+        "stored state is updated in a buffer"
+    )
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
-    """DeepSpeed's own CSV monitor, enabled in its config, writes them."""
+    """Check that predicted and measured times reach DeepSpeed's own CSV monitor, which its config enables."""
     import deepspeed
     from ebbtide.simulator import Prediction
 
@@ -312,7 +318,9 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """It would take the overlap of that step away. Nor does it look while states are offloaded."""
+    """Check that the watch, which replans from measured rates, does not wait for the step just launched: this
+    would end the overlap of that step. While states are offloaded, the watch does nothing.
+    """
     from ebbtide.runtime.execution.executor import Executor
 
     engine = new_engine()

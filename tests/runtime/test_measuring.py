@@ -1,4 +1,6 @@
-"""Several ranks of a node: one measures the machine, the others wait for what it found."""
+"""Tests of ``plan="auto"`` on several ranks of a node: one rank measures the machine, and the others wait
+for the result.
+"""
 
 import subprocess
 import sys
@@ -64,7 +66,9 @@ def test_one_rank_of_a_node_measures(tmp_path, child_environment):
 
 
 def test_a_pass_is_read_off_the_first_micro_batch_of_each_step_after_the_first():
-    """Later micro-batches wait for the link that moves the sums of gradients."""
+    """Check that the time of a forward or backward is taken from the first micro-batch of each step after
+    the first. Later micro-batches wait for the link that moves gradient sums.
+    """
     seconds = {0: (9.0, 9.0), 1: (1.0, 3.0), 2: (1.2, 3.0), 3: (1.1, 3.0)}
     spans = [
         Span(OpKind.BACKWARD, Lane.COMPUTE, 100 * step + 10 * n, 100 * step + 10 * n + took)

@@ -1,4 +1,4 @@
-"""Only ``runtime/zero`` knows DeepSpeed: its module names, and its private members."""
+"""Tests that only ``runtime/zero`` uses DeepSpeed's modules and private members."""
 
 import ast
 from pathlib import Path
@@ -44,7 +44,9 @@ def test_one_folder_touches_its_private_members():
 
 
 def test_every_private_member_in_use_is_in_the_table():
-    """Underscored members of DeepSpeed's optimizers that this folder reads, calls or extends."""
+    """Check that every private member of DeepSpeed's optimizers that ``runtime/zero`` reads, calls or extends
+    is listed in the table of ``private.py``.
+    """
     trees = {p.name: ast.parse(p.read_text()) for p in (RUNTIME / "zero").rglob("*.py")}
     defined = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     ours = defined | {
@@ -74,7 +76,9 @@ def test_every_private_member_in_use_is_in_the_table():
 
 
 def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
-    """Not by import, and not by a rule that is only DeepSpeed's: those are in ``runtime/zero``."""
+    """Check that the code in ``runtime/execution`` never mentions DeepSpeed. Imports of DeepSpeed, and rules
+    that hold only for DeepSpeed, belong to ``runtime/zero``.
+    """
     told = {
         path.name: [line for line in _code(path).splitlines() if "deepspeed" in line.lower()]
         for path in (RUNTIME / "execution").glob("*.py")
@@ -83,7 +87,7 @@ def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
 
 
 def _code(path):
-    """A module without its comments and docstrings."""
+    """Return the code of a module without its comments and docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(

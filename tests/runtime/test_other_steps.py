@@ -1,4 +1,6 @@
-"""A plan for steps of another batch, precision or recomputation is told before the first step."""
+"""Tests of the warning about a plan that was made for another batch size, precision or recomputation,
+which appears before the first step.
+"""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""The emulated device's time: never less than the rates allow, shared like the simulator's ops."""
+"""Tests of the emulated device's timing: work never takes less time than the rates allow, and concurrent
+work shares the device as ops do in the simulator.
+"""
 
 import threading
 import time
@@ -14,7 +16,7 @@ from ebbtide.simulator.schedule import Lane
 
 
 def run_together(pacer, jobs):
-    """Ends of the jobs (seconds, demand) that begin at the same moment, since that moment."""
+    """Run jobs (seconds, demand) that begin at the same moment. Return the seconds until the end of each job."""
     ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
     begun = []
 

@@ -1,4 +1,6 @@
-"""Planned from a config before any training: the plan fits the engine, bits are stock's."""
+"""Tests of plans made from a config before any training: they fit the engine, and training has the
+results of stock DeepSpeed, bit for bit.
+"""
 
 import json
 import logging
@@ -86,7 +88,9 @@ SIZES = {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "h
 @pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "opt"])
 def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
-    """To the element, also where norms and biases stand among the matrices."""
+    """Check that the subgroups computed from a model config are those of the ZeRO-3 engine to the element,
+    also if norms and biases lie between the matrices.
+    """
     import deepspeed
     import transformers
     from ebbtide.runtime.zero.cuts import subgroups_of

@@ -1,4 +1,4 @@
-"""Several ranks that plan while they train: one workload, one plan."""
+"""Tests of several ranks that plan during training, which must agree on one workload and one plan."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Every optimizer that a plan can run: host and device kernel against DeepSpeed's own op."""
+"""Tests of every optimizer that a plan can run: the host and device kernels against DeepSpeed's own op,
+bit for bit.
+"""
 
 import itertools
 import os
@@ -132,7 +134,9 @@ for kind in RULES:
 
 
 def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
-    """How they are launched; `tests.runtime.evidence.test_ptx` has their bits."""
+    """Check in Triton's interpreter that the device kernels are launched correctly: they must give the host
+    kernels' bits. `tests.runtime.evidence.test_ptx` checks the bits of the compiled kernels.
+    """
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
@@ -145,14 +149,18 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
-    """Kept gradients are fp32, and a parameter's own slice begins anywhere: no step pays for it."""
+    """Check that attaching a plan compiles every form of the update kernel that a step may need, so that no
+    step waits for a compilation. A gradient may be fp32, and a parameter's slice may begin at any address.
+    """
     pytest.importorskip("triton")
     from ebbtide.runtime.kernels import device
 
     seen = set()
 
     def form(state, grad, out, step, tail):
-        """Return the facts by which Triton tells forms apart: address alignments, the length, the start of the tail."""
+        """Return the properties by which Triton distinguishes compiled forms of a kernel: address alignments,
+        length and start of the tail.
+        """
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)
 

@@ -1,4 +1,4 @@
-"""A container's limits reach everything that asks for memory or cores."""
+"""Tests that all parts of ebbtide that ask for memory or cores respect the limits of a container."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def write(path, text):
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host of 1 TiB and 64 cores, in a root of its own."""
+    """Simulate a host with 1 TiB of memory and 64 cores, and return the folder that is its root."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": TIB // 4096}
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sysconf", pages.get)
@@ -38,7 +38,7 @@ def host(tmp_path, monkeypatch):
 
 
 def contain(root, limit=32 * GIB, used=2 * GIB, quota="max"):
-    """Put this process into a container, as docker and Kubernetes do."""
+    """Write the files by which Docker and Kubernetes limit a process, below the root of a simulated host."""
     write(root / "proc/self/cgroup", "0::/pod/container")
     group = root / "sys/fs/cgroup/pod/container"
     write(group / "memory.max", limit)
@@ -54,7 +54,9 @@ def test_without_a_container_all_is_the_machines(host):
 
 
 def test_everything_that_asks_has_the_containers_memory(host):
-    """Page-locking beyond the limit meets the kernel's killer, which says nothing."""
+    """Check that all parts that ask for free memory see the limit of the container. A process that page-locks
+    more than the limit is killed by the kernel without a message.
+    """
     contain(host)
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 6, placement=Plan.runs(["host"] * 6), staging_slots=0)
     with pytest.raises(ConfigError, match=r"31\.00 GiB free"):  # of 78 GiB that the plan takes
@@ -83,7 +85,9 @@ MAY_ASK = {
 
 
 def test_nobody_else_asks_the_machine():
-    """Not past the container."""
+    """Check that only a few listed modules ask the system for memory or cores directly, because the system's
+    answer ignores the limits of a container.
+    """
     found = set()
     for package in ("simulator", "profiler", "tuner", "runtime"):
         for path in (ROOT / package).rglob("*.py"):
@@ -117,7 +121,7 @@ def test_version_1_of_control_groups(host):
 
 
 def test_a_gpus_memory_is_not_the_hosts(host):
-    """GH200's driver lists it as a NUMA node without cores."""
+    """Check that GPU memory does not count as host memory on a GH200, whose driver lists it as a NUMA node."""
     nodes = host / "sys/devices/system/node"
     for number, cores, gib in ((0, "0-63", 928), (1, "", 96)):
         write(nodes / f"node{number}/cpulist", cores)

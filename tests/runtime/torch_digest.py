@@ -1,4 +1,4 @@
-"""A second implementation of the tensor digest by torch operations, with which `digest.cpp` must agree."""
+"""A second implementation of the tensor digest, by torch operations, with which `digest.cpp` must agree."""
 
 import numpy as np
 import torch
@@ -41,14 +41,16 @@ def _chunk(piece: torch.Tensor, start: int, narrow: torch.dtype | None) -> Diges
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element as non-negative int64."""
+    """Return the bits of each element of a tensor as non-negative int64."""
     if piece.dtype == torch.float32:
         return piece.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return piece.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def _keys(start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and sign of each element's position, as in digest.cpp. int64 wraps as uint64 does."""
+    """Return the key and sign of each element's position, as digest.cpp computes them. int64 wraps around as
+    uint64 does.
+    """
     places = np.arange(start, start + count, dtype=np.uint64)
     inner = _mixed(places % np.uint64(TABLE)) | np.uint64(1)
     outer = _mixed(~(places // np.uint64(TABLE))) | np.uint64(1)

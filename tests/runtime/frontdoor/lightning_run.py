@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy on a machine without a GPU, for stock DeepSpeed and ebbtide alike."""
+"""Training with Lightning's DeepSpeedStrategy on a machine without a GPU, for stock DeepSpeed and ebbtide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 
 class OnTheCpu(DeepSpeedStrategy):
-    """A DeepSpeedStrategy that does not require CUDA devices, because only Lightning requires them."""
+    """A DeepSpeedStrategy that does not require CUDA devices. Only Lightning requires them, not DeepSpeed."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:

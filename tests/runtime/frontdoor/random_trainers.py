@@ -1,5 +1,5 @@
-"""Trainer runs with random saving and placements. Each must end, and each complete checkpoint must
-load.
+"""Trainer runs with random options for saving and random placements. Each run must end, and each
+complete checkpoint must load.
 
 python -m tests.runtime.frontdoor.random_trainers 40 [SEED]
 """

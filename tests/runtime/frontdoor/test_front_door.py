@@ -1,4 +1,4 @@
-"""The key in a real DeepSpeed config: which engines it reaches, however the config is given."""
+"""Tests of the ``ebbtide`` key in a real DeepSpeed config: which engines it reaches, in every form of config."""
 
 import argparse
 import base64
@@ -82,7 +82,7 @@ def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path, monkeyp
         engine.destroy()
         kept = [p.name for p in (tmp_path / str(len(key))).iterdir() if p.is_dir()]
         assert [name for name in kept if not name.startswith(".")] == ["global_step2"]
-    assert looks == [], "a save lists folders itself: none of these is a trainer that looks"
+    assert looks == [], "the hook must not look for leftovers while an engine lists folders itself"
 
 
 def test_engines_that_train_nothing_stay_as_they_are(front_door, plan, caplog):

@@ -1,7 +1,7 @@
-"""Where the wrapping reaches, tried on interpreters of their own with a stand-in for DeepSpeed.
+"""Tests of the processes in which `tune run` wraps ``deepspeed.initialize``, each in a new interpreter.
 
-The stand-in starts in milliseconds; what the wrapper then does is tried with the real one in
-test_front_door.py.
+A stand-in for DeepSpeed starts in milliseconds. test_front_door.py tests the wrapper with the real
+DeepSpeed.
 """
 
 import os
@@ -90,7 +90,9 @@ def test_stock_stays_stock_without_the_key(folder):
 
 
 def test_a_scripts_own_runtime_and_profiler_are_in_nobodys_way(folder):
-    """Scripts have modules of these names. Ours are all below ``ebbtide``."""
+    """Check that a script may have modules of its own named runtime, profiler, simulator or tuner. ebbtide's
+    modules of these names are all inside the package ``ebbtide``.
+    """
     for name in ("runtime", "profiler", "simulator", "tuner"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported')\n")
     (folder / "own.py").write_text(

@@ -1,4 +1,4 @@
-"""Launchers that start ranks their own way, with the real DeepSpeed."""
+"""Tests of launchers that start ranks in their own way, with the real DeepSpeed."""
 
 import os
 import subprocess

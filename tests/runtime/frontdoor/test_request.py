@@ -1,4 +1,4 @@
-"""What may stand under the key, and what is said about what may not."""
+"""Tests of the values that the config key ``ebbtide`` may have, and of the errors for other values."""
 
 import pytest
 from ebbtide.runtime.frontdoor.request import RequestError, read_request

@@ -1,5 +1,5 @@
-"""From a profile through `tune plan --storage` to training: a plan that stores what memory cannot
-hold has stock's bits, through the unchanged front door.
+"""Tests of the way from a profile through `tune plan --storage` to training: a plan that stores what
+memory cannot hold has stock DeepSpeed's results, bit for bit.
 """
 
 import json
@@ -19,7 +19,7 @@ __all__ = ["front_door"]  # a fixture
 
 
 def profiled(folder):
-    """What `tune plan` reads, of a stock engine."""
+    """Profile a stock engine, and write the workload and machine files that `tune plan` reads."""
     engine, batches, numbers = start(), Batches(2, 32), iter(range(10**6))
     work = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
     engine.destroy()

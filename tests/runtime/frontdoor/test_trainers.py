@@ -1,4 +1,6 @@
-"""An unchanged script through Trainer, Accelerate and Lightning: stock's bits, with the key."""
+"""Tests of an unchanged script with Trainer, Accelerate and Lightning: with the config key ``ebbtide``,
+training has stock DeepSpeed's results, bit for bit.
+"""
 
 import gc
 import json
@@ -44,7 +46,7 @@ def test_same_bits_and_losses_after_20_steps(front_door, name):
 
 @pytest.mark.slow
 def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
-    """One launch, under `tune run`, for all three."""
+    """Check training with Trainer, Accelerate and Lightning on two ranks, in one launch under `tune run`."""
     port = free_port()
     script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
     try:
@@ -129,8 +131,8 @@ def test_same_bits_of_a_compiled_model(front_door, dynamo):
 
 @pytest.mark.slow
 def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
-    """What is frozen stays out of a checkpoint, and the best one is found although it is the last
-    and still on its way.
+    """Check LoRA training that loads the best model at its end. Frozen parameters stay out of a checkpoint,
+    and the best model is found although it is the last one and is still being written.
     """
     options = {
         "wrap": trainers.with_lora,
@@ -164,7 +166,7 @@ BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "great
 
 
 def stored_key(folder, **checkpoint):
-    """A plan with one stored subgroup."""
+    """Return the config key ``ebbtide`` with a plan that stores one subgroup on a drive."""
     made = Plan.from_fields(trainers.key_for(trainers.with_trainer(None, max_steps=1)[0])["plan"])
     placements = ["stored", *["host"] * (made.subgroup_count - 1)]
     plan = made.placed(placements, storage_dir=str(folder), staging_slots=0, prefetch=0).model_dump(mode="json")
@@ -175,7 +177,9 @@ def stored_key(folder, **checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1, 3])
 def test_the_best_model_of_stored_state_is_there_at_the_end(front_door, tmp_path, limit):
-    """The state of all checkpoints but the newest was written over, and the run died at its end."""
+    """Check that the best checkpoint is still there at the end of training with stored state. Once, the state
+    of all checkpoints but the newest was overwritten, and the run failed at its end.
+    """
     out = tmp_path / "out"
     options = {**BEST, "save_total_limit": limit, "output_dir": str(out)}
     trainers.with_trainer(stored_key(tmp_path / "state"), **options)
@@ -195,7 +199,9 @@ def test_one_kept_step_is_refused_where_the_best_is_loaded_at_the_end(front_door
 
 
 def convert(checkpoint, out):
-    """The script that DeepSpeed puts into every checkpoint, as people start it there."""
+    """Convert a checkpoint with the script zero_to_fp32.py that DeepSpeed puts into every checkpoint, and
+    return the fp32 parameters.
+    """
     spec = spec_from_file_location("zero_to_fp32", checkpoint / "zero_to_fp32.py")
     script = module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -1,8 +1,8 @@
-"""The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with ebbtide's
-key.
+"""The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with the config key
+``ebbtide``.
 
-Under a launcher the module runs all three on every rank and reports the differences. A test in
-one process calls its functions.
+Under a launcher this module runs all three on every rank and reports the differences. A test in one
+process calls the module's functions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 
 def key_for(engine: Any) -> dict[str, Any]:
-    """Return the ``ebbtide`` key with a plan that has every placement for this engine's subgroups."""
+    """Return the config key ``ebbtide`` with a plan that has every placement for an engine's subgroups."""
     from ebbtide.runtime.zero.cuts import subgroups_of
     from ebbtide.simulator.plan import Plan
 
@@ -127,7 +127,7 @@ def saved_models(folder: Path) -> list[Any]:
 
 
 def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """Train with TRL's SFTTrainer on samples that are already tokenized."""
+    """Train with TRL's SFTTrainer on samples that are already tokenized. Return the final engine and the log."""
     import datasets
     import transformers
     import trl
@@ -159,12 +159,12 @@ def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]
 
 
 def logged(trainer: Any) -> list[Any]:
-    """Return the log of a transformers Trainer without its times."""
+    """Return the log of a transformers Trainer, without the times in it."""
     return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in trainer.state.log_history]
 
 
 def with_lora(net: Any) -> Any:
-    """Return a frozen model with few trainable LoRA parameters."""
+    """Wrap a model with LoRA, so that all its parameters are frozen but a few new ones."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -173,7 +173,7 @@ def with_lora(net: Any) -> Any:
 
 
 class Words(torch.nn.Module):
-    """A small model from no library, which compiles quickly."""
+    """A small language model that compiles quickly and belongs to no library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def of_words(_: Any) -> Words:
 
 
 def generating() -> list[Any]:
-    """Return a callback that generates text after each step, and adds it to the log."""
+    """Return a callback that generates text after each training step, and adds the text to the log."""
     from transformers import TrainerCallback
 
     class Generate(TrainerCallback):
@@ -259,7 +259,9 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Train, destroy the engine, and return its state, its losses and a plan key for this engine."""
+    """Train, destroy the engine, and return its state and losses. Also return a value of the config key
+    ``ebbtide`` that fits this engine.
+    """
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
     state = state_of(engine) if engine.zero_optimization_stage() == 3 else saved_state(engine)
@@ -311,7 +313,7 @@ def compare(name: str, **options: Any) -> list[str]:
 
 
 def settle_imports() -> None:
-    """Import modules and cache results once that every engine of every trainer needs."""
+    """Import the modules and cache the results that every engine of every trainer needs."""
     remember_processor()
     import_module("transformers.trainer")
     freeze_heap()

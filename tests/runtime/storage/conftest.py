@@ -1,4 +1,4 @@
-"""Small stores with three subgroups of uneven sizes."""
+"""Fixtures and helpers for small stores of optimizer state with three subgroups of uneven sizes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 def state(subgroup, version):
-    """Return a subgroup's state tensors, which differ for each version."""
+    """Return the three state tensors of a subgroup, which differ for each version."""
     generator = torch.Generator().manual_seed(1_000 * version + subgroup)
     return tuple(torch.randn(ELEMENTS[subgroup], generator=generator) for _ in range(3))
 
@@ -36,20 +36,22 @@ def equal(one, other):
 
 
 def write_all(store, version, number=None):
-    """Write the state of every subgroup under a version. By default it is the state of the same number."""
+    """Write every subgroup's state to the store under the given version. The content is the state numbered
+    ``number``, by default that of the version.
+    """
     for subgroup in ELEMENTS:
         store.write(subgroup, state(subgroup, version if number is None else number), version)
 
 
 def step(store, number):
-    """Update all subgroups once, and commit them under the given number."""
+    """Write all subgroups to the store as one step, and commit it under the given number."""
     store.announce(number)
     write_all(store, number)
     store.commit(number, number, f"data of {number}")
 
 
 class Stores:
-    """An opener of stores in one folder, which also closes them."""
+    """A helper that opens stores in one folder and closes all of them at the end."""
 
     def __init__(self, place):
         self.place, self.opened = place, []

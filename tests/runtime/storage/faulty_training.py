@@ -1,7 +1,7 @@
-"""Training on stored state on a drive with a fault, and resumed training on a drive without.
+"""Training with optimizer state on a faulty drive, and resumed training on a sound drive.
 
-`test_training_faults.py` runs this module. Each run is a separate process, and its result is
-written.
+`test_training_faults.py` runs this module. Each training run is a separate process that writes its
+result to a file.
 
     python -m tests.runtime.storage.faulty_training FOLDER
 """
@@ -29,13 +29,13 @@ from studies.bench.many_engines import answer_once
 from studies.checkpoints.run import warm_up
 
 STEPS, RESUMED_STEPS, FAULT_AT, LIMIT_S = 4, 2, 2, 60
-DEADLINE_S, STALL_S = 2.0, 0.8  # a drive's; told after a quarter of the latter
+DEADLINE_S, STALL_S = 2.0, 0.8  # of a drive; a stall is logged after a quarter of STALL_S
 
 
 class Drive(Files):
-    """File operations of a drive that has faults after it is armed.
+    """File operations of a drive with a fault, which begins when the test arms it.
 
-    From then on the ``nth`` of the chosen calls has the fault, and after it each ``every``-th.
+    After arming, the ``nth`` of the chosen calls has the fault, and then each ``every``-th call.
     """
 
     def __init__(self, names=(), act=None, nth=0, *, every=10**9):
@@ -53,7 +53,7 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """Return False for a read or write below 4096 bytes, such as that of a page file. Return True otherwise."""
+    """Return False for a read or write of less than 4096 bytes, such as that of a page file, and True otherwise."""
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
 
@@ -81,7 +81,7 @@ def cut_short(function, descriptor, data, offset):
 
 
 def torn(function, descriptor, data, offset):
-    """Write half of a block, and report that all of it was written."""
+    """Write only half of a block to the drive, but report that all of it was written."""
     function(descriptor, data[: len(data) // 2], offset)
     return len(data)
 
@@ -94,11 +94,11 @@ def flipped(function, descriptor, data, offset):
 
 @dataclass
 class Case:
-    """A run with a fault from some step on, followed by runs without faults.
+    """A training run with a drive fault from some step on, followed by runs without faults.
 
     Attributes:
-        at: Step before which the fault is armed. -1: before the engine is made. None: in the run that
-            resumes.
+        at: Step before which the fault is armed. -1 means before the engine is made, and None means in
+            the run that resumes.
     """
 
     drive: Drive = field(default_factory=Drive)
@@ -128,7 +128,7 @@ def cases():
 
 
 def engine_on(place, drive, case):
-    """Return an engine under a plan that stores all state on a drive."""
+    """Return an engine under a plan that stores all optimizer state on a drive."""
     import ebbtide.runtime.storage.reader
     import ebbtide.runtime.storage.store
     import ebbtide.runtime.storage.workers
@@ -160,7 +160,7 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
     batches = Batches(2, SIZES["tiny"].sequence)
     for number in range(first, last):
         if number == at:
-            engine.optimizer.wait()  # what the steps before write is well
+            engine.optimizer.wait()  # the steps before write without a fault
             drive.armed = True
         loss = train_step(engine, batches.at(number, engine.device))
         told["losses"][str(number)] = loss.item().hex()
@@ -185,7 +185,7 @@ def stock(path):
 
 
 def run(place, case, path, *, resume, tag=None, faulty=True):
-    """Train once on a drive, and write the result to ``path``, however the run ends."""
+    """Train once on a drive, and write the result to ``path``, whether the run ends well or with an error."""
     drive = case.drive if faulty else Drive()
     told = {"losses": {}, "error": "", "from": 0, "committed": 0}
     engine = None
@@ -198,13 +198,13 @@ def run(place, case, path, *, resume, tag=None, faulty=True):
             told["from"] = engine.global_steps
         last = STEPS + RESUMED_STEPS * resume
         steps(engine, told["from"], told, last, drive, case.at, place / "ck")
-    except Exception as error:  # it is what the test looks at
+    except Exception as error:  # the test checks the error
         told["error"] = f"{type(error).__name__}: {error}; {error.__cause__}"
     told["fired"] = drive.fired
     path.write_text(json.dumps(told))
     if engine is not None:
         with contextlib.suppress(Exception):
-            engine.destroy()  # says the same again
+            engine.destroy()  # raises the same error again
 
 
 def _newest(place):
@@ -212,7 +212,7 @@ def _newest(place):
 
 
 def flip(place, case):
-    """Flip a bit in the newest step's stored state."""
+    """Flip one bit of the newest step's optimizer state on the drive."""
     folder, newest = place / "state", _newest(place)
     store = read_page(file_of(folder, 0, STORE), StorePage, Files())
     layout = Layout(dict(store.sizes), store.weights, store.block_bytes, store.extents)
@@ -225,10 +225,10 @@ def flip(place, case):
 
 
 def lives(name, case, place):
-    """Run the faulty training, then resume from the newest checkpoint, or else from the one before.
+    """Train on a faulty drive, then resume from the newest checkpoint, or from the one before if that fails.
 
     Returns:
-        The results of all runs.
+        The results of all runs in order.
     """
     place.mkdir()
     found = []

@@ -1,4 +1,6 @@
-"""Checkpoints with state on storage, killed at every point of their common commit, and resumed."""
+"""Tests of checkpoints with optimizer state on storage: a run is killed at every point of the commit and
+then resumed.
+"""
 
 import mmap
 import os
@@ -25,7 +27,7 @@ IN_JOB = CHECKPOINT_POINTS[CHECKPOINT_POINTS.index("job_started") :]
 
 
 class Killing(Files):
-    """Ends its process at the n-th time that a point comes up."""
+    """File operations that kill the process when a named point is reached for the n-th time."""
 
     def __init__(self, name, left):
         self.name, self.left = name, left
@@ -55,7 +57,9 @@ def opened(place, files, keep):
 
 
 def resumed(place, store, steps):
-    """The step of the newest checkpoint, whose state the store has from now on."""
+    """Restore the newest valid checkpoint into the store, check the state, and return the step. 0 means that
+    there is no checkpoint.
+    """
     choice = newest_valid(place / "ck")
     if choice.step is None:
         return 0
@@ -69,7 +73,9 @@ def resumed(place, store, steps):
 
 
 def run(place, files, keep, note=lambda *_: None):
-    """Every step is saved, while the next one writes its state."""
+    """Train from the newest checkpoint to the last step, and save each step while the next one writes its
+    state to the store.
+    """
     bench = Bench(place / "ck")
     with opened(place, files, keep) as (store, steps):
         job = None
@@ -102,7 +108,9 @@ def finish(job, note):
 
 
 def killed(place, kill, keep):
-    """Steps that were finished, and committed; None: nothing was killed."""
+    """Run in a child process that is killed at a point. Return the last finished step and the last committed
+    step, or None if the process was not killed.
+    """
     memory = mmap.mmap(-1, 16)
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Drives that fail, are full, give or take less than they are asked for, or stall."""
+"""Tests of drives that fail, are full, end reads or writes early, or stall."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open",
 
 
 class Failing(FaultyFiles):
-    """A file is closed, whatever the call says."""
+    """Faulty file operations that really close a file even if they report that the call failed."""
 
     def call(self, name, function, *args):
         if name == "close":
@@ -31,7 +31,7 @@ class Failing(FaultyFiles):
 
 
 def run(stores, files, done):
-    """Two steps, the first one resumed from; notes what was committed."""
+    """Commit step 1, resume from it and commit step 2. Append each committed step to ``done``."""
     options = {"files": files, "block_bytes": 16_384}
     step(stores.open(TWO, **options), 1)
     done.append(1)
@@ -44,7 +44,7 @@ def run(stores, files, done):
 
 
 def whole(stores, done):
-    """All that was committed is there, to the bit, when the drive is well again."""
+    """Check that every committed step is in the store, bit for bit, once the drive works again."""
     stores.close()
     store = stores.open(TWO, block_bytes=16_384)
     found = [record.step for record in store.steps]
@@ -100,7 +100,7 @@ def test_after_a_failed_write_nothing_is_committed_any_more(stores):
 
 
 class Short(Files):
-    """Reads and writes end early, at sectors or anywhere."""
+    """File operations of which reads and writes end early, after a given number of bytes."""
 
     def __init__(self, size_bytes):
         self.size_bytes, self.fired = size_bytes, 0
@@ -128,7 +128,7 @@ def test_short_reads_and_writes_are_ended(stores, size_bytes):
 
 
 class NoDirect(Files):
-    """A filesystem that refuses O_DIRECT, when a file is opened or when it is used."""
+    """A filesystem that refuses O_DIRECT, either when a file is opened or when it is read or written."""
 
     def __init__(self, at_open):
         self.at_open, self.fired, self.direct = at_open, 0, set()
@@ -156,7 +156,7 @@ def test_without_direct_io_plain_calls_do(stores, at_open):
 
 
 class Stalls(Files):
-    """Writes, or syncs, stand still until they are let go."""
+    """File operations of which one kind, such as a write or a sync, blocks until the test releases it."""
 
     def __init__(self, name):
         self.name, self.armed = name, False
@@ -198,7 +198,9 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
 
 
 def test_versions_beside_a_failing_commit_stay(stores):
-    """The rename may have reached the disk although the call said no: both steps stay."""
+    """Check that a failed commit leaves the state of both steps on the drive: its rename may have reached
+    the disk although the call reported an error.
+    """
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
     store.announce(2)
@@ -240,7 +242,9 @@ mapped[0]
 
 @pytest.mark.parametrize("whose", ["ours", "somebody else's"])
 def test_a_page_that_does_not_come_has_a_last_word(tmp_path, whose):
-    """Reading a mapped page that the drive fails to deliver is no error but a signal."""
+    """Check that a process which cannot read a mapped page of stored state prints the file's name before it
+    ends. The kernel sends SIGBUS for such a read, and Python raises no error.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CUT, str(tmp_path), whose], capture_output=True, text=True, check=False, timeout=120
     )

@@ -1,4 +1,4 @@
-"""Every state that a crash can leave behind of a store is opened (see `crash_states`)."""
+"""Tests that open a store in every state that a power loss can leave on disk (see `crash_states`)."""
 
 import shutil
 
@@ -27,7 +27,7 @@ def opened(root, files=None, keep=1):
 
 
 def run(files, keep):
-    """Three steps, with a subgroup more from the second one on; a fourth is half written."""
+    """Commit three steps to a store, with one subgroup more from the second step on, and half write a fourth."""
     store = opened(files.root, files, keep)
     for version in (1, 2, 3):
         if version == 2:
@@ -81,7 +81,7 @@ def test_every_crash_state_has_every_committed_step(tmp_path, keep):
 
 
 class Careless(RecordingFiles):
-    """Leaves out one kind of sync."""
+    """Recorded file operations that leave out one kind of sync."""
 
     def __init__(self, root, kind):
         super().__init__(root)
@@ -109,4 +109,4 @@ def test_the_replay_finds_a_missing_sync(tmp_path, kind):
             except (AssertionError, StorageError):
                 return
             shutil.rmtree(memory / "state")
-    pytest.fail("no crash state showed it")
+    pytest.fail("no crash state showed the missing sync")

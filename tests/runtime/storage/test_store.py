@@ -1,4 +1,6 @@
-"""What is written is read, out of place, over drives, by version and by step."""
+"""Tests of the store for optimizer state: written state is read back from one or more drives, by version
+and by step, and a write does not overwrite the state of a kept step.
+"""
 
 import os
 import threading
@@ -252,7 +254,7 @@ def test_every_read_is_checked_where_it_is_asked_for(stores):
 
 
 class Paused(Files):
-    """The first commit stands still before its manifest, until it is let go."""
+    """File operations that stop the first commit before its manifest until the test releases it."""
 
     def __init__(self):
         self.there, self.go, self.synced = threading.Event(), threading.Event(), 0
@@ -265,7 +267,9 @@ class Paused(Files):
 
 
 def test_commits_come_one_after_the_other(stores):
-    """Else the manifest of the older step, written last, would undo the newer one."""
+    """Check that commits run one after the other. Otherwise the manifest of the older step could be written
+    last and undo the newer step.
+    """
     files = Paused()
     store, threads = stores.open((1.0,), keep=2, files=files), []
     for number in (1, 2):

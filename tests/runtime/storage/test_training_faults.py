@@ -1,5 +1,7 @@
-"""Training with state on a drive that fails, in processes of their own: the right bits, or an error
-that says what happened and an end of the process; then a resume with stock's bits.
+"""Tests of training with optimizer state on a failing drive, in processes of their own.
+
+Each run gives the right bits, or ends with an error that says what happened. A resumed run has stock
+DeepSpeed's results, bit for bit.
 """
 
 import json
@@ -12,7 +14,7 @@ import pytest
 from tests.runtime.storage.faulty_training import RESUMED_STEPS, STEPS
 
 INTACT = "Checkpoints that were committed before are intact"
-SAID = {  # of the faulty run: what its error says; nothing: there is none
+SAID = {  # text in the error of the faulty run; empty if the run must succeed
     "full at begin": "No space left on device",
     "full": f"ENOSPC). {INTACT}",
     "read": f"failed: Input/output error (EIO). {INTACT}",
@@ -28,7 +30,7 @@ SAID = {  # of the faulty run: what its error says; nothing: there is none
     "flipped master": "",
     "read at resume": "",
 }
-# Of a run that resumes and cannot; who resumes from the checkpoint before can.
+# Text in the error of a resume that fails. A resume from the checkpoint before then succeeds.
 THEN_SAID = {
     "torn, all reads checked": "is damaged: its hash",
     "torn at the end": "is damaged: its hash",
@@ -65,7 +67,7 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
     lives = found[name]
     assert all(life["status"] == 0 for life in lives), lives  # ended, and by itself
     first, *later = lives
-    for life in later if name == "torn at the end" else lives:  # who reads then trusts the drive
+    for life in later if name == "torn at the end" else lives:  # a later read trusts the drive
         check_bits(life, found["stock"])
     assert SAID[name] in first["error"]
     assert bool(first["error"]) == bool(SAID[name])
@@ -81,6 +83,8 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")])
 def test_a_stall_is_told_while_it_is_waited_for(name, what, found):
-    """Which subgroup's block meets the stall is a race between the ways in and out."""
+    """Check that the log reports a stalled drive while training waits for it. The test accepts any subgroup,
+    because either a read or a write may meet the stall first.
+    """
     log = found[name][0]["log"]
     assert re.search(rf"waiting for storage: {what}.*rank_00000.extents made no progress", log)

@@ -1,5 +1,7 @@
-"""Two ranks on one drive: stock's bits, also from and for stock's checkpoints, under other plans
-and an unchanged config; each rank's own extents, no other number of ranks, and a drive that fails.
+"""Tests of two ranks that keep optimizer state on one drive and match stock DeepSpeed bit for bit.
+
+They cover checkpoints from and for stock DeepSpeed, other plans, an unchanged config, a file of its own
+for each rank, another number of ranks (which is refused), and a drive that fails.
 """
 
 import json
@@ -15,7 +17,7 @@ LAST = list(DEVICES)[-1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL takes no two ranks on one GPU")
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL does not allow two ranks on one GPU")
 def test_two_ranks_store_and_resume_with_stocks_bits(deepspeed_ops, tmp_path, child_environment, only_rank):
     alone = attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "one"))
     train(alone, 1)

@@ -1,6 +1,6 @@
-"""Training of two ranks (`forked_ranks`) with state on one drive.
+"""Training on two ranks (`forked_ranks`) with optimizer state on one drive.
 
-It covers a checkpoint after every step, a resume, exchange of checkpoints with stock DeepSpeed,
+The runs cover a checkpoint after every step, a resume, exchange of checkpoints with stock DeepSpeed,
 changed plans, an unchanged DeepSpeed config, and a failing drive on one rank.
 """
 
@@ -67,7 +67,9 @@ def trained_and_resumed(folder, expected, later):
 
 
 def exchanged_with_stock(stock, folder, later):
-    """Load a checkpoint of stock DeepSpeed into storage, and export one of ebbtide for stock DeepSpeed."""
+    """Resume from a checkpoint of stock DeepSpeed with state on storage, then export a checkpoint of ebbtide
+    and load it with stock DeepSpeed. Return whether each direction has the expected results.
+    """
     ours = engine_on(folder)
     ours.load_checkpoint(str(stock))
     found = {"imported": alike(steps(ours, STEPS, RESUMED, folder), later)}
@@ -85,7 +87,9 @@ def exchanged_with_stock(stock, folder, later):
 
 
 def replanned(folder, expected):
-    """Move the state off storage for one step and back again."""
+    """Move the optimizer state off storage for one training step and back again. Return whether the results
+    are the expected ones.
+    """
     ours, pattern = engine_on(folder), PATTERNS[torch.distributed.get_rank()]
     parts = []
     for number, placements in enumerate((pattern, ["host", "device"], pattern)):
@@ -99,9 +103,9 @@ def replanned(folder, expected):
 
 
 def stored_on_one(folder, expected):
-    """Save a checkpoint although one of the ranks stores nothing.
+    """Save a checkpoint although one of the two ranks stores nothing on the drive.
 
-    This once blocked: the rank waited for the other in a gather.
+    This once blocked, because one rank waited for the other in a gather.
     """
     ours = start(accumulation=ACCUMULATION, clipping=0.01, stage3_param_persistence_threshold=1000)
     pattern = ["host"] if torch.distributed.get_rank() else ["stored"]
@@ -139,8 +143,8 @@ def on_a_drive(folder, plan, expected):
 
 
 def failing_commit(folder, later):
-    """Let the commit of the second step fail on rank 1's drive. Both ranks must report it and resume
-    from the first.
+    """Let the commit of step 2 fail on rank 1's drive. Return whether both ranks report the error, and resume
+    from step 1 with the expected results.
     """
     drive, rank = Drive(("fdatasync",), fails(errno.EIO)), torch.distributed.get_rank()
     if rank:
@@ -173,7 +177,7 @@ def plan_of(pattern):
 
 
 def refused(folder):
-    """Return whether a plan refuses stored state of a run with another number of ranks."""
+    """Return whether a plan refuses stored state of a run that had another number of ranks."""
     engine = start()
     try:
         plan = plan_for(engine, ["stored"], storage_dir=str(folder))

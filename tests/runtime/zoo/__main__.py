@@ -1,7 +1,7 @@
-"""Training of every published DeepSpeed config, with stock and under a plan: ``python -m
-tests.runtime.zoo``.
+"""Training of every published DeepSpeed config, with stock DeepSpeed and under a plan:
+``python -m tests.runtime.zoo``.
 
-It takes minutes. It prints differences, configs that only one side refuses, wrong predictions of
+A run takes minutes. It prints differences, configs that only one side refuses, wrong predictions of
 `tune doctor`, and the counts.
 """
 
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _on_ranks(ranks: int) -> int:
-    """Run the same command on several ranks, and return its exit code."""
+    """Run this module's command again under torchrun, on several ranks, and return the exit code."""
     port = free_port()
     command = [
         sys.executable,
@@ -95,10 +95,10 @@ def _on_ranks(ranks: int) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the configs to try.
+    """Yield the published configs to try.
 
-    On several ranks, or on streams, only configs with offload are tried, cut into several subgroups.
-    All others are left to stock DeepSpeed anyway.
+    On several ranks or on emulated streams, only configs with offload are tried, cut into several
+    subgroups. All others are left to stock DeepSpeed anyway.
     """
     number, parts = map(int, asked.part.split("/"))
     closer = asked.streams or asked.ranks > 1

@@ -1,6 +1,6 @@
 """Published DeepSpeed configs, prepared for a tiny model.
 
-`tests/data/deepspeed_configs.json` has the keys and values as facts, each with its source.
+`tests/data/deepspeed_configs.json` has their keys and values, with the source of each config.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 TABLE = Path(__file__).parents[2] / "data" / "deepspeed_configs.json"
 HIDDEN = 32
-# What writes elsewhere or talks to a service, and how large the training is: of no account here.
+# Keys that write to other places or to a service, or set the size of the training. They do not matter here.
 _LEFT_OUT = ("tensorboard", "wandb", "csv_monitor", "comet", "train_batch_size", "steps_per_print")
 _BUCKETS, _LARGEST_BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 1_000_000
 _LEARNING_RATE = 1e-3
-# What transformers' Trainer puts in the place of "auto", by the end of the key.
+# Values that transformers' Trainer puts in place of "auto", by the end of the key.
 _FILLED: Mapping[str, Any] = {
     "lr": _LEARNING_RATE,
     "betas": [0.9, 0.999],
@@ -40,7 +40,7 @@ _FILLED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Published:
-    """One published config file of a repository, as in a row of the table."""
+    """A published config file of a repository: one row of `tests/data/deepspeed_configs.json`."""
 
     repository: str
     path: str
@@ -58,7 +58,7 @@ def published(table: Path = TABLE) -> tuple[Published, ...]:
 
 
 def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[str, Any]:
-    """Return the config as the Trainer passes it to DeepSpeed, for batches of two and few steps.
+    """Return a published config as the Trainer passes it to DeepSpeed, for a batch size of two and few steps.
 
     Args:
         subgroup: Elements of a subgroup, instead of the config's own value.
@@ -84,7 +84,7 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
 
 
 def _precision(config: dict[str, Any]) -> None:
-    """Enable bf16 in the config, or fp16 if the config has no entry for bf16."""
+    """Enable bf16 in a DeepSpeed config, or fp16 if the config has no entry for bf16."""
     names = [name for name in ("bf16", "bfloat16", "fp16") if isinstance(config.get(name), dict)]
     automatic = [name for name in names if config[name].get("enabled") == "auto"]
     on = any(config[name].get("enabled") in (True, "true") for name in names)
@@ -106,14 +106,16 @@ def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether the config offloads the optimizer's state to host memory or NVMe."""
+    """Return whether a DeepSpeed config offloads the optimizer's state to host memory or NVMe."""
     zero = zero_of(config)
     device = (zero.get("offload_optimizer") or {}).get("device", "none")
     return bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
 
 
 def client_optimizer(config: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """Return a maker of the optimizer that Accelerate passes to DeepSpeed. None if the config has one."""
+    """Return a function that makes the optimizer which Accelerate passes to DeepSpeed, or None if the config
+    names an optimizer.
+    """
     if config.get("optimizer"):
         return None
     if offloads(config) and config.get("zero_force_ds_cpu_optimizer", True):

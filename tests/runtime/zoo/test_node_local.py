@@ -1,5 +1,5 @@
-"""``checkpoint.use_node_local_storage`` (the Trainer's save_on_each_node) is in the way only where
-it matters: on several nodes, with checkpoints of ebbtide's.
+"""Tests of ``checkpoint.use_node_local_storage`` (the Trainer's save_on_each_node). Training under a plan
+works with it, and it is refused only with checkpoints of ebbtide on several nodes.
 """
 
 import ebbtide.runtime

@@ -1,4 +1,6 @@
-"""Optimizers that run their own step on the host: torch's, with stock's bits by construction."""
+"""Tests of optimizers that run their own step on the host, such as torch's: training under a plan has
+stock DeepSpeed's results, bit for bit.
+"""
 
 import copy
 import re
@@ -89,7 +91,9 @@ def test_every_tensor_has_stocks_bits(name):
 
 
 def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
-    """``fp32_optimizer_states: false`` means the master's own precision."""
+    """Check that the moments of an fp32 master are fp32 even with ``fp32_optimizer_states: false``, which
+    only means the master's own precision.
+    """
     narrow = config({"type": "AdamW", "params": {**PARAMS, "fp32_optimizer_states": False}}, 3)
     ours = trained(narrow, {"plan": "auto", "device": "emulated"}, mixed=True)
     assert ours.error == ""
@@ -136,7 +140,9 @@ def test_a_plan_that_cuts_a_partition_is_refused():
 
 
 def test_a_step_has_the_settings_of_its_launch():
-    """The script's schedule goes on while the update still waits for its turn."""
+    """Check that an update uses the learning rate of the moment when its step was launched, although the
+    script's schedule changes the rate before the update runs.
+    """
     ours, stock = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = torch.optim.SGD([ours], lr=torch.tensor(0.5), momentum=0.9)
     expected = torch.optim.SGD([stock], lr=0.5, momentum=0.9)
@@ -163,7 +169,9 @@ def test_a_step_has_the_settings_of_its_launch():
 @pytest.mark.parametrize("location", ["device", "host"])
 @pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
 def test_all_of_its_memory_is_told(extra, location):
-    """Before anything is allocated, after, and once the first step has made the moments."""
+    """Check that the host memory reported for an optimizer with its own step is exact: before anything is
+    allocated, afterwards, and once the first step has made the moments.
+    """
     away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
     optimizer = engine.optimizer
@@ -191,11 +199,11 @@ def test_a_running_plan_is_not_switched_to_other_placements():
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a number of its own in its group, as FusedAdam does."""
+    """An optimizer that keeps a count of its own in its parameter group, as FusedAdam does."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0, "calls": 0})
-        self.sign = -1.0  # which copies of torch's optimizers lose
+        self.sign = -1.0  # copies of torch's optimizers lose this attribute
 
     @torch.no_grad()
     def step(self):
@@ -206,7 +214,9 @@ class Counting(torch.optim.Optimizer):
 
 
 def after_three_steps(kind):
-    """An optimizer of four zeros, whose gradients are ones, and what it makes of them."""
+    """Update four zeros three times with gradients of one, as a plan does for an optimizer with its own step.
+    Return the optimizer and the resulting values.
+    """
     ours = torch.nn.Parameter(torch.zeros(4))
     optimizer = kind([ours])
     rule, out = OwnStepRule(optimizer), torch.empty(4)
@@ -224,7 +234,7 @@ def test_what_an_optimizer_writes_to_its_group_stays():
 
 
 class CountingInState(torch.optim.Optimizer):
-    """Keeps a number of no parameter in its state."""
+    """An optimizer that keeps in its state a number that belongs to no parameter."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0})
@@ -258,7 +268,9 @@ def test_an_optimizer_without_state_has_none_under_a_plan():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
-    """Under ZeRO-3 all of them, below it one at a time: schedule-free optimizers count in them."""
+    """Check that under a plan an optimizer's step sees the parameter groups that stock DeepSpeed shows it:
+    under ZeRO-3 all groups, and below ZeRO-3 one at a time. Schedule-free optimizers count in their groups.
+    """
     outcomes = []
     for plan in (False, True):
         torch.manual_seed(0)

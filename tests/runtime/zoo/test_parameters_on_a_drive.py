@@ -1,7 +1,8 @@
-"""``offload_param.device: nvme``: state is the plan's, parameters stay with DeepSpeed's swapper.
+"""Tests of ``offload_param.device: nvme``: the plan places the optimizer state, and the parameters stay
+with DeepSpeed's swapper.
 
-Its op for drives takes minutes to build: these tests run where it has been built
-(``python -m tests.runtime.zoo`` does).
+DeepSpeed's op for drives takes minutes to build, so these tests are skipped where it has not been
+built. ``python -m tests.runtime.zoo`` builds it.
 """
 
 from pathlib import Path
@@ -33,8 +34,10 @@ def front_door(only_rank):
 
 
 def config(folder, in_host_memory, subgroup, **zero):
-    """At most so many elements of the parameters stay in host memory. DeepSpeed's own prefetch from
-    a drive fails in its second step.
+    """Return a config that keeps at most ``in_host_memory`` elements of the parameters in host memory, and the
+    others on a drive.
+
+    The config turns prefetching off, because DeepSpeed's own prefetch from a drive fails in its second step.
     """
     held = {"device": "nvme", "max_in_cpu": in_host_memory, "buffer_count": 8, "buffer_size": 1_100_000}
     zero = {
@@ -73,7 +76,9 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
 
 
 def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
-    """The swapper makes parameters of masters in memory; all in host memory is no such case."""
+    """Check that masters on a drive are refused if parameters are on the drive too: DeepSpeed's swapper makes
+    parameters from masters in memory. A run with all parameters in host memory is not refused.
+    """
     monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
     made = config(tmp_path, 15_000, 5_000)
     made["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -84,7 +89,9 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
 
 
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
-    """No subgroup's parameters take host memory of their own, and none moves to the device."""
+    """Check that parameters which DeepSpeed's swapper manages take no host memory of the plan, and that no
+    plan moves them to the device.
+    """
     import deepspeed
     from ebbtide.runtime.zero.attach import host_bytes, switch_plan
 

@@ -1,7 +1,8 @@
-"""Published configurations under ``"plan": "auto"``: stock's bits, or one true sentence.
+"""Tests of published configs under ``"plan": "auto"``: training has stock DeepSpeed's results, bit for
+bit, or one true sentence says why not.
 
-Here those with an offloaded optimizer that differ in what a plan has to do with; all of them:
-``python -m tests.runtime.zoo``.
+The tests run one config with an offloaded optimizer for each difference that matters to a plan.
+``python -m tests.runtime.zoo`` runs all configs.
 """
 
 import json
@@ -17,7 +18,7 @@ AUTO = {"plan": "auto"}
 
 
 def kind(config):
-    """What tells two configurations apart for a plan."""
+    """Return the fields of a config that matter to a plan. Two configs with equal fields are of one kind."""
     zero, optimizer = zero_of(config), config.get("optimizer") or {}
     precision = [k for k in ("bf16", "fp16") if (config.get(k) or {}).get("enabled")]
     odd = sorted({"round_robin_gradients", "cpu_offload"} & {k for k, v in zero.items() if v})
@@ -28,7 +29,7 @@ def kind(config):
 
 
 def sample():
-    """The first of each kind."""
+    """Return the first published config of each kind that offloads the optimizer, with its name."""
     found = {}
     for row in published():
         config = as_trained(row.config)
@@ -62,7 +63,9 @@ def test_the_table_is_as_large_as_it_should_be():
 
 
 def test_the_doctor_says_what_becomes_of_each():
-    """In words that name a key, wherever it is not simply trained."""
+    """Check what `tune doctor` says about each published config. A config that cannot be trained under a plan
+    must be refused with the name of a key.
+    """
     firsts = [under_a_plan(row.config)[0] for row in published()]
     refused = [first.detail for first in firsts if first.state != "ok"]
     assert 0 < len(refused) < len(firsts)

@@ -58,13 +58,13 @@ def trained(
         config: Result of `as_trained`.
         key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have
             been called.
-        mixed: After the watched steps and one more, switch to other placements and parameter
-            locations.
+        mixed: If True, switch to other placements and parameter locations one step after the steps that
+            "auto" watches.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed refuses fp16 on a CPU, whose torch computes it all the same.
+    # DeepSpeed refuses fp16 on a CPU, although torch can compute it there.
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(0)
     made = json.loads(json.dumps({**config, **({} if key is None else {"ebbtide": key})}))
@@ -78,7 +78,7 @@ def trained(
         )[0]
         seen = _train(engine, steps, mixed)
         return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))
-    except Exception as error:  # whatever stands there is the outcome
+    except Exception as error:  # any error is the outcome
         return Outcome([], error=f"{type(error).__name__}: {error}")
     finally:
         if engine is not None and engine.optimizer is not None:
@@ -87,7 +87,7 @@ def trained(
 
 @cache
 def stock(config: str) -> Outcome:
-    """Return the result of stock DeepSpeed for a config as JSON. It is cached, because many files are equal."""
+    """Return the result of stock DeepSpeed for a config in JSON. Results are cached, because many files are equal."""
     return trained(json.loads(config))
 
 
@@ -103,9 +103,9 @@ def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def _mix(engine: Any) -> None:
-    """Switch to all placements in turn, starting differently on each rank.
+    """Switch to a plan that has all placements in turn, beginning with another placement on each rank.
 
-    If parameters may be on the host, every second subgroup has them there.
+    If the engine may keep parameters in host memory, every second subgroup has its parameters there.
     """
     session = getattr(engine.optimizer, "_ebbtide", None)
     if session is None or session.engine.update_rule().own_step:
@@ -119,7 +119,7 @@ def _mix(engine: Any) -> None:
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return the parameters, and the optimizer's state for each master, in DeepSpeed's order."""
+    """Return the engine's parameters, and the optimizer state of each master, in DeepSpeed's order."""
     from deepspeed.runtime.zero import GatheredParameters
 
     if hasattr(engine.optimizer, "wait"):
