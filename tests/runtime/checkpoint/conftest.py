@@ -1,4 +1,4 @@
-"""A small file layer with faults, and checkpoints without DeepSpeed."""
+"""Helpers for the checkpoint tests: file operations that fail on request, and saves without DeepSpeed."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ BLOCK = 16384
 
 
 class FaultyFiles(Files):
-    """File operations that fail at the n-th system call, or from then on, and count the calls."""
+    """File operations that count the system calls and fail at the n-th call, or at all calls from the n-th on."""
 
     def __init__(self, at=None, error=errno.EIO, *, short=False, lasting=False):
         self.at, self.error, self.short, self.lasting = at, error, short, lasting
@@ -48,7 +48,10 @@ class FaultyFiles(Files):
 
 
 class Gate(Files):
-    """File operations that stop at a named point until opened. Then they continue, fail, or end the process."""
+    """File operations that pause at a named point of a save until the test opens the gate.
+
+    After the pause they call ``then``, which may do nothing, raise an error or kill the process.
+    """
 
     def __init__(self, at, then=lambda: None):
         self.at, self.then = at, then
@@ -62,7 +65,10 @@ class Gate(Files):
 
 
 class Bench:
-    """A saver of state dicts with the real writer, commit and retention, on one rank by default."""
+    """A saver of state dicts without a training engine, with ebbtide's real block writer, commit and retention.
+
+    It saves as one rank unless `begin` is given another rank and world size.
+    """
 
     def __init__(self, folder, *, budget_blocks=64, writers=2, deadline_s=20.0):
         self.folder = Path(folder)
@@ -87,10 +93,11 @@ class Bench:
         durably=None,
         stored=None,
     ):
-        """Return a prepared save of a state dict.
+        """Return a save of a state dict that is prepared and not yet started.
 
         Args:
-            stored: Function that returns an announced step and the checkpoint's entry for this step.
+            stored: Function for optimizer state that lives on a drive. It returns the step that is to be committed
+                on the drive, and the entry for this state in the checkpoint.
         """
         files = files or Files()
         self.saved += 1
@@ -127,7 +134,7 @@ class Bench:
         return Job(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
 
     def save(self, state, tag=None, **options):
-        """Save a state dict and wait for the commit. Raise the error of a failed save."""
+        """Save a state dict and wait for the commit. If the save fails, raise its error."""
         job = self.begin(state, tag, **options)
         job.start()
         assert job.wait(60)

@@ -1,4 +1,6 @@
-"""Other code of this process, its children and its end, while a checkpoint is in flight."""
+"""Tests of other code that meets a checkpoint in progress: readers of its files, forked child processes, a
+trainer, and the end of the process.
+"""
 
 import contextlib
 import ctypes
@@ -21,7 +23,7 @@ from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import guarded, placed
 from tests.runtime.checkpoint.test_stopped_rank import ended
 
-# ruff: noqa: SIM115 - as others look
+# ruff: noqa: SIM115 - other code opens files so
 
 
 def a_file(folder):
@@ -52,7 +54,7 @@ def test_whoever_looks_finds_it(tmp_path, look):
     gate = Gate("payload_fsynced")
     job = guarded(Bench(folder), some_state(3), "state", gate)
     with ours():
-        assert not (folder / "state").exists(), "it is in flight"
+        assert not (folder / "state").exists(), "the checkpoint must still be in progress"
     found = []
     looking = threading.Thread(target=lambda: found.append(LOOKS[look](str(folder))))
     looking.start()
@@ -73,7 +75,10 @@ def test_through_a_symbolic_link_too(tmp_path):
 
 
 def test_who_moves_two_checkpoints_at_once_waits_for_both(tmp_path):
-    """The first one leaves the list of those in flight while it is waited for."""
+    """Check that renaming a folder with two checkpoints in progress waits until both are committed.
+
+    The first checkpoint leaves the list of checkpoints in progress while the rename waits for it.
+    """
     gates = [Gate("payload_fsynced") for _ in range(2)]
     flying = [
         guarded(Bench(tmp_path / f"new/{name}"), some_state(3), "state", gate)
@@ -198,16 +203,21 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
 
 
 def never_returns():
-    """To the interpreter, as a collective that a dead rank is missing in."""
+    """Block the thread in C code for ever, so that the Python interpreter does not regain control.
+
+    A collective call that waits for a dead rank blocks in the same way.
+    """
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
 def in_a_child(work, *, stock=True):
-    """Forks; returns the child's pid once it calls what ``work`` is given.
+    """Fork a child that runs ``work``, and return its process id and a pipe when ``work`` reports readiness.
 
-    ``stock``: SIGTERM ends it, whatever handler it inherits.
+    Args:
+        stock: Whether the child restores the default action of SIGTERM, so that the signal ends it whatever
+            handler it inherited.
     """
     into, out = os.pipe()
     pid = os.fork()
@@ -285,7 +295,7 @@ def test_a_forked_worker_dies_of_sigterm_as_with_stock_and_alone(tmp_path):
 
 
 class Composed:
-    """As Lightning's: its own handler first, then the one that it met."""
+    """A SIGTERM handler like Lightning's, which calls its own handler first and then the one installed before it."""
 
     __module__ = "lightning.pytorch.trainer"
 

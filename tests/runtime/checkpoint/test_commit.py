@@ -1,4 +1,6 @@
-"""The commit protocol: faults, other ranks, crashes between two system calls."""
+"""Tests of the commit protocol of checkpoints: failing system calls, failing or late ranks, and crashes
+between two system calls.
+"""
 
 import errno
 import json
@@ -44,7 +46,7 @@ def call_count(tmp_path):
 
 
 def check_after_fault(bench, job):
-    """Never torn; the earlier one is intact; whatever became visible is whole."""
+    """Check that a failed save of checkpoint "b" left only complete checkpoints, and "a" if "b" is missing."""
     tags = [e.tag for e in list_checkpoints(bench.folder)]
     assert "a" in tags or "b" in tags
     for tag in tags:
@@ -123,7 +125,10 @@ def test_two_ranks_commit_together(tmp_path):
 
 
 def test_no_rank_has_saved_before_latest_is_written(tmp_path):
-    """Stock's save ends in a barrier: what runs next on any rank may read the folder."""
+    """Check that a save ends on no rank before rank 0 has written the file ``latest``.
+
+    DeepSpeed's own save ends in a barrier, so code after it may read the folder on any rank.
+    """
     gate = Gate("latest_written")
     folder, jobs = two_ranks(tmp_path, gate, begin_only={0, 1})
     for job in jobs:
@@ -138,8 +143,11 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
 
 
 def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
-    """It made its folder's names durable behind that, and did not find it: the commit had moved it.
-    This rank then took the checkpoint for failed, and left the others alone in their collectives.
+    """Check that a save succeeds if rank 0 commits while rank 1 is still in the call that publishes its vote.
+
+    With its vote a rank reports that its files are on disk. It used to sync the hidden folder after that. If
+    rank 0 had renamed the folder by then, the rank took the checkpoint for failed, and the other ranks waited
+    in their collectives for ever.
     """
     gate = Gate("vote_renamed")
     folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})
@@ -176,7 +184,11 @@ class HeldWrites(Files):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
-    """``busy: replace``: it heard of the other's giving way as of a failure, and training ended."""
+    """Check that a cancelled save ends as cancelled on both ranks, also if one of them had voted already.
+
+    With the policy ``busy: replace``, the rank that had voted used to report the other rank's cancellation as
+    a failure, which ended the training.
+    """
     held = HeldWrites()
     files = (None, held) if late else (held, None)
     folder, jobs = two_ranks(tmp_path, *files, begin_only={0, 1})
@@ -329,7 +341,10 @@ def test_a_full_tmpfs(small_tmpfs):
 
 
 def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(tmp_path):
-    """Another rank sees the commit first, `latest` a moment later: rank 0 writes it last."""
+    """Check that a rank which looks for the latest checkpoint before ``latest`` is written still finds it.
+
+    Rank 0 writes the file ``latest`` after the commit, so a load waits for rank 0 before it reads the file.
+    """
     bench = Bench(tmp_path / "ck")
     bench.save(some_state(1), "a")
     latest = bench.folder / "latest"

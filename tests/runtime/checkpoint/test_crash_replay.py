@@ -1,4 +1,7 @@
-"""Every state that a crash can leave behind of a save is opened (see `crash_states`)."""
+"""Tests that every state of the disk that a crash during a save can leave holds a loadable checkpoint.
+
+The system calls of a save are recorded, and all states that a crash may leave are built (`crash_states`).
+"""
 
 import shutil
 from pathlib import Path
@@ -14,7 +17,7 @@ from tests.runtime.crash_states import RecordingFiles, crash_states, in_memory
 
 def check(folder: Path, commits: int):
     if not folder.exists():
-        assert commits == 0, "the folder of the checkpoints itself is gone"
+        assert commits == 0, "the folder that holds the checkpoints is gone after a commit"
         return
     for entry in list_checkpoints(folder):
         assert entry.status == "committed"
@@ -33,7 +36,10 @@ def check(folder: Path, commits: int):
 
 @pytest.fixture(autouse=True)
 def readers_end_what_a_crash_left():
-    """As in every process that has saved a checkpoint. An unreadable note makes nobody wait."""
+    """Install the hook that cleans up after a crash when a folder of checkpoints is read.
+
+    Each process that saves a checkpoint has this hook.
+    """
     watch()
 
 
@@ -66,7 +72,7 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
-    """The checker itself: without the payload's fsync, some crash state must fail."""
+    """Check that the crash replay fails for a save that omits the fsync of its payload files."""
 
     class Careless(RecordingFiles):
         def on_fsync(self, _, descriptor):

@@ -1,4 +1,6 @@
-"""A loop that deletes its older checkpoint before it saves the next one, and is killed between."""
+"""Tests of a training loop that deletes its older checkpoint before it saves the next one, and is killed
+between the deletion and the commit.
+"""
 
 import os
 import shutil
@@ -14,7 +16,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import Cut, cut_at, die, fail, guarded, killed, saved
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to kill a child process")
 bystanders.watch()
 
 
@@ -24,7 +26,7 @@ def killing(**_):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder as Accelerate's, with nothing beside it yet."""
+    """Return an empty output folder like the one in which Accelerate keeps its checkpoints."""
     monkeypatch.setattr(deleted_first, "_used", set())
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -54,11 +56,11 @@ def test_a_kill_before_the_commit_gives_the_older_one_back(root, at, new):
     saved(root / "checkpoint_0", 10)
     assert killed(lambda: delete_then_save(root, new, at, die)) == -signal.SIGKILL
     with ours():
-        assert not (root / "checkpoint_0/latest").exists(), "it was deleted"
-    assert os.listdir(root) == ["checkpoint_0"], "whoever looks for the newest finds it"
+        assert not (root / "checkpoint_0/latest").exists(), "the older checkpoint must have been deleted"
+    assert os.listdir(root) == ["checkpoint_0"], "a run that lists the folder must find the older checkpoint"
     assert verify(root / "checkpoint_0", "state") == []
     assert (root / "checkpoint_0/trainer_state.json").read_text() == '{"step": 10}'
-    assert os.listdir(root.parent) == ["checkpoints"], "nothing else is left"
+    assert os.listdir(root.parent) == ["checkpoints"], "nothing else may be left"
 
 
 @pytest.mark.parametrize("new", ["checkpoint_1", "checkpoint_0"])
@@ -83,7 +85,7 @@ def test_a_kill_while_it_is_given_back_is_made_good_by_the_next_run(root, monkey
         assert not any(left.rglob("*")), number
         if not cut:
             break
-    assert number > 3, "the resume must have changed something"
+    assert number > 3, "the resume must have changed the filesystem"
 
 
 def test_after_the_commit_it_is_gone(root):
@@ -94,7 +96,10 @@ def test_after_the_commit_it_is_gone(root):
 
 
 def test_of_two_engines_the_last_to_commit_gives_the_older_one_up(root):
-    """A generator and a discriminator, say, whose states a loop deletes and saves together."""
+    """Check that a deleted checkpoint is restored if the process dies before both of its engines have committed.
+
+    A loop that trains a generator and a discriminator, for example, deletes and saves both states together.
+    """
     saved(root / "checkpoint_0", 10)
 
     def one_of_two():
@@ -119,20 +124,23 @@ def test_a_failed_save_undoes_the_deletion_at_once(root):
 
 
 def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
-    """The newer one has the older one's name: it stays."""
+    """Check that a checkpoint that is committed before a kill stays, and its older namesake is not restored."""
     saved(root / "checkpoint_0", 10)
     monkeypatch.setattr(deleted_first, "settle", killing)
     assert killed(lambda: delete_then_save(root, "checkpoint_0", "voted", lambda: None)) < 0
     with ours():
-        assert rotation.twin(root).exists(), "the kill came before the older one was given up"
+        assert rotation.twin(root).exists(), "the kill must come before the older checkpoint is given up"
     assert os.listdir(root) == ["checkpoint_0"]
-    assert not (root / "checkpoint_0/trainer_state.json").exists(), "the newer one"
+    assert not (root / "checkpoint_0/trainer_state.json").exists(), "the newer checkpoint must have the name"
     assert verify(root / "checkpoint_0", "state") == []
     assert os.listdir(root.parent) == ["checkpoints"]
 
 
 def test_others_checkpoints_just_go(root):
-    """A script that clears away what an earlier experiment left is not to find it again."""
+    """Check that deleting a checkpoint of another run deletes it for good.
+
+    A script may clear away the checkpoints of an earlier experiment, and these must not be restored.
+    """
     saved(root / "checkpoint_0", 10)
     shutil.rmtree(root / "checkpoint_0")
     assert os.listdir(root) == []
@@ -140,7 +148,7 @@ def test_others_checkpoints_just_go(root):
 
 
 def test_what_a_load_finds(root):
-    """A script that looks nowhere and loads by name."""
+    """Check that a load by path finds a deleted checkpoint after a kill, although no code has listed the folder."""
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
 
@@ -153,7 +161,10 @@ def test_what_a_load_finds(root):
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
-    """Another thread's commit, between a look at the folder of notes and one into it."""
+    """Check that cleaning up a folder tolerates a commit that removes the kept copies of deleted checkpoints.
+
+    Another thread may commit after the folder with these copies was found, and before it is read.
+    """
     saved(root / "checkpoint_0", 10)
     deleted_first.remember(root / "checkpoint_0")
     shutil.rmtree(root / "checkpoint_0")

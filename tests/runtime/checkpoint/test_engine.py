@@ -1,4 +1,4 @@
-"""The checkpoint engine inside DeepSpeed: one rank, ZeRO-3 with offload, a tiny model."""
+"""Tests of ebbtide's checkpoint engine inside DeepSpeed, on one rank with ZeRO-3 offload and a tiny model."""
 
 import collections
 import datetime as dt
@@ -187,7 +187,7 @@ def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
 
 @pytest.fixture
 def held(monkeypatch):
-    """A file layer whose commit goes on only once somebody waits for it."""
+    """Return file operations that pause before the commit until code of the test process waits for the save."""
     gate, wait = Gate("staging_fsynced"), Job.wait
 
     def opening(job, *args):
@@ -212,7 +212,7 @@ def test_another_engine_saves_to_the_same_folder(engines, tmp_path, held):
     second, _, other = engines(CheckpointPlan())
     first.save_checkpoint(str(tmp_path), tag="a")
     second.save_checkpoint(str(tmp_path), tag="b")
-    assert held.opened.is_set(), "what the first one writes is none of the second one's leftovers"
+    assert held.opened.is_set(), "the second engine must not remove the first engine's files"
     one.wait()
     other.wait()
     assert {entry.tag for entry in list_checkpoints(tmp_path)} == {"a", "b"}
@@ -370,7 +370,10 @@ def flip(victim):
 
 
 def test_latest_is_the_law(engines, tmp_path):
-    """Also where something newer is there: DeepSpeed goes by nothing else."""
+    """Check that a load takes the checkpoint that the file ``latest`` names, even if a newer one exists.
+
+    DeepSpeed goes by this file alone, and loads nothing if the file is missing.
+    """
     engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
     train(engine, batches, 0, 2)
     engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
@@ -471,7 +474,7 @@ def test_what_could_not_be_loaded_is_said_at_save_with_its_name(engines, tmp_pat
 
 
 def as_a_trainer(function):
-    """Calls it from a frame of transformers', as Trainer does."""
+    """Call a function from a stack frame of the module ``transformers.trainer``, and return its result."""
     space = {"__name__": "transformers.trainer", "function": function}
     exec("def call(): return function()", space)
     return space["call"]()
@@ -527,7 +530,10 @@ def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines,
 
 @pytest.mark.parametrize("error", [None, OSError("the disk is full")])
 def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(engines, tmp_path, monkeypatch, error):
-    """Behind the save it writes files of its own, the last of which says that it is complete."""
+    """Check that a Trainer's checkpoint stays marked as incomplete if an error ends the run after the save.
+
+    The Trainer writes files of its own after the save, and the last of them shows that the folder is complete.
+    """
     monkeypatch.setattr("ebbtide.runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers")
     engine, batches, lazy = engines(CheckpointPlan(mode="sync"))
     train(engine, batches, 0, 1)
@@ -557,8 +563,11 @@ class Evil:
 
 @pytest.mark.parametrize("which", ["*optim_states.pt", "*model_states.pt"])
 def test_malicious_pickles_are_refused(engines, tmp_path, which):
-    """Also where the attacker writes fitting manifests: here by removing them, as for a
-    checkpoint of DeepSpeed's own."""
+    """Check that loading a checkpoint never runs code that an attacker put into its pickled files.
+
+    The test also covers an attacker who makes the hashes fit: it removes the manifests, so that the folder
+    looks like a checkpoint of DeepSpeed, which has none.
+    """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, batches, lazy = engines(CheckpointPlan())
@@ -569,7 +578,7 @@ def test_malicious_pickles_are_refused(engines, tmp_path, which):
     victim = next((tmp_path / "t").glob(which))
     torch.save({"module": Evil(str(mark)), "mp_world_size": 1}, victim)
     torch.load(victim, weights_only=False)
-    assert mark.exists(), "the payload must work where it is not refused"
+    assert mark.exists(), "the payload must run when it is loaded without ebbtide"
     mark.rmdir()
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(str(tmp_path), tag="t")
@@ -609,8 +618,9 @@ def test_16_bit_export_is_written_at_once(engines, tmp_path):
 
 
 def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
-    """Whether loading would refuse a file is tried only where it holds something uncommon: the
-    trial takes longer than the rest of a stall.
+    """Check that saving an ordinary client state does not try out whether the file can be loaded.
+
+    The trial takes longer than the rest of the save's stall, so only files with uncommon types need it.
     """
     from ebbtide.runtime.checkpoint.format import skeleton
 

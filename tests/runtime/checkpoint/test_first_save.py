@@ -1,4 +1,4 @@
-"""Several ranks that save first into a folder that nobody has made."""
+"""Tests of several ranks that save their first checkpoint into a folder that does not exist yet."""
 
 import errno
 import multiprocessing
@@ -17,7 +17,7 @@ TIMES = 40
 
 
 def begin(folder, rank, world_size=2, files=None):
-    """Begin a save into ``folder`` on one rank; return its attempt."""
+    """Begin a save into ``folder`` on one rank, and return the attempt."""
     attempt = Attempt(folder, "state", "n", 1, rank, world_size)
     commit = Commit(attempt, files or Files(), 10.0)
     commit.begin()
@@ -41,7 +41,7 @@ def save_often(root, rank, world_size, times, ready, failed):
 
 
 def save_together(root, world_size, times):
-    """Save on processes that set out at the same moment; return what failed."""
+    """Start one process per rank, let all save at the same moment, and return the errors."""
     context = multiprocessing.get_context("fork")
     ready, failed = context.Barrier(world_size), context.Queue()
     ranks = [
@@ -67,7 +67,9 @@ def test_ranks_that_save_at_once_all_save(tmp_path, world_size):
 
 
 class MakingMeanwhile(Files):
-    """Another process makes the folder just before this one gives its own that name."""
+    """File operations in which another process makes the checkpoint folder just before this one renames its own
+    folder to that name.
+    """
 
     def __init__(self, folder):
         self.folder, self.inode = folder, None
@@ -82,7 +84,10 @@ class MakingMeanwhile(Files):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_folder_that_another_rank_has_made_is_never_replaced(tmp_path, monkeypatch, rank, plain):
-    """Its next call would stand in a folder that is gone."""
+    """Check that a rank never replaces the checkpoint folder that another rank has made.
+
+    Otherwise the other rank's next file operation would be in a folder that is gone.
+    """
     if plain:  # a filesystem without a rename that refuses
         monkeypatch.setattr(file_layer, "_renamed", refuse)
     folder = tmp_path / "new/checkpoint-10"
@@ -98,7 +103,10 @@ def refuse(*_):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_whichever_rank_makes_the_folder_it_comes_with_its_note(tmp_path, monkeypatch, plain):
-    """Killed right after it, the folder must say what it is."""
+    """Check that the rank that makes the checkpoint folder also puts a note into it that a save is in progress.
+
+    If the process is killed right afterwards, the note tells the next run that the checkpoint is incomplete.
+    """
     if plain:
         monkeypatch.setattr(file_layer, "_renamed", refuse)
     attempt = begin(tmp_path / "checkpoint-10", 1)

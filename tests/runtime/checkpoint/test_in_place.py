@@ -1,5 +1,5 @@
-"""A load reads straight to where state and weights live, where nobody would notice; and what it
-reads at all.
+"""Tests of loading a checkpoint straight into the memory of the weights and optimizer state, and of the types
+that a load accepts.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def test_weights_below_zero_3_are_read_in_place_and_a_custom_loader_gets_its_own
 
 
 class Engine:
-    """What `weights_in_place` asks."""
+    """A stand-in for a DeepSpeed engine with the attributes that `weights_in_place` reads."""
 
     mp_world_size = 1
 
@@ -65,7 +65,9 @@ def test_who_looks_at_the_weights_on_their_way_gets_copies():
     assert set(weights_in_place(Engine(ByteGPT(SIZES["tiny"])))) == {
         ("module", name) for name in ByteGPT(SIZES["tiny"]).state_dict()
     }
-    assert weights_in_place(Engine(torch.nn.BatchNorm1d(4))), "torch's own look at versions only"
+    assert weights_in_place(Engine(torch.nn.BatchNorm1d(4))), (
+        "a version check of torch's own must not prevent loading in place"
+    )
     assert not weights_in_place(Engine(ByteGPT(SIZES["tiny"]), partitioned=True))
     assert not weights_in_place(Engine(torch.nn.Sequential(Merging(4, 4))))
     for register in ("register_load_state_dict_pre_hook", "register_state_dict_post_hook"):
@@ -86,7 +88,7 @@ def test_what_is_not_host_memory_is_filled_through_some(tmp_path, monkeypatch):
 
 
 class _AsPython311:
-    """Pickled as Python 3.11.0 to 3.11.3 does a member of an enum: `getattr` of its class."""
+    """A member of an enum that is pickled as Python 3.11.0 to 3.11.3 does: as a ``getattr`` of its class."""
 
     def __init__(self, kind, name):
         self.kind, self.name = kind, name
@@ -96,7 +98,10 @@ class _AsPython311:
 
 
 def test_members_of_enums_are_read_however_python_has_pickled_them(tmp_path):
-    """Debian 12's Python writes `zero_stage` so: nothing could be resumed there."""
+    """Check that a load accepts ``getattr`` in a pickle only if it yields a member of an enum.
+
+    Debian 12's Python writes DeepSpeed's ``zero_stage`` in this way, so refusing it would prevent any resume.
+    """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     torch.save({"zero_stage": _AsPython311(ZeroStageEnum, "weights")}, tmp_path / "enum.pt")

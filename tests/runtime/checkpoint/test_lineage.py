@@ -1,8 +1,8 @@
-"""A run that is killed again and again, and started again each time: it never falls back.
+"""A test of a training run that is killed and restarted many times: it never resumes from an older step than
+stock DeepSpeed would.
 
-Each run looks for its newest checkpoint as the Trainer does, saves a few, rotates the older ones
-away, and dies of SIGKILL before some change of the filesystem: in a save, in a rotation, in the
-resume itself.
+Each run resumes from its newest checkpoint as the Trainer does, saves a few, and deletes the older ones.
+It is killed by SIGKILL before a random change of the filesystem: in a save, in a deletion or in the resume.
 """
 
 import os
@@ -22,14 +22,14 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.runtime.checkpoint.test_rotation import TRAINERS, killed
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to kill a child process")
 bystanders.watch()
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.rmtree"}
 RUNS, SAVES, BROKEN = 8, 3, 3
 
 
 def die_at(root, number):
-    """SIGKILL before the ``number``-th change below ``root``, in whichever thread it comes."""
+    """Kill the process before its ``number``-th change of the filesystem below ``root``, in whichever thread."""
     left = [number]
 
     def heard(event, args):
@@ -46,7 +46,7 @@ def saved_steps(root):
 
 
 def run(root, journal, limit, number):
-    """One run, up to its death or its end."""
+    """Resume from the newest checkpoint, then save and delete checkpoints until the run is killed or ends."""
     trainer = {"__name__": "transformers.trainer"}
     exec(TRAINERS, trainer)
     die_at(root, number)
@@ -82,7 +82,7 @@ def note(journal, line):
 
 
 def begin(folder, step):
-    """As the engine under a Trainer: placed first, durable behind."""
+    """Start a save as the engine does under a Trainer: the checkpoint gets its name before it is durable."""
     real, start = Files(), Commit.begin
 
     def waiting(commit):

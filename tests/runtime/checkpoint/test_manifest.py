@@ -1,4 +1,4 @@
-"""Manifests: every altered byte is found, no input does anything but parse or raise."""
+"""Tests of checkpoint manifests: altered bytes are found, and any input either parses or raises an error."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ RANK = RankManifest(
 
 
 def sealed(body):
-    """What an attacker or a bug could write: any body with a fitting hash."""
+    """Return a manifest with any body and a hash that fits it, as an attacker or a bug could write."""
     text = json.dumps(body, separators=(",", ":"))
     return f'{{"body":{text},"xxh3_128":"{block_hash(text.encode())}"}}\n'.encode()
 
@@ -108,7 +108,11 @@ def test_deep_nesting_is_an_error_not_a_crash():
 
 
 def test_flips_and_truncations_of_every_file(bench):
-    """Each file class, at its start, end, and in every block; the earlier one stays valid."""
+    """Check that damage to any file of a checkpoint is found, and that the previous checkpoint is then chosen.
+
+    Bits are flipped at the start, the end and in every block of each file. Files are also cut off, extended
+    and deleted.
+    """
     bench.save(some_state(1), "good")
     bench.save(some_state(2), "bad")
     files = sorted(p for p in (bench.folder / "bad").rglob("*") if p.is_file())

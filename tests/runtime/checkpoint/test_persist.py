@@ -1,4 +1,4 @@
-"""Blocks, copy on update and backpressure, on real files."""
+"""Tests of the writer that copies a checkpoint to disk in blocks while the optimizer updates the same memory."""
 
 import threading
 from itertools import pairwise
@@ -17,7 +17,7 @@ from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 
 class GatedFiles(Files):
-    """Holds every write back until the gate opens."""
+    """File operations that hold back every write of payload until the test opens the gate."""
 
     def __init__(self):
         self.gate = threading.Event()
@@ -208,7 +208,10 @@ def test_blocks_cover_each_file_once(bench):
 
 
 class Busy(Files):
-    """A disk that ends no write of a block until it is told to; counts them."""
+    """File operations of a slow disk: no write of a block ends until the test allows it.
+
+    They count the writes in progress and the largest number at any time.
+    """
 
     def __init__(self):
         self.go_on, self.lock, self.now, self.most = threading.Event(), threading.Condition(), 0, 0
@@ -245,7 +248,10 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
 
 
 def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
-    """It is with another thread by then, from its copy: the live bytes are the update's again."""
+    """Check that a block which is copied while its thread waits for the disk is left to the owner of the copy.
+
+    The thread must not write the live memory, which the optimizer may update once the copy is made.
+    """
     bench, files = Bench(tmp_path, writers=1), Busy()
     job = bench.begin({"a": {"x": torch.randn(4 * BLOCK // 4)}}, files=files)
     writer = job._writer

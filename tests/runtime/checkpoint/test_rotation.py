@@ -1,4 +1,4 @@
-"""Somebody deletes older checkpoints while a newer one is written: nothing committed is lost."""
+"""Tests of trainers that delete older checkpoints while a newer one is written, and are killed meanwhile."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours, release
 
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to kill a child process")
 bystanders.watch()  # as `ebbtide.enable` and `install` do
 
 
@@ -34,7 +34,7 @@ def fail():
 
 
 def guarded(bench, state, tag, files):
-    """A job in flight, stopped at the gate, as the engine has it."""
+    """Start a save as the engine does, with file operations that pause it. Return the save once it has paused."""
     job = bench.begin(state, tag, files=files, nonce="next")  # as random as the engine's
     job._when_over = lambda: release(job)
     guard(job)
@@ -44,7 +44,7 @@ def guarded(bench, state, tag, files):
 
 
 def killed(action):
-    """Runs in a child; how it ended."""
+    """Run ``action`` in a forked child, and return the child's exit code."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -62,7 +62,10 @@ def saved(folder, step):
 
 
 def rotate_while_saving(root, at, then, rotate=shutil.rmtree):
-    """As a trainer does: a folder for each checkpoint, the older one deleted right after save."""
+    """Save step 20 into its own folder, delete the folder of step 10 during the save, and return the save.
+
+    A trainer with one folder per checkpoint does so. The save pauses at ``at`` and then calls ``then``.
+    """
     (root / "checkpoint-20").mkdir()
     gate = Gate(at, then)
     job = guarded(Bench(root / "checkpoint-20"), some_state(20), "state", gate)
@@ -78,15 +81,18 @@ def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
     saved(tmp_path / "checkpoint-10", 10)
     assert killed(lambda: rotate_while_saving(tmp_path, at, die)) == -signal.SIGKILL
     with ours():
-        assert not (tmp_path / "checkpoint-10").exists(), "the trainer deleted it"
-    assert os.listdir(tmp_path) == ["checkpoint-10"], "whoever looks for the newest finds it"
+        assert not (tmp_path / "checkpoint-10").exists(), "the trainer must have deleted the older checkpoint"
+    assert os.listdir(tmp_path) == ["checkpoint-10"], "a run that lists the folder must find the older checkpoint"
     assert verify(tmp_path / "checkpoint-10", "state") == []
     assert (tmp_path / "checkpoint-10/trainer_state.json").read_text() == '{"step": 10}'
     assert (tmp_path / "checkpoint-10/.uncommitted_checkpoint-20/trainer_state.json").exists()
 
 
 def test_killed_at_the_same_step_again_and_again(tmp_path):
-    """As by a scheduler, or for want of memory: what the first kill left is in nobody's way."""
+    """Check that a run which is killed in the same save three times still has its older checkpoint.
+
+    A scheduler or a lack of memory may kill each attempt. What the first kill left must not block the next.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     for _ in range(3):
         assert killed(lambda: rotate_while_saving(tmp_path, "voted", die)) == -signal.SIGKILL
@@ -186,11 +192,11 @@ def test_a_live_process_is_left_alone(tmp_path):
 
 
 class Cut(BaseException):
-    """Nothing below catches it, as nothing catches a kill."""
+    """An exception that stands for a kill: no code catches it, since it is not an ``Exception``."""
 
 
 def cut_at(monkeypatch, number, cut=None):
-    """The process ends before its ``number``-th change of the filesystem."""
+    """Make the ``number``-th change of the filesystem from now on raise `Cut`. If ``cut`` is given, call it first."""
     left = [number]
 
     def counted(function):
@@ -253,7 +259,7 @@ def test_a_kill_anywhere_in_the_resume_is_made_good_by_the_next(tmp_path, monkey
         assert verify(root / f"checkpoint-{step}", "state") == [], number
         if not cut:
             break
-    assert number > 3, "the resume must have changed something"
+    assert number > 3, "the resume must have changed the filesystem"
 
 
 def placed(root, at, then):
@@ -269,7 +275,7 @@ def placed(root, at, then):
 
 
 def test_placed_before_it_is_durable(tmp_path):
-    """A kill right after the save finds the newer one whole; so does a reader."""
+    """Check that a checkpoint which has its final name but is not yet durable is complete after a kill."""
     saved(tmp_path / "checkpoint-10", 10)
 
     def save_and_die():
@@ -284,7 +290,10 @@ def test_placed_before_it_is_durable(tmp_path):
 
 
 def test_placed_but_torn_by_the_machine(tmp_path):
-    """What a power failure may leave of files that were not synced: the older one is put back."""
+    """Check that the older checkpoint is restored if the newer one, not yet durable, is found damaged.
+
+    A power failure may leave files that were not synced in this state.
+    """
     saved(tmp_path / "checkpoint-10", 10)
 
     def save_and_die():
@@ -378,7 +387,10 @@ def as_trainer(root, step, *, complete):
 
 
 def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
-    """The Trainer takes the highest number, and cannot resume without its own last file."""
+    """Check that a checkpoint folder without the Trainer's last file is hidden from the Trainer's next run.
+
+    The Trainer resumes from the highest step, and cannot resume without this file.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     status = killed(lambda: as_trainer(tmp_path, 20, complete=False))
     assert status == -signal.SIGKILL
@@ -389,8 +401,10 @@ def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
 
 
 def test_a_folder_whose_save_failed_is_out_of_the_way(tmp_path):
-    """As on a full disk: the Trainer ends with the error, and could not resume from what is there,
-    nor does it look at an older one.
+    """Check that a Trainer's checkpoint folder is hidden from the next run if its save failed.
+
+    When the disk is full, for example, the Trainer ends with the error. Its next run could not resume from the
+    incomplete folder, and would not look for an older one.
     """
     saved(tmp_path / "checkpoint-10", 10)
 
@@ -426,7 +440,7 @@ def make(folder):
 
 
 def make_folder(root, then):
-    """As the Trainer does, long before it comes to `save_checkpoint`."""
+    """Make a checkpoint folder from a frame of the Trainer, which does so long before `save_checkpoint`."""
     library = {"__name__": "transformers.trainer"}
     exec(TRAINERS, library)
     library["make"](root / "checkpoint-20")
@@ -441,7 +455,11 @@ def test_a_folder_whose_save_never_began_is_out_of_the_way(tmp_path):
 
 
 def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
-    """A folder without a note would be the Trainer's newest checkpoint, with nothing in it."""
+    """Check that a kill while the Trainer makes a checkpoint folder leaves no folder that looks like a checkpoint.
+
+    Without a note that its save is unfinished, the Trainer would take the empty folder for its newest
+    checkpoint.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
         root = tmp_path / str(number)
@@ -458,12 +476,15 @@ def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
         assert os.listdir(root) == ["checkpoint-10"], number
         if code == 0:
             break
-    assert number > 3, "it must have made something"
+    assert number > 3, "the save must have changed the filesystem"
 
 
 @pytest.mark.parametrize("at", range(3))
 def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
-    """One that could not be marked had no file to resume from, and every run after that took it."""
+    """Check that a Trainer makes no checkpoint folder if the disk is too full to mark the folder as incomplete.
+
+    Every later run would otherwise try to resume from a folder that holds no checkpoint.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     full = FaultyFiles(at, errno.ENOSPC, lasting=True)
     monkeypatch.setattr(trainers_folder, "Files", lambda: full)
@@ -473,7 +494,10 @@ def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
 
 
 def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
-    """A loop that takes the highest number went on from it with the weights of its script."""
+    """Check that the folder of a failed save is hidden from the next run, also without a Trainer.
+
+    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
+    """
     saved(tmp_path / "checkpoint-10", 10)
 
     def fail_and_end():
@@ -497,7 +521,10 @@ def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
-    """A loop that takes the highest number went on from it with the weights of its script."""
+    """Check that a kill at any change of the filesystem while a save begins leaves only the older checkpoint.
+
+    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
         root = tmp_path / str(number)
@@ -513,12 +540,15 @@ def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, 
         assert os.listdir(root) == ["checkpoint-10"], number
         if code == 0:
             break
-    assert number > 3, "it must have made something"
+    assert number > 3, "the save must have changed the filesystem"
 
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(tmp_path, settled):
-    """``save_only_model``: it never comes to `save_checkpoint`, but to its last file."""
+    """Check that a Trainer's folder with its last file counts as complete although `save_checkpoint` never ran.
+
+    The Trainer's option ``save_only_model`` saves no optimizer state, and so does not call DeepSpeed.
+    """
 
     def complete_and_die():
         (tmp_path / "checkpoint-20/trainer_state.json").write_text("{}")
@@ -533,7 +563,7 @@ def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_
 
 
 def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
-    """`run-2` is no checkpoint of `run-1`."""
+    """Check that a killed save in the folder ``run-2`` does not hide it, since it is no checkpoint of ``run-1``."""
     saved(tmp_path / "run-1", 10)
     folder = tmp_path / "run-2"
 
@@ -550,7 +580,10 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
 
 
 def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
-    """A rotation that crossed the commit: another rank's, say, which the end did not wait for."""
+    """Check that a checkpoint whose deletion was recorded only after the newer one's commit stays deleted.
+
+    Another rank may delete a checkpoint during the commit, and the end of the save does not wait for it.
+    """
     saved(tmp_path / "checkpoint-10", 10)
     saved(tmp_path / "checkpoint-20", 20)
     late = rotation.Note(tmp_path / "checkpoint-20", "state", "late", Files())

@@ -1,4 +1,6 @@
-"""A rank that is stopped (SIGSTOP) in the middle of a checkpoint: no hang, nothing half-visible."""
+"""Tests of a rank that is stopped by SIGSTOP during a save: the other rank does not hang, and no incomplete
+checkpoint becomes visible.
+"""
 
 import os
 import signal
@@ -12,7 +14,7 @@ from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 
 from tests.runtime.checkpoint.conftest import Bench, some_state
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="rank 1 is a fork")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="rank 1 is a forked process")
 
 
 class Stops(Files):
@@ -28,7 +30,10 @@ class Stops(Files):
 
 
 def rank_1(folder, point, log):
-    """Forked off this warm process: nothing is imported again."""
+    """Fork a process that saves as rank 1 and stops itself at ``point`` of its second save. Return its process id.
+
+    A forked process needs no new imports, so it starts quickly.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -73,7 +78,7 @@ def test_the_other_rank_is_told_within_the_deadline(tmp_path, point):
             os.waitpid(pid, 0)
     told = log.read_text().splitlines()
     assert told[:3] == ["saved", "stopping", "going on"]
-    assert told[3].startswith("told:"), "the rank that slept hears that its checkpoint is void"
+    assert told[3].startswith("told:"), "the stopped rank must report that its checkpoint failed"
     assert [entry.tag for entry in list_checkpoints(folder)] == ["a"]
     assert verify(folder, "a") == []
     assert (folder / "latest").read_text() == "a"

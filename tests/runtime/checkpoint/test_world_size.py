@@ -1,4 +1,4 @@
-"""Two ranks' checkpoints: each rank's own state comes back, and one rank goes on from them."""
+"""Tests of checkpoints of two ranks: each rank gets its own state back, and one rank can resume from them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.device_count() == 
 
 @pytest.fixture(scope="module")
 def saved(deepspeed_ops, tmp_path_factory):
-    """A folder per ZeRO stage with what two ranks have saved there: one start for both."""
+    """Save checkpoints with two ranks for all ZeRO stages in one start, and return the folder of each stage."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for stage in STAGES:
         (folder / f"stage{stage}").mkdir()
@@ -33,7 +33,10 @@ def two_ranks(folder):
 
 
 def to_universal(source, target, stage):
-    """DeepSpeed's own conversion; below ZeRO-3 it wants facts that only Megatron's users save."""
+    """Convert a checkpoint with DeepSpeed's script to its universal format, which any number of ranks can load.
+
+    Below ZeRO-3 the script needs entries that only Megatron's users save, so it has to add them.
+    """
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(
@@ -50,7 +53,7 @@ def to_universal(source, target, stage):
 
 
 def gone_on(folder, stage, *, plan):
-    """State right after loading on one rank, and the losses of three more steps."""
+    """Load a universal checkpoint on one rank. Return the state after the load and the losses of three steps."""
     engine = start(stage=stage, extra={"checkpoint": {"load_universal": True}})
     if plan:
         attached(engine, ["device", "host", "resident"], list(DEVICES)[-1])
@@ -70,7 +73,7 @@ def test_another_number_of_ranks(only_rank, saved, stage):
     folder = saved[stage]
     told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(rank["draws_alike"] for rank in told)
-    assert told[0]["draws"] != told[1]["draws"], "each rank has generators of its own"
+    assert told[0]["draws"] != told[1]["draws"], "each rank must have its own random generators"
     assert all(rank["apart_as_stock"] for rank in told), told
     assert {"latest", "rank0", "rank1"} < set(told[0]["apart"])
     assert (folder / "apart" / "latest").read_text() == "rank0"

@@ -1,4 +1,4 @@
-"""Training under a plan on two ranks (`forked_ranks`) with checkpoints. Each rank writes its results."""
+"""Training under a plan on two ranks with checkpoints (see `forked_ranks`). Each rank writes its results."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def draws():
 
 
 def saved_apart(engine, folder):
-    """Save each rank's checkpoint under a separate tag. Return all files and the tensors of this rank's files."""
+    """Save each rank's checkpoint under its own tag. Return all file names and the tensors of this rank's files."""
     tag = f"rank{torch.distributed.get_rank()}"
     engine.save_checkpoint(str(folder), tag=tag)
     mine = {path.name: dict(tensors_of(torch.load(path, weights_only=False))) for path in (folder / tag).glob("*.pt")}
@@ -43,9 +43,9 @@ def saved_apart(engine, folder):
 
 
 def same(one, other):
-    """Return whether two tensors are equal, also in the bytes that the file stores for them.
+    """Return whether two tensors are equal, and their storages have the same size.
 
-    A view must not bring its whole buffer into the file.
+    A saved view must not bring its whole buffer into the file.
     """
     sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
     return torch.equal(one, other) and sizes[0] == sizes[1]

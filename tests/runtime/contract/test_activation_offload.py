@@ -1,4 +1,6 @@
-"""Activations that DeepSpeed's own checkpointing moves: a plan leaves them alone, with its bits."""
+"""A test of a plan together with DeepSpeed's own activation checkpointing, which moves activations to host
+memory.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,10 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 @pytest.fixture
 def offloaded(monkeypatch):
-    """Without a GPU DeepSpeed's unpartitioned path empties the tensors that it then reads."""
+    """Turn on DeepSpeed's partitioned activation checkpointing in host memory, and return a list of its calls.
+
+    Without a GPU, DeepSpeed's code for unpartitioned activations empties the tensors that it then reads.
+    """
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     calls = []
@@ -35,6 +40,6 @@ def test_a_plan_beside_activations_in_host_memory_has_stocks_bits(device, offloa
         return start(byte_gpt.ByteGPT(size), extra={"activation_checkpointing": section})
 
     stock = outcome(engine())
-    assert offloaded, "DeepSpeed's checkpointing did not run"
+    assert offloaded, "DeepSpeed's activation checkpointing must run"
     ours = attached(engine(), ["host", "device", "resident"], device, subgroup=SUBGROUP)
     assert_same(outcome(ours), stock)

@@ -1,4 +1,6 @@
-"""The contract: whatever the plan, the device and the timing, the bits are stock DeepSpeed's."""
+"""Tests of the main contract: whatever the plan, the device and the timing, the results equal stock
+DeepSpeed's, bit for bit.
+"""
 
 import functools
 import tempfile
@@ -143,7 +145,10 @@ def test_offloaded_parameters_have_the_bits_of_those_that_are_not(device):
 
 
 def test_updates_go_in_the_order_in_which_forward_needs_them():
-    """A group of norms and biases comes last in DeepSpeed's order; layer 0 needs it at once."""
+    """Check that updates run in the order in which the forward pass needs their parameters.
+
+    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it first.
+    """
     ours = attached(engine_for("parameter_groups"), ["host"], DEVICE)
     groups = ours.optimizer.fp16_groups
     number = {p.ds_id: i for i, p in enumerate(ours.module.parameters())}
@@ -186,8 +191,9 @@ def plans(draw):
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]), saved=st.integers(1, STEPS // 2 - 1))
 def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumulation, saved):
-    """Every step's loss and norm, and all state at the end; the checkpoint goes on being written
-    while one more step trains, which is lost.
+    """Check the loss and norm of every step, and all state at the end, under random plans with a resume between.
+
+    While the checkpoint is being written, one more step trains. The resume discards this step.
     """
     device, saved_at = DEVICE, 2 * saved
     expected = stock_for_long(accumulation)
@@ -233,7 +239,7 @@ def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, monkeypatch)
 
 
 class Switching(torch.nn.Module):
-    """One of two branches per batch: the other one's parameters get no gradient."""
+    """A model that uses one of two branches per batch, so that the parameters of the other get no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -261,8 +267,13 @@ def test_unused_parameters_get_what_stock_gives_them(stage, device, clipping):
 
 
 def overflowing(engine, boundaries=1):
-    """State, losses and skipped steps where some overflow; ``boundaries``: backwards for each
-    step. Stock applies an infinity that is left of a step which it has skipped: its NaN count too.
+    """Train with one loss that overflows. Return the state, the losses and the number of skipped steps.
+
+    Stock DeepSpeed later applies an infinity that is left from a skipped step. NaNs are therefore replaced by
+    a number, so that they can be compared.
+
+    Args:
+        boundaries: Number of backward passes per step.
     """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for number in range(12):
@@ -283,7 +294,11 @@ FP16 = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": {"enabled": True
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, monkeypatch):
-    """In ZeRO-3's sums it stays until their next gradient, and counts in every step until then."""
+    """Check an overflow in the gradient of parameters that the next batches do not use.
+
+    In ZeRO-3 the infinity stays in the gradient sums until the parameters get their next gradient, and counts
+    as an overflow in every step until then.
+    """
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -298,7 +313,10 @@ def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumu
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_an_overflow_of_the_first_of_two_backwards(stage, device, monkeypatch):
-    """Below ZeRO-3 the second one's gradients take its place; the step is skipped nevertheless."""
+    """Check that a step is skipped if the first of its two backward passes overflows.
+
+    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped anyway.
+    """
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -340,7 +358,10 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_path):
-    """Its optimizer has no moments yet; those of the engine that loads it are of another run."""
+    """Check that a plan resumes from a checkpoint that stock DeepSpeed saved before its first update.
+
+    The checkpoint holds no moments yet, and those of the engine that loads it belong to another run.
+    """
     saving = start(stage=stage)
     saving.save_checkpoint(str(tmp_path))
     expected = outcome(saving, 2)
@@ -351,7 +372,7 @@ def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_
 
 
 class ReadsAnothersParameter(ByteGPT):
-    """Takes a parameter from a module whose forward it does not call, as many models do."""
+    """A byte GPT that reads a parameter of a module without calling the module's forward, as many models do."""
 
     def forward(self, inputs, targets):
         x = self.bytes_in(inputs) + self.positions.weight[: inputs.shape[1]]
@@ -396,7 +417,7 @@ PLANTS = {  # the lane that waits for nothing, and who is late
     ("plant", "stage"), [*((plant, 3) for plant in PLANTS), ("update before its state has come", 2)]
 )
 def test_a_planted_race_is_caught(plant, stage):
-    """One wait removed and the op before it delayed: the comparison must see it."""
+    """Check that a missing wait changes the results: one wait is removed, and the op before it is delayed."""
     import time
 
     ours = attached(engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1)
@@ -415,7 +436,7 @@ def test_a_planted_race_is_caught(plant, stage):
 
 
 def test_a_gate_removed_is_caught():
-    """Forward that does not wait for its parameters reads old ones."""
+    """Check that the results differ if the forward pass does not wait for its parameters and reads old ones."""
     import time
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)

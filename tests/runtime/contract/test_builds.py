@@ -1,4 +1,4 @@
-"""The contract on other machines: DeepSpeed's op as it is built where there is no AVX-512."""
+"""Tests of plans with DeepSpeed's CPU optimizer as it is built on machines without AVX-512."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ DEVICE = list(DEVICES)[-1]
 
 
 class Odd(torch.nn.Module):
-    """84,314 parameters: 10 behind the last vector of 16, 2 behind that of 8."""
+    """A model with 84,314 parameters: 10 more than a multiple of 16, and 2 more than a multiple of 8.
+
+    16 and 8 are the numbers of elements in a vector of AVX-512 and of AVX2.
+    """
 
     def __init__(self):
         super().__init__()
@@ -29,7 +32,7 @@ class Odd(torch.nn.Module):
 
 @pytest.fixture(params=["avx2", "scalar"])
 def build(request, monkeypatch):
-    """Engines made from here on, stock and ours, have the op of this build."""
+    """Make all new engines, stock or under a plan, use DeepSpeed's CPU optimizer of the given build."""
     if not runs_here(request.param):
         pytest.skip(f"this CPU has no {request.param}")
     use_build(monkeypatch, request.param)
@@ -45,13 +48,18 @@ def test_whole_engine(stage, build):
     ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
     executor = ours.optimizer._ebbtide.executor
     assert executor.rule.vector_width == WIDTHS.get(build, NO_VECTORS)
-    assert any(s.elements % 16 >= 8 for s in executor.states), "a tail that the builds differ in"
+    assert any(s.elements % 16 >= 8 for s in executor.states), (
+        "some subgroup must have a tail that the builds compute differently"
+    )
     assert_same(outcome(ours, 3), expected)
 
 
 @pytest.mark.parametrize("older", [False, True])
 def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path):
-    """Up to the bit, a resume included, which goes on as the uninterrupted run would have."""
+    """Check that a plan with a resume gives stock DeepSpeed's results, bit for bit, as in an uninterrupted run.
+
+    DeepSpeed 0.18.6 counts Adam's steps differently from later versions. The test runs with both ways.
+    """
     op = stock_op("adam", HERE)
     use_op(monkeypatch, RecountingOp(op) if older else op)
 
@@ -77,5 +85,5 @@ def test_an_op_that_rounds_in_an_unknown_order_is_refused(monkeypatch):
     monkeypatch.setattr(engine.optimizer.optimizer, "ds_opt_adam", stock_op("adam", "unfused"))
     with pytest.raises(UnknownRoundingError, match="must round as its AVX-512, AVX2"):
         attached(engine, MIX, DEVICE)
-    assert type(engine.optimizer) is stock, "refused before anything was touched"
+    assert type(engine.optimizer) is stock, "the engine must be left unchanged"
     engine.destroy()

@@ -1,4 +1,4 @@
-"""What goes wrong beside a step, on the stand-in: steps skipped, page locks refused."""
+"""Tests of failures on a fake CUDA: skipped steps and page locks that are refused."""
 
 import gc
 
@@ -17,15 +17,17 @@ from tests.runtime.contract.training import assert_same, outcome, plan_for, star
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the real streams are there"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA"),
 ]
 OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 
 @pytest.mark.parametrize("pattern", [["device"], ["host"]])
 def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern):
-    """fp16's first step overflows: what was prefetched for it, and the gradients on their way home,
-    are waited for by no update.
+    """Check that the plan can change right after a skipped step, although copies of that step are in progress.
+
+    The first fp16 step overflows. No update waits for the state that was prefetched for it, or for its
+    device-to-host copies of gradients.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", extra={"fp16": OVERFLOWS})
@@ -43,7 +45,10 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("granted", [0, 4, 9])
 def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
-    """Every lock is given back, and the engine trains on as if there had been no plan."""
+    """Check that a page lock that CUDA refuses while a plan is attached leaves a working stock engine.
+
+    All page locks are released, and training gives stock DeepSpeed's results.
+    """
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
     with pytest.raises(MemoryError, match=r"CUDA error 2\. Free host memory"):
@@ -53,18 +58,24 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
 
 
 def test_a_device_that_is_dropped_unlocks_its_pages(fake):
-    """Pages that are unmapped while locked are, to CUDA, what is mapped there next."""
+    """Check that a device object that is no longer used unlocks its pages, while its buffers stay valid.
+
+    If pages are unmapped while they are locked, CUDA takes later pages at the same address for them.
+    """
     device = CudaDevice()
     buffer = device.host_empty(4096, torch.float32).fill_(1.0)
     assert fake.runtime.locked
     del device
     gc.collect()
     assert not fake.runtime.locked
-    assert torch.equal(buffer, torch.ones(4096)), "who still has the buffer keeps it"
+    assert torch.equal(buffer, torch.ones(4096)), "the buffer must stay valid"
 
 
 def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
-    """Checkpoint buffers that cannot be locked are slower, no more."""
+    """Check that a refused page lock of a checkpoint buffer leaves no CUDA error for a later kernel to report.
+
+    Copies from a buffer that is not locked are only slower.
+    """
     monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
     fake.runtime.refuses_after = 0
     slots = memory.Slots(1, 4096)
@@ -74,7 +85,10 @@ def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
 
 
 def test_the_state_after_a_failed_attach_is_stocks(fake):
-    """After some steps, too: moments and masters that were on their way to the device are home."""
+    """Check that training gives stock DeepSpeed's results if attaching a plan fails after some steps.
+
+    Masters and moments that were being moved to the GPU must be back in host memory.
+    """
     engine = engine_for("clipping")
     losses, norms = train(engine, 3)
     fake.runtime.refuses_after = 10

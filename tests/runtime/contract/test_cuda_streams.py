@@ -1,4 +1,4 @@
-"""`CudaDevice` itself, on streams that are threads: its waits, and that a missing one shows."""
+"""Tests of `CudaDevice` on a fake CUDA with threads as streams: its waits suffice, and a missing one is found."""
 
 import dataclasses
 import mmap
@@ -24,7 +24,7 @@ from tests.runtime.contract.training import assert_same, outcome, plan_for, same
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the real streams are there"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA"),
 ]
 
 
@@ -52,11 +52,11 @@ def test_stocks_bits(fake, case):
     ours = attached(engine_for(case), MIX, locations=LOCATIONS if "offloaded" in case else None, **AHEAD)
     assert_same(outcome(ours), stock(case))
     assert sum(stream.ran for stream in fake.streams) > 50
-    assert not fake.runtime.locked, "every page-locked range is given back"
+    assert not fake.runtime.locked, "every page-locked range must be released"
 
 
 def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
-    """The stand-in's own test: stock waits for what CUDA asks it to wait for."""
+    """Check the fake CUDA with late streams: stock DeepSpeed, which waits as CUDA requires, gives correct results."""
     assert_same(outcome(engine_for("small_buckets")), stock("small_buckets"))
     assert sum(stream.ran for stream in late_deepspeed.streams) > 50
 
@@ -78,13 +78,20 @@ def test_below_zero_3(fake, case):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_deepspeed, stage):
-    """Each is larger than a bucket, is reduced in place on another stream, and then dropped."""
+    """Check that the memory of a gradient is not reused while the norm of this gradient is computed.
+
+    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and dropped.
+    """
     options = {"reduce_bucket_size": 5_000, "stage": stage, "overlap_comm": True}
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
 
 
 def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
-    """Below ZeRO-3 DeepSpeed 0.19.8 records the stream too, where it averages the gradient."""
+    """Check that the fake CUDA reports a use of freed gradient memory if `CudaDevice.let_go` does nothing.
+
+    The test uses ZeRO-3, because DeepSpeed 0.19.8 itself calls `record_stream` below ZeRO-3, when it averages
+    the gradient.
+    """
     monkeypatch.setattr(CudaDevice, "let_go", no_wait)
     outcome(attached(start(reduce_bucket_size=5_000), ["device"]), 2)
     assert late_deepspeed.violations
@@ -94,9 +101,9 @@ def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypa
 def test_nothing_waits_for_the_whole_device_in_a_steady_step(late_deepspeed):
     engine = engine_for("clipping")
     timer = engine.tput_timer.config
-    assert timer.synchronized, "else this tests nothing"
+    assert timer.synchronized, "DeepSpeed's timer must synchronize, or the test shows nothing"
     attached(engine, MIX)
-    assert late_deepspeed.counts["compiled"] == 1, "in attach, so that no step waits for it"
+    assert late_deepspeed.counts["compiled"] == 1, "attach must compile the kernel, so that no step waits for it"
     train(engine, 4)
     late_deepspeed.counts.clear()
     train(engine, 3, first=4)
@@ -125,7 +132,7 @@ def test_readers_ask_nothing_once_all_updates_have_ended(fake, monkeypatch):
     assert not executor.busy
 
     def asked(*args):
-        raise AssertionError("the device was asked again")
+        raise AssertionError("the device was queried again")
 
     with monkeypatch.context() as patch:
         patch.setattr(Completion, "wait_on", asked)
@@ -149,7 +156,10 @@ def test_the_timeline_has_the_devices_clock(fake):
 
 
 def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
-    """CUDA's own times since the start are in steps of 16 ms by then."""
+    """Check that the recorded timeline resolves short ops after two days of training.
+
+    CUDA's event times since the start of the process have steps of 16 ms by then.
+    """
     ours = attached(engine_for("clipping"), MIX)
     monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", 48 * 3600.0)
     train(ours, 1)  # two days lie between this step and the start
@@ -163,7 +173,10 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
 
 
 def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
-    """The training thread issues it in no time: its clock says nothing."""
+    """Check that the measured forward time is the time that the forward pass takes on the GPU.
+
+    The training thread only issues the work, so its own clock does not show the duration.
+    """
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
 
@@ -180,8 +193,10 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
-    """Below ZeRO-3 they stay whatever the plan, and copies go on running from them; also from where
-    the first subgroup lies, which begins at a buffer's own address.
+    """Check that DeepSpeed's flat buffers stay page-locked when the plan changes under ZeRO-2.
+
+    Copies run from these buffers under any plan, also for the first subgroup, which begins at the address of a
+    buffer.
     """
     ours = attached(engine_for("clipping", stage=2), MIX)
     losses, norms = train(ours, 3)
@@ -207,7 +222,7 @@ def test_another_plan_in_the_middle(fake):
 
 
 def no_wait(*args, **kwargs):
-    """A wait that was forgotten."""
+    """Do nothing, in place of a wait that the test leaves out."""
 
 
 def no_updates(*_):
@@ -232,7 +247,10 @@ RACES = {
 
 @pytest.mark.parametrize("race", list(RACES))
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
-    """On a busy machine the training thread is late too: then the streams are made later still."""
+    """Check that a missing wait changes the results of training.
+
+    On a busy machine the training thread may be late itself. The streams are then delayed more.
+    """
     cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
     case = next((case for word, case in cases.items() if word in race), "clipping")
     expected = stock(case)
@@ -248,7 +266,10 @@ def test_a_forgotten_wait_shows(fake, monkeypatch, race):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_page_locks_are_of_what_is_needed(fake, stage):
-    """PyTorch's own allocator of such memory rounds up to powers of two."""
+    """Check that at most 1% more memory is page-locked than is needed.
+
+    PyTorch's own allocator of page-locked memory rounds sizes up to powers of two.
+    """
     model = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
     engine = start(ByteGPT(model), stage=stage, subgroup_size=150_000)
     attached(engine, ["host"], subgroup=150_000)

@@ -1,4 +1,6 @@
-"""Sums of micro-batches that stay on the device until the last: stock's bits, fewer crossings."""
+"""Tests of on-device gradient accumulation: the sums stay on the GPU until the last micro-batch, with stock
+DeepSpeed's results and fewer copies.
+"""
 
 import functools
 import logging
@@ -42,7 +44,7 @@ def stock(steps, **options):
 
 
 def crossings(engine):
-    """Kinds and subgroups of what crosses, as it is submitted."""
+    """Record each gradient copy between host and device when it is submitted. Return a list of kind and subgroup."""
     seen, ops = [], engine.optimizer._ebbtide.executor.gradients
     submit = ops._submit
 
@@ -75,7 +77,11 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """DeepSpeed adds up on the device under ZeRO-1, and what accumulates wider than it travels."""
+    """Check that training copies the gradients that the simulated schedule copies.
+
+    DeepSpeed itself accumulates on the device under ZeRO-1, and if the sums have a wider dtype than the
+    gradients that are reduced.
+    """
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)
     train(engine, 3)
@@ -99,7 +105,10 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, monkeypatch):
-    """fp16 overflows in its first steps: what was on its way then is nobody's."""
+    """Check on-device gradient accumulation with fp32 sums and with fp16 training.
+
+    The first fp16 steps overflow, and the copies of gradients in progress at that time must be discarded.
+    """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
 
@@ -112,11 +121,11 @@ def test_precisions(precision, monkeypatch):
     ours = outcome(attached(new(), MIX, DEVICE, device_sums=99), steps)
     assert_same(ours, outcome(new(), steps))
     if precision == "fp16":
-        assert ours[2][1] != ours[2][-1], "some steps overflow, others do not"
+        assert ours[2][1] != ours[2][-1], "some steps must overflow, and others must not"
 
 
 def micro_steps(engine, change, count=9):
-    """Train with ``change`` called after each backward. The state has DeepSpeed's own tensors too."""
+    """Train with ``change`` called after each backward. Return the complete training state and the losses."""
     return steps(engine, change, count, state=all_state)
 
 
@@ -148,8 +157,10 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_plans_change_at_any_micro_batch(stage, accumulation):
-    """Also where a sum has not gone home, where home and spare have changed places, and where a
-    window goes on from a sum that begins elsewhere.
+    """Check that plans with on-device gradient accumulation can change after any micro-batch.
+
+    At the change a sum may still be on the GPU, a host sum and its spare buffer may have been exchanged, or a
+    step may continue a sum of an earlier step that is in another place.
     """
 
     def new():
@@ -175,11 +186,14 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
     engine.step = lambda: (step(), switch(engine.micro_steps))
     actions = "bs" * len(ROUTES.split())
     assert_same(follow(engine, actions), follow(new(), actions))
-    assert apart, "some sum was under way"
+    assert apart, "some sum must be unfinished at a change of the plan"
 
 
 def windows(engine, lengths, behind=lambda number: None):
-    """Windows of so many micro-batches, by hand; state and losses at the end."""
+    """Train optimizer steps with the given numbers of micro-batches. Return the state and the losses.
+
+    The last micro-batch of each step is marked explicitly.
+    """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for window, length in enumerate(lengths):
         for number in range(length):
@@ -196,8 +210,10 @@ def windows(engine, lengths, behind=lambda number: None):
 
 @pytest.mark.parametrize("switches", [(), (0, 1, 2), (1,)])
 def test_a_lone_gradient_leaves_the_sum_alone(switches):
-    """Below ZeRO-3 a window of one micro-batch does not touch the sums. One whose first micro-batch
-    does not reach a parameter goes on from the sum before that, under another plan too.
+    """Check the gradient sums under ZeRO-2 if steps have different numbers of micro-batches.
+
+    A step with one micro-batch does not change the sums. If the first micro-batch of a step does not use a
+    parameter, the parameter's sum continues from the previous step, also after a change of the plan.
     """
 
     def new():
@@ -222,7 +238,7 @@ def held_bytes(engine):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_go_away_take_the_sums_along(stage):
-    """In the midst of a step's micro-batches."""
+    """Check that offloading the optimizer states between micro-batches also frees the gradient sums on the GPU."""
 
     def new():
         return start(stage=stage, accumulation=3)

@@ -1,4 +1,7 @@
-"""Early updates of pieces of DeepSpeed's subgroups, whose fp32 tensors stay whole: the bits of stock."""
+"""Tests of early updates (started before the gradient norm is known) of parts of DeepSpeed's subgroups.
+
+DeepSpeed's fp32 tensors stay whole. The results equal stock DeepSpeed's, bit for bit.
+"""
 
 import functools
 import time
@@ -48,7 +51,10 @@ def whole(**options):
 
 
 def updating_early(engine, pattern, **fields):
-    """The engine under a plan of pieces that updates early; by step, the early updates begun and right."""
+    """Attach a plan that cuts DeepSpeed's subgroups into parts and updates some before the gradient norm is known.
+
+    Return the engine and a list. Each step appends the number of early updates begun and the number kept.
+    """
     engine, counts = pausing(engine, pattern, pieces=True, **fields)
     assert len(engine.optimizer.sizes()) > len(engine.optimizer.fp16_groups)
     assert early(engine), "the plan must update pieces early"
@@ -60,13 +66,13 @@ def early(engine):
 
 
 def away(engine):
-    """Return the number of pieces with early updates whose state is not in DeepSpeed's tensors now."""
+    """Return the number of subgroups' parts for which an early update left the state outside DeepSpeed's tensors."""
     executor = engine.optimizer._ebbtide.executor
     return len(executor.early_updates.away(executor.states))
 
 
 def dropping():
-    """A model that draws a random number in every block."""
+    """Return a byte GPT with dropout after every block, so that each forward pass draws random numbers."""
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
     for block in model.blocks:
@@ -173,18 +179,23 @@ def test_what_changes_between_backward_and_step(change, pattern):
 
 
 def every_second(change):
-    """The change in every second step, before which the state is away."""
+    """Return a function that makes a change of the optimizer state in every second step.
+
+    It first checks that early updates have left some state outside DeepSpeed's tensors.
+    """
 
     def changes(engine, number):
         if number % 2:
-            assert not hasattr(engine.optimizer, "_ebbtide") or away(engine), "nothing is away: the test shows nothing"
+            assert not hasattr(engine.optimizer, "_ebbtide") or away(engine), (
+                "some state must be outside DeepSpeed's tensors"
+            )
             change(engine, number)
 
     return changes
 
 
 def publish_alone(engine, number):
-    """Copy all state to DeepSpeed's tensors, without a notice that a script may write to them."""
+    """Copy all optimizer state to DeepSpeed's tensors, without a notice that a script may write to them."""
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer._flat.publish(engine.optimizer._ebbtide)
         assert not away(engine)
@@ -192,7 +203,11 @@ def publish_alone(engine, number):
 
 @pytest.mark.parametrize("change", [*CHANGES[3:5], publish_alone])
 def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, pattern, monkeypatch):
-    """Early updates of every second step write to DeepSpeed's tensors, and take their time."""
+    """Check that a script may change optimizer state while an early update writes to DeepSpeed's tensors.
+
+    Updates that start before the gradient norm is known write to these tensors in every second step, and to
+    spare buffers in the others. They are slowed down here, so that the change comes before they end.
+    """
     engine, _ = updating_early(whole(), pattern)
     rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
     for owner in (rule, device):
@@ -208,7 +223,10 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """The state of a piece moves back to DeepSpeed's tensor while its copy on the GPU waits for the norm."""
+    """Check that a script may change optimizer state while a copy of it on the GPU waits for the gradient norm.
+
+    The state of the subgroup's part moves from a spare buffer to DeepSpeed's tensor meanwhile.
+    """
     engine, _ = updating_early(whole(), ["device"])
     backwards = []
     engine.optimizer.early_updates_allowed = lambda: len(backwards) % 2 == 0
@@ -222,7 +240,10 @@ def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
 
 @pytest.mark.parametrize("change", CHANGES[2:5])
 def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change, pattern):
-    """Each second step leaves the state in the spares; the change comes then, between steps."""
+    """Check that a script may change optimizer state between steps while it is outside DeepSpeed's tensors.
+
+    Updates that start before the gradient norm is known leave it in spare buffers in every second step.
+    """
     engine, _ = updating_early(whole(), pattern)
     assert_same(changed_behind_steps(engine, change), changed_behind_steps(whole(), change))
 
@@ -232,14 +253,18 @@ def changed_behind_steps(engine, change):
 
     def behind(engine, number):
         if number % 3 == 2:
-            assert not ours or away(engine), "nothing is away: the test shows nothing"
+            assert not ours or away(engine), "some state must be outside DeepSpeed's tensors"
             change(engine, number)
 
     return steps(engine, nothing, 8, behind)
 
 
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
-    """State stays in DeepSpeed's tensors once a script has read them, and early updates of the next step are kept."""
+    """Check that a script that reads optimizer state between steps sees stock DeepSpeed's values, bit for bit.
+
+    The read moves the state to DeepSpeed's tensors. Updates of the next step may still start before the
+    gradient norm is known, and are kept.
+    """
     stock, (engine, counts) = whole(), updating_early(whole(), pattern)
     results = [outcome(e, 5, each=look) for e in (engine, stock)]
     assert_same(*results)
@@ -249,7 +274,10 @@ def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pat
 
 @pytest.mark.parametrize("bytes_per_s", [None, 1e6])
 def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
-    """Some are still being written while the next steps write to where their bytes are."""
+    """Check that updates before the gradient norm is known do not change a checkpoint that is still being written.
+
+    They write to the memory from which the checkpoint is read.
+    """
 
     def save(engine, number):
         if number in (1, 2, 5):
@@ -281,7 +309,10 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path, pattern):
 
 
 def test_another_plan_while_state_is_away(pattern):
-    """The spares are given back, and never DeepSpeed's own tensors."""
+    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's tensors.
+
+    Updates that start before the gradient norm is known write to these buffers.
+    """
     engine, _ = updating_early(whole(), pattern)
     session, released, moved = engine.optimizer._ebbtide, [], []
     flats = {t.data_ptr() for flat in engine.optimizer._flat._flats for t in flat}
@@ -299,7 +330,10 @@ def test_another_plan_while_state_is_away(pattern):
 
 
 def test_what_is_left_behind_is_whole(pattern):
-    """DeepSpeed's tensors hold the state when the session has ended, wherever it was."""
+    """Check that DeepSpeed's tensors hold the complete optimizer state after the engine is destroyed.
+
+    Updates that start before the gradient norm is known may have left the state in spare buffers.
+    """
     released = []
     for count in (1, 2):
         engine, stock = updating_early(whole(), pattern)[0], whole()

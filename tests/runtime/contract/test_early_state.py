@@ -1,5 +1,6 @@
-"""Updates before the norm under an engine of plain torch: whose memory they may write, and when
-what they have made counts for nothing.
+"""Tests of early updates (started before the gradient norm is known) with an engine of plain torch.
+
+They check which memory an early update may write, and when its result must be discarded.
 """
 
 import pytest
@@ -26,7 +27,7 @@ def pausing(placement, speculate=99, **settings):
 
 
 def skip(engine):
-    """A step whose gradients are not finite."""
+    """Skip a step, as an engine does if its gradients are not finite."""
     engine.session.begin_step()
     engine.close_window()
     engine.session.skip()
@@ -35,14 +36,17 @@ def skip(engine):
 
 
 def backward(engine, number):
-    """Returns the loss, and how many subgroups' updates have begun before the step."""
+    """Run a backward pass. Return the loss and the number of subgroups with an update begun before the step."""
     loss = loss_of(engine.model, number)
     engine.backward(loss)
     return loss, len(engine.session.executor.early_updates.begun)
 
 
 def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
-    """It writes to what was live a step ago, when the checkpoint was taken."""
+    """Check that an update before the gradient norm waits for a checkpoint that reads the memory it writes to.
+
+    This memory held the current state one step earlier, when the checkpoint was taken.
+    """
     engine = pausing(placement)
     losses = train(engine, 2)
     job = engine.save(tmp_path, "two", bytes_per_s=100_000)
@@ -57,7 +61,11 @@ def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, pl
 
 
 def steps_with(engine, change):
-    """``change`` comes between backward and step, of which it makes another number its own."""
+    """Train with ``change`` called between backward and step, and publish and close the engine at the end.
+
+    Return the number of updates begun before each step, the state and the losses. If ``change`` returns a true
+    value, it has skipped the step itself.
+    """
     losses, begun = [], []
     for number in range(STEPS):
         loss, early = backward(engine, number)
@@ -72,8 +80,10 @@ def steps_with(engine, change):
 
 
 def written(engine, number):
-    """Somebody halves a moment and says so, of one subgroup in each step, when the step before has
-    written it and its guess has read it.
+    """Halve a moment of one subgroup per step, and report the change to the executor.
+
+    By then the previous step has written the moment, and an update of this step, begun before the gradient norm
+    is known, has read it.
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
     executor.wait_state(subgroup)
@@ -83,7 +93,7 @@ def written(engine, number):
 
 
 def overflown(engine, number):
-    """Step 1 and 3 update nothing."""
+    """Skip every second step as if its gradients had overflowed, and return whether the step was skipped."""
     if number % 2:
         skip(engine)
     return number % 2
@@ -94,7 +104,7 @@ def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped
     engine = pausing(placement)
     engine.session.pausing.stepped = lambda right: None  # never pauses
     begun, state, losses = steps_with(engine, change)
-    assert begun == [len(state)] * STEPS, "each step guesses, whatever became of the last one"
+    assert begun == [len(state)] * STEPS, "each step must begin early updates, whatever became of the last ones"
     _, others, theirs = steps_with(pausing(placement, 0), change)
     assert all(
         torch.equal(a, b) for mine, other in zip(state, others, strict=True) for a, b in zip(mine, other, strict=True)

@@ -1,4 +1,6 @@
-"""Updates that begin before the norm: stock's bits, whether the guess was right or not."""
+"""Tests of early updates, which start before the gradient norm is known: the results equal stock DeepSpeed's,
+bit for bit, whether the early updates are kept or rolled back.
+"""
 
 import functools
 
@@ -17,7 +19,7 @@ from tests.runtime.contract.training import DEVICES, assert_same, attached, outc
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
-    pytest.mark.skipif("emulated" not in DEVICES, reason="counts guesses on emulated streams"),
+    pytest.mark.skipif("emulated" not in DEVICES, reason="counts early updates on emulated streams"),
 ]
 DEVICE = "emulated"
 OVERFLOWS = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
@@ -38,7 +40,10 @@ def pattern(request):
 
 
 def pausing(engine, pattern=("host",), **fields):
-    """The engine under a plan that guesses, and for each step the guesses begun and right."""
+    """Attach a plan in which updates may start before the gradient norm is known. Return the engine and a list.
+
+    Each step appends the number of these early updates that were begun and the number that were kept.
+    """
     attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
     settle = session.executor.settle
@@ -72,8 +77,10 @@ def test_right_guesses(case, overlap, pattern):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
-    """Every step clips, which the first parameters' norms prove; where nobody can look at them,
-    guesses stop behind the second wrong step.
+    """Check that updates before the gradient norm are redone if the step clips, and are then no longer started.
+
+    Here every step clips, which the norms of the first gradients prove, so that no early update starts. If this
+    proof is turned off, early updates stop after the second wrong step.
     """
     engine, counts = pausing(engine_for("clips_hard"), pattern)
     count = updated_early(engine)
@@ -130,7 +137,10 @@ def test_overflows(monkeypatch, pattern):
 
 
 def assert_overflows_are_redone(engine, counts, stock):
-    """Compare 24 steps with stock DeepSpeed's. Some must overflow, and early updates of others be right."""
+    """Compare 24 steps with stock DeepSpeed's. Some of the steps must overflow.
+
+    In others, updates begun before the gradient norm is known must be kept.
+    """
     never_pause(engine)
     assert_same(outcome(engine, 24), stock)
     assert any(right for _, right in counts)
@@ -161,7 +171,11 @@ def stock_with_a_skipped_step():
 
 
 def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
-    """Its norm was known to be none: their state stays in the slots, for the next step."""
+    """Check that optimizer state that was copied to the GPU stays there for the next step if a step is skipped.
+
+    The NaN in the first gradients already shows that the step will be skipped, so no update starts before the
+    gradient norm is known.
+    """
     engine, counts = pausing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
     count = updated_early(engine)
     assert_same(with_a_skipped_step(engine), stock_with_a_skipped_step())
@@ -206,14 +220,21 @@ def test_what_changes_between_backward_and_step(change, pattern):
 
 @pytest.mark.parametrize("change", [another_master_in_place, another_moment_in_place])
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
-    """Nobody guesses: state waits in its slot for the norm."""
+    """Check that optimizer state is copied to the GPU again if a script changes it between backward and step.
+
+    No update starts before the gradient norm is known, so the state waits for it in a staging buffer.
+    """
     engine = attached(start(clipping=0.0), ["device"], DEVICE, prefetch=2)
     assert_same(steps(engine, change), stock_steps(change))
 
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
 def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
-    """State in a slot comes again; what stays on the device is fetched from where it was shown."""
+    """Check that changes in place of DeepSpeed's fp32 tensors between backward and step count under ZeRO-2.
+
+    State in a staging buffer is copied to the GPU again. State that lives on the GPU is copied back from
+    DeepSpeed's tensor, but not in steps without a change.
+    """
 
     def change(engine, number):
         if number < 3:
@@ -225,7 +246,7 @@ def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
     options = {"clipping": 0.0, "stage": 2}
     engine = attached(start(**options), [placement], DEVICE, prefetch=2)
     assert_same(steps(engine, change, 6), steps(start(**options), change, 6))
-    assert len(taken) == (3 if placement == "resident" else 0), "not at steps that nobody disturbs"
+    assert len(taken) == (3 if placement == "resident" else 0), "state must be copied back in changed steps only"
 
 
 def again(engine, number):
@@ -233,7 +254,10 @@ def again(engine, number):
 
 
 def test_a_second_backward_before_the_step(pattern):
-    """Its gradients come on top: what was guessed of the first alone is void."""
+    """Check that updates begun before the step are discarded if a second backward comes before the step.
+
+    The gradients of the second backward are added to those that the early updates used.
+    """
     engine, _ = pausing(start(clipping=0.0), pattern)
     assert_same(steps(engine, again), stock_steps(again))
 
@@ -243,7 +267,11 @@ def nothing(engine, number):
 
 
 def test_a_checkpoint_in_flight(tmp_path, pattern):
-    """What is written to is what was live a step ago, and the files still read that."""
+    """Check that updates before the gradient norm is known do not change a checkpoint that is still being written.
+
+    Such an update writes to memory that held the current state one step earlier. The checkpoint's files may
+    still be written from this memory.
+    """
 
     def save(engine, number):
         if number in (1, 3):

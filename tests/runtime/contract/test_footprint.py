@@ -1,4 +1,4 @@
-"""The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
+"""Tests that the predicted memory usage of a plan equals what the runtime allocates, to the byte."""
 
 import itertools
 import json
@@ -117,7 +117,10 @@ def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
 
 
 def test_parameters_leave_no_flat_buffer_behind():
-    """Where some of them move, each subgroup's partition has memory of its own, in its home."""
+    """Check that no flat buffer of DeepSpeed's remains if a plan moves parameters between memories.
+
+    The partition of each subgroup then has its own memory at its parameter location.
+    """
     for config in ({}, {"offload_param": {"device": "cpu"}}):
         engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
         optimizer = engine.optimizer
@@ -129,13 +132,18 @@ def test_parameters_leave_no_flat_buffer_behind():
 
 
 def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
-    """96 GB of state, 32 of gradients, and two slots of 2: 128, 136 and 132 were told before."""
+    """Check the host memory for 8 billion parameters in 8 subgroups: 96 GB of state, 32 GB of fp32 gradients, and
+    two buffers of 2 GB for 16-bit parameters. 96 + 32 + 2 * 2 = 132 GB.
+    """
     held = Holding.of(ADAM, 4, 2).bytes(tally((10**9,) * 8, ("host",) * 8), 0)
     assert held["host"] == 132 * 10**9
 
 
 def test_gradients_under_way_are_bounded(monkeypatch):
-    """The link is slower than backward: without the bound most of them would wait for it."""
+    """Check that the device-to-host copies of gradients in progress never hold more than a fixed number of bytes.
+
+    The copies are slower than backward here. Without the limit, most gradients would wait on the GPU.
+    """
     most = 30_000  # bytes: some parameters are larger, and go alone
     monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)
@@ -152,7 +160,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
     ours = outcome(engine, 4)
     assert_same(ours, expected)
-    assert any(count > 1 for _, count, _ in seen), "they do overlap backward"
+    assert any(count > 1 for _, count, _ in seen), "several copies must be in progress at a time"
     assert all(total <= max(most, size) for total, _, size in seen), max(seen)
     monkeypatch.setattr(GradientOps, "_make_room", lambda *_: None)
     engine = start(accumulation=2)
@@ -160,18 +168,21 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6)))
     train(engine, 4)
     engine.destroy()
-    assert max(seen)[0] > 2 * most, "nothing else bounds them"
+    assert max(seen)[0] > 2 * most, "only the limit may bound the copies in progress"
 
 
 class Copying(DEVICES[DEVICE]):
-    """Keeps no buffer, as where pages are locked: what it adopts is copied."""
+    """A device that copies every host buffer it takes over, as a device does that page-locks memory."""
 
     def host_adopt(self, tensor):
         return tensor.clone()
 
 
 def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
-    """Each subgroup's pages go back to the system when it has moved: they read as zeros."""
+    """Check that DeepSpeed's flat gradient buffer is freed part by part while its gradients move to other memory.
+
+    The pages of a subgroup return to the operating system once it has moved, so they read as zeros.
+    """
     engine = start()
     optimizer = engine.optimizer
     optimizer._pieces = Pieces(optimizer, cuts_of(optimizer, SUBGROUP))
@@ -187,7 +198,7 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """Copies what is not its own, and counts the sources of its copies that are still there."""
+    """A device that copies host buffers of others, and counts the sources of earlier copies that still exist then."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +220,7 @@ class Locking(DEVICES[DEVICE]):
 def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
     engine, device = start(stage=2, parameters=two_groups), Locking()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
-    assert len(device.sources) >= 2, "each group has a buffer of its own"
+    assert len(device.sources) >= 2, "each parameter group must have its own buffer"
     assert device.kept == 0
     assert all(source.expired() for source in device.sources)
     engine.destroy()
@@ -217,7 +228,7 @@ def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, deepspeed_ops):
-    """A folder with the figures of `tests.runtime.measured_memory`, a file for each case."""
+    """Run `tests.runtime.measured_memory`, and return the folder with its results, one file per case."""
     folder = tmp_path_factory.mktemp("measured")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(
@@ -234,6 +245,9 @@ def measured(tmp_path_factory, deepspeed_ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["host", "mixed", "device"])
 def test_both_memories_are_within_3_percent_of_what_a_process_takes(case, measured):
-    """50 million parameters, at home on the host, here and there, or not, by the resident set."""
+    """Check the predicted host and device memory against the resident set of a training process.
+
+    The model has 50 million parameters. They live in host memory, partly there, or on the GPU.
+    """
     for memory, (told, taken) in json.loads((measured / f"{case}.json").read_text()).items():
         assert taken == pytest.approx(told, rel=0.03), memory

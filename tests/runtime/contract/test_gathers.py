@@ -1,5 +1,7 @@
-"""Parameters in host memory: what comes in for the passes, by DeepSpeed's keys, is what the
-simulator says; and whatever is done with them beside training shows stock's values.
+"""Tests of parameters that live in host memory.
+
+The bytes copied to the GPU for each pass equal the simulator's. Evaluation, reads, writes and saves between
+steps show stock DeepSpeed's values.
 """
 
 import pytest
@@ -17,14 +19,14 @@ from tests.runtime.contract.training import EMULATED, SUBGROUP, attached, plan_f
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
-    pytest.mark.skipif(not EMULATED, reason="counts, which no device changes"),
+    pytest.mark.skipif(not EMULATED, reason="counts bytes, which do not depend on the device"),
 ]
 OFFLOAD = {"offload_param": {"device": "cpu"}}
 ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
 
 
 class Recomputing(ByteGPT):
-    """Each block keeps its input alone and is computed again."""
+    """A byte GPT with activation recomputation: each block keeps only its input and is computed again in backward."""
 
     def forward(self, inputs, targets):
         places = torch.arange(inputs.shape[1], device=inputs.device)
@@ -60,7 +62,10 @@ CASES = {
 
 
 def fetched(engine):
-    """Bytes of each step's fetches after the first ones, in which DeepSpeed records its trace."""
+    """Return the bytes of parameters copied to the GPU in each step after the first four.
+
+    DeepSpeed records its trace of modules in the first steps.
+    """
     records = list(engine.optimizer._ebbtide.executor.history)[4:]
     return [sum(op.work for op, _ in r.ops if op.kind is OpKind.PARAMETER_FETCH) for r in records]
 
@@ -84,7 +89,7 @@ def test_what_comes_in_is_what_is_fetched(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """A model as people have it, by the numbers of its config alone."""
+    """Check the simulated parameter copies of a Llama model that are computed from its config alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {
@@ -129,7 +134,7 @@ ON_SAVE = {"stage3_gather_16bit_weights_on_model_save": True}
 
 
 def born_partitioned(**config):
-    """Made under ``zero.Init``, on all ranks alike."""
+    """Return an engine on a model that was built under ``zero.Init``, with the same weights on all ranks."""
     import deepspeed
 
     settings = {**OFFLOAD, **ON_SAVE, **EVERY_PASS, "accumulation": 2, **config}
@@ -140,7 +145,7 @@ def born_partitioned(**config):
 
 
 def a_life(engine, folder, rank=0):
-    """Everything that is seen of a model that is trained, evaluated, read, written to and saved."""
+    """Train, evaluate, read, change and save a model. Return all values that were seen on the way."""
     from deepspeed.runtime.zero import GatheredParameters
 
     batches, notes = Batches(2, SIZES["tiny"].sequence, rank=rank), []
@@ -168,7 +173,7 @@ def a_life(engine, folder, rank=0):
 
 
 def loaded(engine, folder, rank=0):
-    """The state of a checkpoint, and the losses of two micro-batches after it."""
+    """Load a checkpoint. Return its state and the losses of the next two micro-batches."""
     assert engine.load_checkpoint(str(folder))[0] is not None
     state = state_of(engine)
     losses = train(engine, 2, first=8, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))[0]
@@ -177,7 +182,10 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Compares two lives, and checkpoints both ways; returns what differs."""
+    """Train the same steps with and without a plan, and load each one's checkpoint in the other.
+
+    Return the positions and names of all values that differ.
+    """
     pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 
     def ours():

@@ -1,4 +1,4 @@
-"""The contract with the optimizers beside Adam, through whole engines."""
+"""Tests of plans with the optimizers Lion and Adagrad: the results equal stock DeepSpeed's, bit for bit."""
 
 import pytest
 import torch
@@ -96,7 +96,10 @@ def test_save_and_resume_in_another_placement(name, stage, monkeypatch, tmp_path
 
 
 def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
-    """Lion's second moment, which stock keeps and never uses, is in the file as well."""
+    """Check that stock DeepSpeed resumes with Lion from a checkpoint that was saved under a plan.
+
+    The file also holds Lion's second moment, which stock DeepSpeed keeps and never uses.
+    """
     use_build(monkeypatch, HERE)
     expected = stock("lion", 3, 5)
     saving = attached(engine_for("lion", 3), MIX[:3], DEVICE, None)
@@ -114,8 +117,10 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["adagrad", "adagrad_without_decay"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
-    """Stock's scalar loop leaves the update term where the gradient was, and applies that to who
-    gets none: here to the last elements of a subgroup, a branch's bias, while it is not used.
+    """Check that parameters without a gradient are updated by Adagrad as in stock DeepSpeed.
+
+    DeepSpeed's scalar loop overwrites the gradient with the update, and applies that again if no new gradient
+    comes. Here this affects the last elements of a subgroup: the bias of a branch in batches without it.
     """
 
     def new():

@@ -1,4 +1,4 @@
-"""Host memory that DeepSpeed page-locks for buffers that a plan replaces."""
+"""Tests of the host memory that DeepSpeed page-locks for buffers that a plan replaces."""
 
 import copy
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Collect the bytes of each tensor that DeepSpeed page-locks."""
+    """Record the size of each tensor that DeepSpeed page-locks, and return the list of sizes in bytes."""
     accelerator, sizes = get_accelerator(), []
 
     def pin(tensor, *_, **__):
@@ -38,7 +38,7 @@ def config_of(stage, folder, **offload):
 
 
 def locked_bytes(locked, config, plan=None):
-    """Return the bytes that DeepSpeed locks while an engine is made, and while it trains a step."""
+    """Build an engine, train one step and destroy it. Return the bytes that DeepSpeed page-locked."""
     model = ByteGPT(SIZES["tiny"])
     make = deepspeed.initialize if plan is None else ebbtide.runtime.initialize
     options = {} if plan is None else {"plan": plan}
@@ -52,7 +52,7 @@ def locked_bytes(locked, config, plan=None):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
-    """Else the test below proves nothing."""
+    """Check that stock DeepSpeed page-locks memory here. Otherwise a test that a plan locks none proves nothing."""
     assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
 
 
@@ -62,7 +62,10 @@ def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
     [(2, "cpu", True), (3, "cpu", True), (3, "nvme", True), (2, "cpu", False), (3, "cpu", False)],
 )
 def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin, tmp_path, monkeypatch):
-    """Nor does "auto", under which DeepSpeed locked 6 bytes per parameter that nobody gave back."""
+    """Check that DeepSpeed page-locks nothing for an engine with a plan, or with the plan "auto".
+
+    With "auto", DeepSpeed used to lock 6 bytes per parameter that were never released.
+    """
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     plan = "auto"
     if not automatic:
@@ -75,7 +78,10 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
-    """Training would wait for the compiler in the fifth step, in which it changes to the plan."""
+    """Check that attaching the plan "auto" compiles the kernels of the GPU.
+
+    Otherwise training would wait for the compiler in the fifth step, when it changes to the computed plan.
+    """
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     prepared = []
     monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))
@@ -90,5 +96,5 @@ def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatc
     assert len(prepared) == 1
     plan = engine.optimizer._ebbtide.plan
     switch_plan(engine, plan.placed(["device"] * plan.subgroup_count, staging_slots=1, prefetch=0))
-    assert prepared[1:] == prepared[:1], "another form than the one that was compiled"
+    assert prepared[1:] == prepared[:1], "the plan must use the kernel that was compiled"
     engine.destroy()

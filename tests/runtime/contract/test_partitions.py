@@ -1,4 +1,4 @@
-"""What ZeRO-1 and ZeRO-2 have besides: flat partitions, whose borders are the plan's own."""
+"""Tests of plans under ZeRO-1 and ZeRO-2, where DeepSpeed's flat partitions are cut into the plan's subgroups."""
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ DEVICE = list(DEVICES)[-1]
 
 @pytest.mark.parametrize("subgroup", [1_003, 77_777, 10**9])
 def test_borders_of_subgroups_do_not_show(subgroup):
-    """DeepSpeedCPUAdam treats what lies behind a tensor's last whole vector in another way."""
+    """Check that the borders of the plan's subgroups do not change the results.
+
+    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in a different way.
+    """
     ours = attached(start(stage=2), MIX, DEVICE, subgroup=subgroup)
     assert_same(outcome(ours), stock("clipping", 2))
 
@@ -44,7 +47,7 @@ def test_deepspeed_loads_what_was_saved_under_a_plan(tmp_path):
 
 
 def set_state(engine):
-    """Through DeepSpeed's setters, from outside."""
+    """Write the masters and first moments of three parameters with DeepSpeed's public setters."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     for parameter in list(engine.module.parameters())[:3]:
@@ -67,7 +70,7 @@ def test_what_users_write_counts(pattern):
 
 
 def test_state_is_shown_while_it_is_away():
-    """Training goes on meanwhile, and so do its readers."""
+    """Check that masters can be read while the optimizer states are offloaded and training goes on."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     ours = attached(start(stage=2), MIX, DEVICE)
@@ -101,8 +104,10 @@ def test_gradients_are_shown_as_stock_shows_them():
 
 
 def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
-    """Of several ranks: its places of parameters and of gradients differ there, as here by hand.
-    Who shows the right one on one rank fails where sizes differ, and leaves the others waiting.
+    """Check that DeepSpeed's gradient getter returns what it returns in stock DeepSpeed, even if that is wrong.
+
+    With ``round_robin_gradients`` and several ranks, a parameter and its gradient have different positions, as
+    the test simulates. A getter that corrects this on one rank fails if sizes differ, and the other ranks wait.
     """
     from deepspeed.utils import safe_get_full_grad
 
@@ -122,7 +127,10 @@ def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
-    """Not at each gradient, in the middle of backward: every question waits for the device."""
+    """Check that the overflow of shared gradients is read from the GPU once per step, and not for each gradient.
+
+    Each read during backward would wait for the GPU.
+    """
     engine = attached(start(stage=2), MIX, DEVICE, None)
     optimizer = engine.optimizer
     for value in (1.0, float("inf"), 2.0):

@@ -1,4 +1,4 @@
-"""While a plan is attached, changed or resumed, no more than one subgroup is there twice."""
+"""Tests that no more than one subgroup is in memory twice while a plan is attached, changed or resumed."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
     engine.optimizer.wait()
     with held(engine, peaks, "replan"):
         switch_plan(engine, mix)
-    assert device.used_bytes > MODEL.params, "the mix has put nothing on the device"
+    assert device.used_bytes > MODEL.params, "the mixed plan must put state on the device"
     with held(engine, peaks, "replan back"):
         switch_plan(engine, host)
     engine.save_checkpoint(tmp_path)
@@ -56,7 +56,7 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
 
 
 def on_device(engine, device):
-    """Bytes of the device's memory that state, parameters, gradients and slots take."""
+    """Return the bytes of device memory that state, parameters, gradients and staging buffers take."""
     executor, memory = engine.optimizer._ebbtide.executor, device._memory
     held = [t for s in executor.states for t in (*s.state, s.wire, s.gradient)]
     held += [part for slot in executor.slots for part in slot.parts]
@@ -65,7 +65,7 @@ def on_device(engine, device):
 
 
 def parameter_storages(engine):
-    """Below ZeRO-3, of DeepSpeed's flat parameters."""
+    """Return weak references to the storages of DeepSpeed's flat 16-bit parameters below ZeRO-3."""
     return [StorageWeakRef(f.untyped_storage()) for f in engine.optimizer.bit16_groups_flat]
 
 
@@ -75,7 +75,7 @@ def alive(storages):
 
 
 def are_at(engine, storages):
-    """The model's parameters, and what updates write to."""
+    """Return whether the model's parameters and the tensors that updates write to are in the given storages."""
     there = {storage.cdata for storage in storages}
     held = [*engine.module.parameters()]
     held += [state.wire for state in engine.optimizer._ebbtide.executor.states]
@@ -84,7 +84,10 @@ def are_at(engine, storages):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeypatch):
-    """As RL trainers call it around a rollout; a step meanwhile has stock's bits too."""
+    """Check that `offload_states` frees the GPU memory of the states, and that training keeps stock's results.
+
+    RL trainers call it around a rollout. Steps before, during and after the offload are compared bit for bit.
+    """
     expected = outcome(start(stage=stage))
     engine = start(stage=stage)
     device = PageLocking(2**26)
@@ -101,7 +104,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
         lambda: emptied.append(on_device(engine, device) == 0 and not alive(parameters)),
     )
     engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
-    assert emptied[-1], "before everything was gone"
+    assert emptied[-1], "the cache must be emptied after all memory is released"
     engine.offload_states()  # nothing more to do
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     assert on_device(engine, device) == 0
@@ -122,14 +125,17 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
 
 
 def mapped_bytes():
-    """Of `mmap.mmap(-1, ...)`, which the kernel lists under this name."""
+    """Return the size of all mappings made by `mmap.mmap(-1, ...)`, which Linux lists under ``/dev/zero``."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
 def held_after(attach, folder):
-    """By tensors and by mappings, of two engines that are gone; DeepSpeed never lets them go."""
+    """Return the bytes in tensors and in mappings that remain after two engines are destroyed.
+
+    The engine objects stay alive, because DeepSpeed never releases them.
+    """
     gc.collect()
     before, mapped, engines = HeldBytes().now(), mapped_bytes(), []
     for number in range(2):
@@ -153,4 +159,4 @@ def test_engines_that_are_destroyed_hold_no_more_than_stocks(tmp_path):
     stock, _ = held_after(lambda _: None, tmp_path / "stock")
     tensors, mapped = held_after(under_a_plan, tmp_path / "ours")
     assert tensors <= stock
-    assert mapped <= 0, "each had a copy budget, and slots for its writers"
+    assert mapped <= 0, "the copy budgets and write buffers must be unmapped"

@@ -1,4 +1,4 @@
-"""ZeRO-3's own subgroups, which are few at DeepSpeed's default size, cut into the plan's."""
+"""Tests of plans that cut ZeRO-3's own subgroups, which are few at DeepSpeed's default size, into parts."""
 
 import functools
 import itertools
@@ -91,7 +91,10 @@ def test_pieces_end_with_parameters_and_with_vectors(groups, size):
 
 @pytest.mark.parametrize("pattern", [["host"], MIX])
 def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
-    """DeepSpeed's subgroups are in it; state streams from where it is; and so does a resume."""
+    """Check that stock DeepSpeed and another plan resume from a checkpoint of a plan that cuts subgroups.
+
+    The checkpoint holds DeepSpeed's whole subgroups. Their state is written from live memory, without a copy.
+    """
     saving = cut(coarse(), pattern)
     train(saving, 3)
     layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live, stream_device=True)
@@ -109,7 +112,10 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
 
 
 def test_parameters_that_are_apart_are_shown_whole():
-    """And no flat buffer of DeepSpeed's is left behind."""
+    """Check that DeepSpeed's 16-bit partitions are shown whole if their parts live in different memories.
+
+    No flat buffer of DeepSpeed's may remain.
+    """
     ours = cut(coarse(), ["host"], locations=["host", "device"])
     optimizer = ours.optimizer
     train(ours, 2)
@@ -137,7 +143,7 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
 
 
 def look(engine, number):
-    """At everything, through DeepSpeed's names, between steps."""
+    """Record the state, gradients and master partitions that DeepSpeed's attributes and getters show after a step."""
     from deepspeed.utils import safe_get_full_grad
 
     del number
@@ -188,7 +194,8 @@ def test_what_is_written_between_backward_and_step():
 
 
 @pytest.mark.skipif(
-    Version(deepspeed.__version__) < Version("0.19"), reason="DeepSpeed itself moves no offloaded optimizer's states"
+    Version(deepspeed.__version__) < Version("0.19"),
+    reason="this DeepSpeed cannot move an offloaded optimizer's states",
 )
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_state_and_parameters_go_away_and_come_back(device):
@@ -222,7 +229,10 @@ def test_another_plan_of_the_same_pieces():
 
 @pytest.mark.parametrize("pattern", [MIX, ["resident"]])
 def test_their_footprint_is_what_is_allocated(pattern):
-    """DeepSpeed's fp32 tensors keep room for what lives on the device."""
+    """Check that the predicted host memory equals the allocated memory if a plan cuts DeepSpeed's subgroups.
+
+    DeepSpeed's fp32 tensors keep their host memory for state that lives on the GPU.
+    """
     ours = cut(coarse(), pattern, seed=None)
     own = ours.optimizer._ebbtide
     sizes = own.engine.sizes()
@@ -233,7 +243,9 @@ def test_their_footprint_is_what_is_allocated(pattern):
     resident = [s for s in own.executor.states if s.placement == "resident"]
     ours.destroy()
     flats = {p.untyped_storage().data_ptr() for p in ours.optimizer.__dict__["fp32_partitioned_groups_flat"]}
-    assert all(s.p.untyped_storage().data_ptr() in flats for s in resident), "device memory is left"
+    assert all(s.p.untyped_storage().data_ptr() in flats for s in resident), (
+        "the masters must be in DeepSpeed's tensors"
+    )
 
 
 def test_stored_state_and_own_steps_are_not_for_pieces():
@@ -245,12 +257,15 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
         engine.destroy()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU refuses no page locks")
 @pytest.mark.parametrize(
     ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
 )
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
-    """The last time when parameters have moved."""
+    """Check that a page lock that CUDA refuses while a plan is attached leaves a working stock engine.
+
+    In the last case some parameters have already moved to host memory when the lock is refused.
+    """
     engine = coarse()
     fake.runtime.refuses_after = granted
     plan = plan_for(engine, ["resident", "device"], pieces=True, locations=locations)
@@ -276,7 +291,10 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 
 
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
-    """The search is replaced by one that updates all pieces early, so that rates measured here do not matter."""
+    """Check that the plan "auto" changes to updates that start before the gradient norm is known.
+
+    The plan search is replaced by one that updates all parts early, so that measured rates do not matter.
+    """
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()
@@ -294,7 +312,7 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Where an optimizer steps on each."""
+    """Check that the plan "auto" does not cut DeepSpeed's subgroups if the optimizer runs its own step on each."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())

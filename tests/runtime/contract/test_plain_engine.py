@@ -1,4 +1,4 @@
-"""The contract held by an engine that knows no DeepSpeed: the bits of torch's own AdamW."""
+"""Tests of the runtime with an engine of plain torch: the results equal those of torch's AdamW, bit for bit."""
 
 import ast
 import subprocess
@@ -41,7 +41,7 @@ def loss_of(module, number):
 
 
 def torch_alone(steps=STEPS, clip=None, accumulation=1):
-    """Masters, moments, parameters and losses of a plain loop over `torch.optim.AdamW`."""
+    """Train in a plain loop with `torch.optim.AdamW`. Return masters and moments, parameters, and losses."""
     module = model()
     groups = cut(list(module.parameters()), SUBGROUP)
     masters = [torch.nn.Parameter(torch.cat([p.detach().flatten() for p in group]).float()) for group in groups]
@@ -172,7 +172,7 @@ def test_a_checkpoint_written_during_training_resumes_with_the_same_bits(tmp_pat
 
 
 def test_it_imports_no_deepspeed():
-    """Neither itself nor through what it uses of the runtime."""
+    """Check that neither the plain-torch engine nor the parts of the runtime that it uses import DeepSpeed."""
     source = Path(plain_engine.__file__).read_text()
     names = {
         alias.name if isinstance(node, ast.Import) else node.module

@@ -1,4 +1,7 @@
-"""Plan files for pieces of DeepSpeed's subgroups: they name DeepSpeed's size and their own, and training has both."""
+"""Tests of plan files that cut DeepSpeed's subgroups into parts.
+
+The file names DeepSpeed's subgroup size and the plan's own, and training uses both.
+"""
 
 import ebbtide.runtime
 import pytest
@@ -21,7 +24,7 @@ EARLY = {"speculate": 99, "speculate_visits": 99}
 
 
 def known(engine):
-    """The workload as `tune profile` knows it, with DeepSpeed's own subgroups."""
+    """Return the workload as `tune profile` records it, with DeepSpeed's own subgroups."""
     places, key = engine.optimizer.grad_position, engine.optimizer.get_param_id
     whole = [[places[key(p)][2] for p in group] for group in engine.optimizer.fp16_groups]
     of, groups = engine.optimizer.sub_group_to_group_id, {}
@@ -40,12 +43,12 @@ def test_what_is_planned_is_what_training_cuts(parameters, size):
     work = known(engine)
     assert work.recut(LARGE).subgroups == work.subgroups
     assert work.in_pieces(size).subgroups == subgroups_of(engine.optimizer, size)
-    assert work.in_pieces(size).recut(LARGE) == work, "and back"
+    assert work.in_pieces(size).recut(LARGE) == work, "a recut must restore the workload"
     engine.destroy()
 
 
 def planned(tmp_path, pattern=MIX, **fields):
-    """A plan file for the model with subgroups of `LARGE`, cut into pieces."""
+    """Save a plan file for the model that cuts subgroups of `LARGE` elements into parts, and return its path."""
     engine = start(subgroup_size=LARGE)
     work = known(engine).in_pieces(SUBGROUP)
     assert len(work.subgroups) > len(engine.optimizer.fp16_groups)
@@ -57,7 +60,7 @@ def planned(tmp_path, pattern=MIX, **fields):
 
 
 def initialized(plan):
-    """The engine that a user's own config gives under a plan file."""
+    """Return the engine that `ebbtide.runtime.initialize` builds from a user's own config and a plan file."""
     torch.manual_seed(0)  # as `start` does
     model = ByteGPT(SIZES["tiny"])
     config = ds_config(micro_batch=2, subgroup_size=LARGE, learning_rate=1e-3)
@@ -106,7 +109,10 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, tm
 
 @pytest.mark.parametrize("pattern", [["host"], MIX, ["resident"]])
 def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_path):
-    """State that lives on the GPU also keeps its memory in DeepSpeed's tensors on the host."""
+    """Check that the host memory computed before an engine is built equals what the engine then allocates.
+
+    State that lives on the GPU also keeps its memory in DeepSpeed's tensors on the host.
+    """
     engine = initialized(planned(tmp_path, pattern))
     if DEVICE != "unified":
         named = engine.optimizer._ebbtide.plan.model_copy(update={"subgroups": engine.optimizer.sizes()})

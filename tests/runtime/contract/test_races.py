@@ -1,4 +1,4 @@
-"""Interleavings that once gave other bits, hung or wrote to memory given away: each forced here."""
+"""Tests that force orders of events that once gave wrong results, hung, or wrote to freed memory."""
 
 import threading
 import time
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 def late(kind, subgroup, by_s=0.1):
-    """Holds this one op back, so that the training loop is steps ahead of it."""
+    """Return a function that delays one op, so that the training loop gets steps ahead of it."""
     return lambda op: time.sleep(by_s) if (op.kind, op.subgroup) == (kind, subgroup) else None
 
 
 class Rare(torch.nn.Module):
-    """Its last parameters are used in the first three batches only."""
+    """A model with a last layer that is used in the first three batches only."""
 
     def __init__(self):
         super().__init__()
@@ -42,8 +42,10 @@ class Rare(torch.nn.Module):
 @pytest.mark.parametrize("device", list(DEVICES))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, placement):
-    """Nobody gathers what goes unused, so that nothing waits for its update before the next step
-    scales the gradient that stock would apply again.
+    """Check that the gradient of an unused parameter is not scaled while an update still reads it.
+
+    Stock DeepSpeed scales and applies this gradient again in the next step. An unused parameter is not gathered
+    in the forward pass, so nothing else waits for its update before that.
     """
 
     def new():
@@ -57,11 +59,13 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
     assert_same(outcome(ours, 8), expected)
 
 
-@pytest.mark.skipif(not EMULATED, reason="there a forward is issued, not run, when its hook is")
+@pytest.mark.skipif(not EMULATED, reason="on a GPU, hooks run when the forward is issued")
 @pytest.mark.parametrize("location", ["host", "device"])
 def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
-    """DeepSpeed asks in each module for the parameters of modules to come. Here their update does
-    not end before the first module's forward has: who waits for it there waits for ever.
+    """Check that a request for the parameters of later modules does not wait for their updates.
+
+    DeepSpeed makes such requests in each module. Here the updates end only after the first module's forward, so
+    that a wait in the request would never end. The request must not be dropped either.
     """
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
     ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, locations=[location])
@@ -74,7 +78,7 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
 
     def hold_back(op):
         if op.kind == OpKind.UPDATE_HOST and op.subgroup not in at_once:
-            assert first_has_run.wait(20.0), "the first module waited for this"
+            assert first_has_run.wait(20.0), "the first module waited for this update"
 
     def note(*_):
         asked_for.extend(p for p in ours.module.parameters() if p.ds_status.name == "INFLIGHT")
@@ -86,5 +90,5 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
     hook = first.register_forward_hook(note)
     ours(*batch)
     hook.remove()
-    assert {subgroup_of[p.ds_id] for p in asked_for} - at_once, "nothing was asked for ahead"
+    assert {subgroup_of[p.ds_id] for p in asked_for} - at_once, "some parameters must be requested ahead"
     ours.destroy()

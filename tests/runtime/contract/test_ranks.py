@@ -1,4 +1,4 @@
-"""Two ranks over gloo: bits, and what happens to the others when one fails."""
+"""A test of training under a plan on two ranks, which communicate through gloo."""
 
 import json
 import subprocess
@@ -40,7 +40,6 @@ def launch(folder, environment):
 def test_two_ranks_have_stocks_bits_and_one_that_fails_takes_the_other_with_it(
     deepspeed_ops, tmp_path, child_environment
 ):
-    """Each rank with placements of its own; one start of two processes for both."""
     with_avx2 = runs_here("avx2")
     if with_avx2:
         stock_op("adam", "avx2")  # built once, not by both ranks at once

@@ -1,4 +1,4 @@
-"""Every way to read or write state waits for what it needs and shows stock's values."""
+"""Tests that every way to read or write state waits for the updates in progress and shows stock's values."""
 
 import copy
 
@@ -161,7 +161,7 @@ def test_host_memory_is_14_bytes_per_parameter():
 
 
 def shown_after_a_step(engine):
-    """Everything that can be read without asking DeepSpeed for it, right after a step."""
+    """Yield all tensors that a script can read right after a step without DeepSpeed's getter functions."""
     optimizer = engine.optimizer
     yield from engine.module.state_dict().values()
     yield from engine.module.blocks[0].state_dict().values()
@@ -173,7 +173,10 @@ def shown_after_a_step(engine):
 
 
 def waited_for(engine):
-    """What nothing can gate, after `wait`: tensors that somebody holds already."""
+    """Yield the parameter tensors that a script may already hold, after a call of `wait`.
+
+    Reading such a tensor cannot wait for an update by itself.
+    """
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()
     for parameter in engine.module.parameters():
@@ -202,7 +205,10 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
 
 
 def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value():
-    """A Trainer counts ``p.numel()`` there, for its `total_flos`."""
+    """Check that parameters have stock DeepSpeed's shapes right after a step, with new values or NaN.
+
+    A Trainer counts ``p.numel()`` at that time for its `total_flos`.
+    """
     reference, ours = start(), attached(start(), MIX, list(DEVICES)[-1])
     for number in range(2):
         for engine in (reference, ours):
@@ -213,7 +219,7 @@ def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value
             assert (a.shape, a.numel(), a.dtype) == (b.shape, b.numel(), b.dtype)
             shown += b.numel() > 0
             assert torch.equal(a.data, b.data) or bool(a.data.isnan().all())
-        assert shown > 5, "the test needs parameters that stock keeps gathered"
+        assert shown > 5, "the test needs parameters that stock DeepSpeed keeps gathered"
         ours.optimizer.wait()
     reference.destroy()
     ours.destroy()
@@ -232,8 +238,10 @@ def shown_around_checkpoints(engine, folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
 def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
-    """No update is in flight there (of stored state some may be: see below); and the next forwards
-    are traced as ever.
+    """Check that small parameters, which ZeRO-3 keeps whole, have their values after a save and after a load.
+
+    No update is in progress then, because the plan stores no state on a drive. The next forward passes must be
+    traced as usual.
     """
     seen, memory = [], [placement for placement in MIX if placement != "stored"]
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, memory, LAST))):
@@ -249,8 +257,9 @@ def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options
 
 
 def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_path):
-    """A save returns before it has: until its first reader waits, ``.data`` is NaN as behind a
-    step.
+    """Check that small parameters have their values after a save and a `wait` if all state is on a drive.
+
+    The save returns before all updates have ended, and until the `wait` the parameters' ``.data`` is NaN.
     """
     shown = []
     for attach in (lambda e: e, lambda e: attached(e, ["stored"], LAST)):
@@ -266,7 +275,10 @@ def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_pa
 
 
 def test_a_copy_of_the_module_has_stocks_values():
-    """As averages of weights begin with: nothing of it is gathered."""
+    """Check that a deep copy of the module has stock DeepSpeed's values, although the copy gathers no parameter.
+
+    Averages of weights begin with such a copy.
+    """
     seen = []
     for engine in (start(), attached(start(), MIX, LAST)):
         train(engine, 2)
@@ -277,7 +289,10 @@ def test_a_copy_of_the_module_has_stocks_values():
 
 
 def test_the_door_shut():
-    """With ``overlap_forward=False`` what cannot be gated is there too, whatever the plan says."""
+    """Check that with ``overlap_forward=False`` tensors that a script already holds are up to date after a step.
+
+    The argument overrides the value in the plan.
+    """
     import ebbtide.runtime
 
     from tests.runtime.contract.training import device_of, plan_for
@@ -308,7 +323,10 @@ def test_resident_state_is_shown_below_zero_3():
 
 
 def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
-    """DeepSpeed's own code reads them too: in a step that would take the overlap away."""
+    """Check that in a usual step DeepSpeed's own code reads none of the attributes that wait for all updates.
+
+    Such a wait would end the overlap of updates with the forward pass.
+    """
     from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
     engine = attached(start(), ["host"], list(DEVICES)[-1])
@@ -353,7 +371,10 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
 
 @pytest.mark.parametrize("pattern", [["host", "resident"], ["stored"], MIX])
 def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
-    """DeepSpeed makes them of the masters of all ranks, by a script of its own under ZeRO-3."""
+    """Check that a load with ``load_optimizer_states=False`` gives stock DeepSpeed's weights.
+
+    Under ZeRO-3, DeepSpeed builds the weights from the masters of all ranks with a script of its own.
+    """
     seen = []
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, pattern, LAST))):
         engine = attach(start())

@@ -1,4 +1,4 @@
-"""State on storage: stock's bits, and no home in memory."""
+"""Tests of optimizer state that lives on a drive: stock DeepSpeed's results, and no copy in host memory."""
 
 from pathlib import Path
 
@@ -76,7 +76,10 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
-    """A checkpoint after each step; a run under the first plan resumes from the last."""
+    """Check that training goes on with the same results when new plans move state to a drive.
+
+    A checkpoint is saved after each step, and a run under the first plan resumes from the last one.
+    """
     later = {1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
     def between(engine, number):
@@ -160,7 +163,10 @@ def test_several_folders_share_each_subgroups_state(tmp_path):
 
 
 def on_a_drive(folder, plan, **fields):
-    """Unchanged, pipelining and all; DeepSpeed's own swapper never begins."""
+    """Return an engine under a plan, with a config that offloads the optimizer to a drive with pipelining.
+
+    The config is used unchanged, but DeepSpeed's own swapper never starts.
+    """
     nvme = {"device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "buffer_count": 5}
     config = ds_config(micro_batch=2, subgroup_size=SUBGROUP, learning_rate=1e-3)
     config["zero_optimization"]["offload_optimizer"] = nvme
@@ -194,7 +200,10 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
 
 
 def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_machine, monkeypatch):
-    """And a resume stores what the run before did, whatever is free then."""
+    """Check that state that fits into host memory stays there, although the config offloads to a drive.
+
+    A resumed run stores the same subgroups, however much memory is free at that time.
+    """
     free_memory(monkeypatch, FREE_BYTES)
     engine = on_a_drive(tmp_path, "auto")
     session = engine.optimizer._ebbtide
@@ -218,7 +227,11 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Where one subgroup less would fit: two stored with one slot, not all of them."""
+    """Check that the host buffers for stored state take less memory than storing the state saves.
+
+    The free memory is too small by a quarter of a subgroup. It is enough to store two subgroups and use one
+    buffer, so the plan must not store all subgroups.
+    """
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
     largest = 12 * max(session.plan.subgroups)
@@ -275,7 +288,10 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
 
 
 def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
-    """DeepSpeed's script and its own load had found tensors without values, and gone on."""
+    """Check that DeepSpeed's script and its own load refuse a checkpoint with its state on a drive.
+
+    The error names `tune checkpoint export`. Without it, both would find tensors without values and go on.
+    """
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 1)
     ours.save_checkpoint(str(tmp_path))
@@ -290,7 +306,10 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
 
 
 def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
-    """Saved while updates of what is stored still run."""
+    """Check that an exported checkpoint of stored state is resumed by stock DeepSpeed and by ebbtide.
+
+    The checkpoint is saved while updates of the stored state still run.
+    """
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 3)
     ours.save_checkpoint(str(tmp_path / "ours"))

@@ -1,4 +1,4 @@
-"""Checkpoints of stored state: committed where it lies, resumed from there."""
+"""Tests of checkpoints of optimizer state on a drive, which is committed and resumed without being copied."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def stored(folder, pattern=("stored",), keep=1):
 
 
 def saved(folder, steps, pattern=("stored",), keep=1):
-    """Trains, and saves after each of the last ``keep`` steps."""
+    """Train, and save a checkpoint after each of the last ``keep`` steps."""
     engine = stored(folder, pattern, keep)
     train(engine, steps - keep)
     for number in range(steps - keep, steps):
@@ -54,7 +54,7 @@ def undisturbed(steps, first):
 
 
 def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
-    """The drive writes nothing of the last step until the save has returned."""
+    """Check that a save returns although the last step's state is not yet written to the drive."""
     engine, may_write = stored(tmp_path), threading.Event()
     train(engine, 2)
     engine.optimizer.wait()
@@ -148,7 +148,10 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
 
 @pytest.mark.parametrize(("keep", "said"), [(0, 1), (1, 0), (2, 0)])
 def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
-    """0 promises all checkpoints."""
+    """Check that the setting ``checkpoint.keep`` 0, which keeps all checkpoints, gives a warning at the start.
+
+    The drives hold the stored state of one checkpoint only.
+    """
     with caplog.at_level("WARNING", "ebbtide"):
         engine = stored(tmp_path, keep=keep)
     assert caplog.text.count("checkpoint.keep is 0, but the drives hold the stored state of 1 checkpoint only") == said
@@ -224,7 +227,7 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
 
 @pytest.fixture
 def flipped_moment(tmp_path):
-    """A checkpoint; one bit of a moment is another one since."""
+    """Save a checkpoint, flip one bit of a moment on the drive, and return the folder."""
     saved(tmp_path, 2)
     engine = stored(tmp_path)
     engine.load_checkpoint(tmp_path / "ck")
@@ -253,7 +256,10 @@ def move(engine):
 
 @pytest.mark.parametrize("use", [step_on, look, all_state, move])
 def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
-    """A resume does not read moments: whoever uses them first does."""
+    """Check that a flipped bit of a moment on the drive raises an error at the moment's first use.
+
+    A resume does not read the moments itself.
+    """
     engine = stored(flipped_moment)
     engine.load_checkpoint(flipped_moment / "ck")
     with pytest.raises((BackgroundError, DamagedError)) as caught:

@@ -1,4 +1,6 @@
-"""Accumulation windows that a training loop leaves by the side door, on every stage and device."""
+"""Tests of training loops that drop or repeat micro-batches within an optimizer step, for example by
+`zero_grad` or by a second backward, in every ZeRO stage.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ DEVICE = list(DEVICES)[-1]
 
 
 def follow(engine, actions):
-    """State, losses and norms of a loop of backwards (b), zero_grads (z) and steps (s)."""
+    """Run a loop of backwards (b), `zero_grad` calls (z) and steps (s). Return the state, losses and norms."""
     losses, norms = loop_of(engine, actions)
     result = state_of(engine), torch.stack(losses), norms
     engine.destroy()
@@ -46,8 +48,9 @@ def loop_of(engine, actions):
 
 
 def reads_in_a_window():
-    """Whether a parameter can be gathered, as `follow` does at the end, between micro-batches. Not
-    in DeepSpeed 0.18.6: what a backward without a gradient at its input used stays marked in use.
+    """Return whether DeepSpeed can gather a parameter between micro-batches, as `follow` does at its end.
+
+    DeepSpeed 0.18.6 cannot: parameters stay marked as in use after a backward without a gradient at its input.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as module
 
@@ -72,7 +75,7 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
 
 
 def sums_of(engine, micro_batches=8):
-    """DeepSpeed's sums of micro-batches behind each backward and each step."""
+    """Return copies of DeepSpeed's gradient sums after each backward and each step."""
     batches, seen = Batches(2, SIZES["tiny"].sequence), []
 
     def look():
@@ -122,7 +125,7 @@ def test_accumulation_that_the_loop_manages(stage, device, micro):
 
 
 class Experts(torch.nn.Module):
-    """Each micro-batch goes through the experts that ``routes`` names for it."""
+    """A model with three experts, of which each micro-batch uses those named in ``routes``."""
 
     def __init__(self, routes):
         super().__init__()
@@ -168,8 +171,9 @@ MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
-    """Below ZeRO-3: what a window does not reach is there scaled, and what comes late goes on from
-    it.
+    """Check 16-bit masters below ZeRO-3, where DeepSpeed adds up gradients in the tensor that it applies.
+
+    The gradient of a parameter that a step does not use stays there scaled, and a later one is added to it.
     """
 
     def new():
@@ -199,7 +203,7 @@ def test_masters_of_16_bits_show_their_gradient_within_a_window():
 
 
 def test_sums_in_another_precision_than_the_parameters(monkeypatch):
-    """fp16 beside bf16: ZeRO-1 rounds each sum to both."""
+    """Check bf16 gradient sums with fp16 parameters: ZeRO-1 rounds each sum to both precisions."""
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -219,7 +223,10 @@ def test_sums_in_another_precision_than_the_parameters(monkeypatch):
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
 @pytest.mark.parametrize("sums", [0, 99])
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
-    """Stock applies an expert's gradient of an earlier step again, and so does a plan."""
+    """Check experts that some micro-batches do not use. Their gradients of an earlier step are applied again.
+
+    Stock DeepSpeed does so, and a plan must give the same results.
+    """
 
     def new():
         return start(
@@ -239,7 +246,10 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
-    """Allocating touches and page-locks memory on autograd's thread, while training waits for it."""
+    """Check that no backward allocates host memory.
+
+    An allocation touches and page-locks memory on autograd's thread, while training waits for it.
+    """
     engine = attached(start(stage=stage, accumulation=3), MIX if stage == 3 else ["host", "device"], device)
     session = engine.optimizer._ebbtide
     allocated, inside, allocate = [], [False], type(session.device).host_empty
@@ -261,6 +271,6 @@ def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
             switch_plan(engine, session.plan.placed(placements, staging_slots=0, prefetch=0))
         backward(engine(*batches.at(number, engine.device)))
         engine.step()
-    assert device == "unified" or any(not during for during, _ in allocated), "nothing was counted"
+    assert device == "unified" or any(not during for during, _ in allocated), "some allocation must be counted"
     assert [elements for during, elements in allocated if during] == []
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Training with stock DeepSpeed and ebbtide on two ranks, with different placements per rank, run by torchrun."""
+"""Training with stock DeepSpeed and with ebbtide on two ranks with different placements, run by torchrun."""
 
 import json
 import os
@@ -110,12 +110,11 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
 
 
 def a_gather_ahead_holds_nobody_up():
-    """Return whether a gather ahead of a layer blocks no rank.
+    """Return whether a request for the parameters of later modules blocks no rank.
 
-    On each rank, updates that the first module does not need end after its forward, when parameters
-    of later modules have already been requested. A wait for them at this point would never end. The
-    second rank's updates end even later: the time of the first rank's gathers must not depend on its
-    own updates.
+    On each rank, updates that the first module does not need end after its forward. By then the parameters of
+    later modules have been requested, so that a wait in the request would never end. The second rank's updates
+    end even later, because the time of the first rank's gathers must not depend on its own updates.
     """
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
@@ -135,7 +134,7 @@ def a_gather_ahead_holds_nobody_up():
 
     def hold_back(op):
         if op.kind == OpKind.UPDATE_HOST and op.subgroup not in at_once:
-            assert first_has_run.wait(20.0), "the first module waited for this"
+            assert first_has_run.wait(20.0), "the first module waited for this update"
             time.sleep(0.01 * rank)
             order.append(op.subgroup)
 

@@ -87,7 +87,7 @@ class Order:
             self._seen[key] = kept[-KEPT:]
 
     def _storage(self, tensor):
-        """Return the number of a tensor's storage. Forget old accesses if a new storage has the number."""
+        """Return the number of a tensor's storage. If a new storage has an old number, forget the old accesses."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._alive.get(key)
@@ -239,7 +239,7 @@ class Order:
 
     @contextmanager
     def watching(self):
-        """Check torch's own ops too, as work of the current stream, inside the block."""
+        """Check torch's own ops as well, as work of the current stream, inside a ``with`` block."""
         self.on = True
         try:
             with _Ops(self, self._fake):

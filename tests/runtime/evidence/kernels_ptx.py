@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled offline for GPUs that are not present, and run as C++ instead."""
+"""Triton's update kernels, compiled offline for GPUs that are not present, and run as C++ on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WIRES = [
 
 @dataclass(frozen=True)
 class Form:
-    """One of the kernels that an optimizer step may run.
+    """A kernel that an optimizer step may run: its rule and variant, its dtypes and the GPU generation.
 
     Attributes:
         aligned: Pointers and lengths are multiples of 16, so that Triton loads four words at a time.
@@ -59,10 +59,10 @@ class Form:
 
 
 def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
-    """Compile a kernel with Triton without a GPU. Return ``ptx`` and, if ``assembled``, ``cubin``.
+    """Compile a kernel with Triton without a GPU. Return its ``ptx`` and, if ``assembled``, its ``cubin``.
 
-    Triton caches the result. The cache's key has Triton's version, the kernel's source and the
-    functions it calls, but not ``assembled``.
+    Triton caches the result. The cache's key has Triton's version, the kernel's source and the functions it
+    calls, but not ``assembled``.
     """
     import triton
     from ebbtide.runtime.kernels.device import KERNELS
@@ -121,7 +121,7 @@ def library(functions: list[str]) -> Any:
 
 
 def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
-    """Return the path of the file that ``make`` writes, made once per key."""
+    """Return the path of a cached file. If no file has this name and key yet, let ``make`` write it."""
     path = cache_dir() / "tests" / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""No two accesses race on CUDA, by its own order; and each wait that is taken away shows."""
+"""Tests that no two memory accesses race under CUDA's own rules of order, and that missing waits are found.
+
+The order of accesses is computed with vector clocks on a fake CUDA (see `happens_before`).
+"""
 
 import ast
 import dataclasses
@@ -29,12 +32,12 @@ from tests.runtime.forked_ranks import launch
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the real streams are there"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA"),
 ]
 
 
 def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
-    """Trains under a plan; what was accessed in which order."""
+    """Train under a plan, and return the recorded order of all memory accesses."""
     fake.latest_s = 30.0  # nothing runs, and no event is seen to be reached, before it is waited for
     order = Order(fake)
     order.install(patch)
@@ -57,7 +60,10 @@ def read_between(engine, steps):
 
 
 def repeat_backward(engine, steps):
-    """A second backward adds to what has gone home, before any update has waited for it."""
+    """Train with two backwards in every second step.
+
+    The second backward adds to gradients that were copied to the host, before any update has waited for them.
+    """
     loop_of(engine, "bs bbs" * (steps // 2))
 
 
@@ -132,7 +138,7 @@ def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys,
 
 
 def without(wait, whole=Issue._issue):
-    """Ops that begin in their order, but do not wait for what a step says."""
+    """Return a patch with which the ops of updates begin in their order but leave out the given kind of wait."""
 
     def issue(self, step, *others):
         return whole(self, dataclasses.replace(step, waits=step.waits & ~wait), *others)
@@ -141,7 +147,7 @@ def without(wait, whole=Issue._issue):
 
 
 def taken_at_once(*slots, whole=Issue._take):
-    """Buffers that are taken while somebody may use them."""
+    """Return a patch with which buffers of the given kinds are taken while an earlier user may still need them."""
 
     def take(self, step, subgroup, waits):
         if step.takes in slots:
@@ -161,7 +167,7 @@ def unordered_lanes(self, lanes=CudaDevice.lanes):
 
 
 def with_gradients(**changes):
-    """The template of gradients without some of its waits."""
+    """Return a patch with which gradient copies leave out some of their waits."""
     made = ebbtide.runtime.execution.session.gradient_template
 
     def template(*args, **kwargs):
@@ -171,11 +177,11 @@ def with_gradients(**changes):
 
 
 def nothing(*args, **kwargs):
-    """A wait that was forgotten."""
+    """Do nothing, in place of a wait that the test leaves out."""
 
 
 def deaf(owner, name, method):
-    """A method that works without one of the device's."""
+    """Return a patch with which one method runs while a method of `CudaDevice` does nothing."""
     whole = getattr(owner, name)
 
     def without(*args, **kwargs):
@@ -187,13 +193,13 @@ def deaf(owner, name, method):
 
 
 def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
-    """Updates as though no parameter were on its way from host memory."""
+    """Launch a step's updates without waiting for parameters that are still being copied from host memory."""
     self._latest_fetch = Completion.done()
     return launch(self, *args, **kwargs)
 
 
 def brought_at_once(self, params, executor, bring=Partitions.bring):
-    """Parameters from host memory as though their copies had ended."""
+    """Return parameters fetched from host memory without the waits for the end of their copies."""
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 
 
@@ -273,7 +279,7 @@ WAITERS = {
 
 
 def waiters():
-    """Functions of the runtime that make a stream wait. Waits of the host are none of these."""
+    """Yield the names of the runtime's functions that make a stream wait, without those in which the host waits."""
     for room in ("devices", "execution", "zero"):
         for path in sorted((Path(ebbtide.runtime.__file__).parent / room).rglob("*.py")):
             for function in ast.walk(ast.parse(path.read_text())):
@@ -285,7 +291,10 @@ def waiters():
 
 
 def test_every_wait_in_the_code_has_its_mutant():
-    """A new one is in neither table until there is one that takes it away."""
+    """Check that every wait in the runtime's code has a mutant, which is a test case without this wait.
+
+    A new wait makes this test fail until a mutant for it is added.
+    """
     assert {f.name for f in dataclasses.fields(GradientOp)} == GRADIENTS.keys() | NO_WAITS
     assert {*Wait, *Slot} == STEPS.keys()
     assert set(waiters()) == WAITERS.keys()
@@ -298,14 +307,14 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
     case, broken = (MUTANTS | SPARE)[mutant]
     monkeypatch.setattr(*broken)
     order = run_case(late_deepspeed, monkeypatch, case)
-    assert bool(order.races) == (mutant in MUTANTS), "of what is spare, the reason no longer holds"
+    assert bool(order.races) == (mutant in MUTANTS), "a mutant must race, unless it is in SPARE"
     with capsys.disabled():
         print(f"\nhappens_before: mutant: {mutant}: {order.races.total()} races")
 
 
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
-    """Each rank with placements of its own; then waits that are taken away, which both notice."""
+    """Check on two ranks with different placements that no accesses race, and that both find missing waits."""
     done = launch("tests.runtime.evidence.two_ranks", tmp_path, child_environment)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"

@@ -1,5 +1,7 @@
-"""The device kernels' bits without a GPU: Triton's PTX for four generations, run as C++ against the
-host kernels; and what its assembler makes of it.
+"""Tests of the GPU update kernels without a GPU: their results equal the host kernels', bit for bit.
+
+Triton compiles them to PTX for four GPU generations, which is translated to C++ and run on the CPU. The
+machine code that Triton's assembler makes of the PTX is checked too.
 """
 
 import ctypes
@@ -44,7 +46,7 @@ FORMS = [
 
 
 def values(size, generator, dtype=torch.float32):
-    """About 10^size each, the special ones among them."""
+    """Return random values of about 10 to the power of ``size``, with special values such as NaN among them."""
     n = len(size)
     made = torch.randn(n, generator=generator) * 10.0 ** (size + torch.randint(-2, 3, (n,), generator=generator))
     made[torch.randperm(n, generator=generator)[: 8 * len(SPECIAL)]] = torch.tensor(SPECIAL * 8)
@@ -52,13 +54,13 @@ def values(size, generator, dtype=torch.float32):
 
 
 def unequal(a, b):
-    """Elements of other bits; every NaN is one."""
+    """Return the number of elements with different bits. All NaNs count as equal."""
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return int(((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum())
 
 
 def differing(function, form, n, tail, rate=0.3):
-    """Elements that the translated kernel leaves with other bits than the host kernel's."""
+    """Return the number of elements that a translated GPU kernel computes with other bits than the host kernel."""
     generator = torch.Generator().manual_seed(n + tail)
     kind, settings, group = RULE_OF[form.kernel, form.variant]
     rule = kind(**settings)
@@ -86,12 +88,15 @@ def is_assembled(form):
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Triton's answer for every form."""
+    """Compile all forms of the kernels with Triton, and return its output by form."""
     return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
 
 
 def test_ptx_has_the_host_kernels_bits(kernels, capsys):
-    """All forms, two steps each; a block that is not full, tails of every kind."""
+    """Check two steps of every kernel form against the host kernel, bit for bit.
+
+    The lengths include blocks that are not full and tails after the last whole vector.
+    """
     sources, names = {}, {}
     for form, asm in kernels.items():  # two generations often get the same
         text = "\n".join(ptx_to_cpp.body_of(asm["ptx"]))
@@ -112,7 +117,10 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
-    """The first step of a warm-up: Lion adds minus the rate, which must be -0.0."""
+    """Check updates with learning rate 0, as in the first step of a warm-up.
+
+    Lion then adds minus the rate to the parameters, which must be -0.0.
+    """
     forms = [form for form in FORMS if is_assembled(form)]
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]
     loaded = library(functions)
@@ -121,14 +129,21 @@ def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
 
 
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
-    """No approximation, no flush to zero."""
+    """Check that the kernels' PTX has no approximate instructions and does not flush subnormal numbers to zero.
+
+    It must also name the GPU generation for which it was compiled.
+    """
     for form, asm in kernels.items():
         assert not [op for op in ptx_to_cpp.opcodes(asm["ptx"]) if "approx" in op or "ftz" in op]
         assert f".target sm_{form.architecture}" in asm["ptx"]
 
 
 def test_ptx_that_computes_otherwise_shows(kernels, capsys):
-    """Mutants: one instruction of each place rounds twice, cuts off, divides by a reciprocal."""
+    """Check that a wrong instruction in a kernel changes the results.
+
+    Each mutant replaces one instruction by an inexact version: it rounds twice, cuts bits off or divides by a
+    reciprocal.
+    """
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
     loaded = library(
@@ -150,16 +165,20 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
 
 
 def mutable(opcodes):
-    """Place -> opcode of one instruction out of those that do the same to a thread's elements, one
-    after the other: eight of them, or four pairs.
+    """Return the position and opcode of the PTX instructions that are to be mutated.
+
+    An instruction is repeated eight times, or four times with pairs, for the elements of a thread. Only the
+    first of each such row is returned.
     """
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}
 
 
 def test_ptx_is_assembled_without_another_fusion(kernels):
-    """The machine code multiplies and adds as often as the PTX: a product and a sum that it made
-    one would be missing. (Division and root are sequences of their own, marked by a suffix.)
+    """Check that the machine code has as many multiplications and additions as the PTX.
+
+    If the assembler fused a product and a sum into one instruction, both would be missing. Divisions and roots
+    are instruction sequences of their own with a suffix, which are not counted.
     """
     bad = []
     for form, asm in kernels.items():

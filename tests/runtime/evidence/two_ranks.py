@@ -1,4 +1,4 @@
-"""The happens-before check on two ranks (`forked_ranks`), also with waits removed on purpose."""
+"""The happens-before check of memory accesses on two ranks (`forked_ranks`), also with waits left out."""
 
 import json
 import os
@@ -52,7 +52,7 @@ MUTANTS = {
 
 
 def races(case, mutant=None):
-    """Return the number of checked accesses and the races on this rank, which has its own placements."""
+    """Run a case on this rank, which has its own placements. Return the number of checked accesses and the races."""
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         fake = fake_cuda.install(patch)
