@@ -1,7 +1,7 @@
-"""Limits that hardware cannot exceed, from published facts and independent of the presets.
+"""Upper limits of hardware, counted from published facts and independent of the machine presets.
 
-They are counted from buses: lanes x transfers, channels x transfers x width, stacks x pins,
-links, ports.
+Each limit is counted from a bus: lanes x transfers, channels x transfers x width, stacks x pins,
+links, or ports.
 
 Sources of common facts:
     PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b.
@@ -30,8 +30,8 @@ class Gpu:
     """The facts of a GPU's data sheet.
 
     Attributes:
-        memory: Width in bits, and bits/s per pin.
-        memory_gib: Stacks or chips times their size. Less may be enabled.
+        memory: Width of the memory bus in bits, and bits/s per pin.
+        memory_gib: Number of memory stacks or chips times their size. Less may be enabled.
         tensor: Number of multiprocessors, dense 16-bit flops of each per clock with 32-bit sums,
             clock in Hz.
     """
@@ -177,7 +177,7 @@ NODES = {
 
 
 def limits(name: str) -> dict[str, float]:
-    """Return the upper limit of each rate and size, by the fields of a `Machine` and its other rates."""
+    """Return the upper limit of each rate and size of a preset, keyed by its field or rate in `Machine`."""
     node = NODES[name]
     gpu, link = node.gpu, node.link_bytes_per_s
     socket = node.dram_bytes_per_s / node.dram[0]
@@ -223,7 +223,7 @@ LEAST = {
 
 
 def offences(machine: Any) -> list[str]:
-    """Return the values of a preset that its hardware cannot have, each with its limit."""
+    """Return an error for each value of a machine preset that its hardware cannot have, with the limits."""
     told = []
     for name, most in limits(machine.name).items():
         value = getattr(machine, name, None) or machine.other_rates.get(name)
@@ -237,7 +237,10 @@ def offences(machine: Any) -> list[str]:
 
 
 def sheet_offences(sheet: Any, name: str) -> list[str]:
-    """Return the data sheet's values that its hardware cannot have. They limit the results of `tune calibrate`."""
+    """Return an error for each value of a preset's data sheet that is more than 1% off the hardware's limit.
+
+    These values limit the results of `tune calibrate`.
+    """
     most, node = limits(name), NODES[name]
     pairs = {
         "flops": most["device_flops_per_s"],

@@ -22,7 +22,9 @@ NAMES_THEN = {
 
 
 def case(number):
-    """Return a workload and the fields of a plan in schema 2. They depend only on the number."""
+    """Return the workload of a numbered case, and the fields of its plan in schema 2. The number alone decides
+    both.
+    """
     rng = random.Random(f"schedule {number}")
     stage = rng.choice([3, 3, 3, 2, 1])
     micro_batches = rng.choice([1, 1, 2, 3])
@@ -83,7 +85,7 @@ def plan_fields(rng, sizes, stage):
 
 
 def digest(number):
-    """Return a hash of the ops of a case's schedule, and of the memory they hold."""
+    """Return a hash of a numbered case's schedule: all ops, and the memory that the schedule holds."""
     work, fields = case(number)
     schedule = build_schedule(work, Plan.from_fields(fields))
     held = {memory: dict(kinds) for memory, kinds in schedule.held.items()}

@@ -1,4 +1,6 @@
-"""No plan beats the bound: not under its own placements, not within its own memory."""
+"""Tests of the lower bounds on the iteration time: no plan beats the bound of its own placements, or the
+bound of the memory that it takes.
+"""
 
 import numpy as np
 import pytest
@@ -83,7 +85,9 @@ def test_no_plan_whose_steps_wait_beats_the_bound(zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_no_plan_beats_the_bound_over_a_network(zero_stage):
-    """What passes wait for in the network is nearly all there is: the rules know nothing of it."""
+    """Check that no random plan beats the lower bound if forward and backward spend most of their time waiting
+    for network collectives.
+    """
     rng = np.random.default_rng(7 + zero_stage)
     near = []
     for _ in range(5):
@@ -137,13 +141,15 @@ def random_machine(rng):
 
 
 def settled_s(sweeps, *plan):
-    """The mean of the last iterations: the first are shorter where the link falls behind."""
+    """Return a plan's mean iteration time over the last iterations of a long simulation. If copies over the link
+    fall behind, earlier iterations are shorter.
+    """
     sums = [float(sweep.evaluate(*plan)[0]) * (sweep.iterations - 2) for sweep in sweeps]
     return (sums[1] - sums[0]) / (sweeps[1].iterations - sweeps[0].iterations)
 
 
 def random_rest(rng, slots, count):
-    """Prefetch and on, as `PlanSweep.evaluate` takes them."""
+    """Return random values of the last arguments of `PlanSweep.evaluate`: prefetch, threads, overlap and order."""
     prefetch = slots if rng.random() < 0.7 else int(rng.integers(0, slots + 1))
     order = [None, np.arange(count)[::-1].copy(), rng.permutation(count)][rng.integers(3)]
     return prefetch, int(rng.choice([0, 1, 2, 4, 20])), bool(rng.random() < 0.9), order
@@ -161,7 +167,7 @@ def random_plans(rng, count, plans=10):
 
 
 def steady_s(workload, machine, floor_s, *plan):
-    """What a plan takes; of one that seems to beat the bound, in the long run."""
+    """Return a plan's iteration time. If the plan seems to beat the lower bound, simulate hundreds of iterations."""
     seconds = float(PlanSweep(workload, machine).evaluate(*plan)[0])
     if floor_s <= seconds * (1 + 1e-8):
         return seconds
@@ -170,7 +176,9 @@ def steady_s(workload, machine, floor_s, *plan):
 
 
 def floor_of_names(model, choices, slots):
-    """The bound of a plan whose subgroups are updated in these of the model's ways."""
+    """Return the lower bound for a plan that updates each subgroup in a given way (an index into the model's
+    ways).
+    """
     low = 0.0
     for shared in (False, True):
         window = Window(model, {}, slots)
@@ -203,7 +211,7 @@ def test_no_plan_beats_the_bound_of_its_own_placements_and_homes(seed, most):
 
 
 def within_its_own_memory(work, codes, slots):
-    """What a plan takes of the device, as `footprint` has it, with its activations."""
+    """Return the bytes of GPU memory that a plan takes: the sum that `footprint` gives, and the activations."""
     placements = [PLACEMENTS[code] for code in codes]
     held = Holding.of_workload(work).bytes(tally(work.subgroups, placements), slots)
     activations = sum(layer.activation_bytes for layer in work.layers)
@@ -235,7 +243,11 @@ def test_no_plan_beats_the_bound_of_its_own_memory(most, seed):
 
 
 def test_more_work_proves_more_where_subgroups_are_whole_and_stops_at_what_is_enough():
-    """Of two sizes in turn, each of which has a whole number in a way, not each subgroup."""
+    """Check that the lower bound rises if it may use more computing time, and stops rising at `enough_s`.
+
+    The longer computation requires a whole number of subgroups per placement. Here subgroups have two sizes
+    in turn, and the number is whole for each size.
+    """
     sizes = (10**8, 17 * 10**7) * 8
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     work = workload(16).model_copy(update={"layers": layers, "subgroups": sizes})
@@ -248,7 +260,9 @@ def test_more_work_proves_more_where_subgroups_are_whole_and_stops_at_what_is_en
 
 
 def alternating(rng, count, micro):
-    """Large subgroups of few sizes in turn, some of a layer, whose gradients go home slowly."""
+    """Return a workload of large subgroups in up to three sizes, whose gradients take longer to copy to the
+    host than to compute, and a machine for it.
+    """
     sizes = rng.choice(rng.integers(2 * 10**7, 4 * 10**8, size=3), size=count)
     ends = np.cumsum(sizes)
     if rng.random() < 0.5:
@@ -315,8 +329,8 @@ def test_all_on_the_host_is_a_chain_that_the_bound_knows_to_the_last_microsecond
 
 
 def test_gradients_that_come_home_slowly_are_a_chain_too():
-    """A gradient takes 0.2 s, and the first layer's comes last: then its update, copy, forward.
-    All of them may be under way at once.
+    """Check the lower bound for a step that is a chain of slow gradient copies. A copy to the host takes
+    0.2 s, the first layer's is last, and then its update, parameter copy and forward follow.
     """
     layer = Layer(params=10**7, forward_s=0.01, backward_s=0.02)
     work, have = workload(size=10**7, layers=(layer,) * 4), machine(d2h_bytes_per_s=1e8)
@@ -329,7 +343,9 @@ def test_gradients_that_come_home_slowly_are_a_chain_too():
 
 
 def test_backward_waits_until_the_gradient_before_is_home():
-    """Each is more than may be under way beside another one: the pass behind the next one waits."""
+    """Check the lower bound if backward waits for gradient copies. Two of these gradients exceed the limit
+    on gradients being copied, so backward ends when three of four copies of 0.4 s are complete.
+    """
     layer = Layer(params=2 * 10**8, forward_s=0.01, backward_s=0.02)
     work = workload(size=2 * 10**8, layers=(layer,) * 4)
     have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
@@ -349,8 +365,8 @@ def test_backward_waits_until_the_gradient_before_is_home():
 
 
 def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
-    """Gradients of which no two may be under way while a pass runs: in the second micro-batch each
-    is fetched and goes home, 0.4 s, and while backward waits two are under way.
+    """Check the lower bound on the time that backward waits for gradient copies, if there are two micro-batches.
+    In the second one each gradient sum is copied to the GPU and back to the host, which takes 0.4 s.
     """
     layer = Layer(params=10**8, forward_s=0.01, backward_s=0.1)
     work = workload(8, layers=(layer,) * 8).model_copy(update={"gradient_accumulation_steps": 2})
@@ -372,7 +388,7 @@ def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
 
 
 def test_any_sums_may_stay_on_the_device():
-    """Each subgroup has a way of its own."""
+    """Check that the bound's model lets each subgroup choose alone whether its gradient sum stays on the GPU."""
     work = workload(3).model_copy(update={"gradient_accumulation_steps": 2})
     model = Model(work, machine(), [Way("host")], 3, sums=True)
     for stays in ([1, 1, 0], [0, 0, 0], [1, 0, 1]):
@@ -383,7 +399,10 @@ def test_any_sums_may_stay_on_the_device():
 
 
 def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
-    """As above, with a last layer of next to nothing, whose gradient comes first."""
+    """Check the lower bound on the time that backward waits for gradient copies, if the last layer is tiny. Its
+    gradient is complete first, and must not let many more bytes of other gradients be copied at the same
+    time.
+    """
     large, tiny = 12 * 10**7, 1000
     sizes = (*[large] * 4, tiny)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
@@ -407,7 +426,12 @@ def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
 
 
 def test_a_large_gradient_between_small_ones_may_be_the_one_that_is_left():
-    """Those of one size are a piece: not all of it is sent, and the large one is sent last."""
+    """Check the lower bound on the time that backward waits for gradient copies, if one large gradient is copied
+    to the host last.
+
+    The bound's model counts subgroups of equal size together. Of the small ones, only one is updated on the
+    host.
+    """
     small, large = 14 * 10**7, 6 * 10**8
     sizes = (small, large, *[small] * 7)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
@@ -431,7 +455,9 @@ def test_a_large_gradient_between_small_ones_may_be_the_one_that_is_left():
 
 
 def test_gradients_under_way_take_their_room_whatever_their_number():
-    """Three of 100 MB fill it; beside them the device holds what is left, and not a byte more."""
+    """Check that the lower bound reserves GPU memory for gradients that are being copied to the host. Three
+    gradients of 100 MB fill that reserve, and a plan that needs 1 MB more than the rest does not fit.
+    """
     work, have = workload(20, size=5 * 10**7), machine()
     placements = ["host"] * 3 + ["resident"] * 17
     plan = Plan(subgroup_size=5 * 10**7, placement=Plan.runs(placements), staging_slots=0)
@@ -457,7 +483,9 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
 
 
 def test_a_slot_holds_its_visits_one_after_the_other():
-    """Backward is too short to hide what the next iteration's first visit waits for."""
+    """Check that the lower bound is exact for two staged updates in one staging buffer, if backward is too
+    short to hide the next iteration's first wait for the buffer.
+    """
     work, have = workload(2), machine()
     by_hand = 2 * (1e8 / 50e9 + 12e8 / 20e9 + 12e8 / 10e9)
     plan = Plan(subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1)
@@ -467,7 +495,9 @@ def test_a_slot_holds_its_visits_one_after_the_other():
 
 
 def test_the_last_visit_shares_the_link_with_the_one_before():
-    """Two slots: what the last one waits for has left, and the one between leaves beside it."""
+    """Check the lower bound for three staged updates in two staging buffers over a half-duplex link. The last
+    one waits until the first has left, and shares the link with the second one's copy to the host.
+    """
     slow = Layer(params=10**8, forward_s=0.01, backward_s=0.5)
     half = {"d2h_bytes_per_s": 20e9, "device_adam_params_per_s": 1e13}
     work = workload(3, layers=(slow,) * 3)
@@ -483,8 +513,8 @@ def test_the_last_visit_shares_the_link_with_the_one_before():
 
 
 def test_new_parameters_come_home_behind_all_fetched_gradients():
-    """Four micro-batches on a slow link: the third update waits for the first copy's slot. No sum
-    stays on the device.
+    """Check the lower bound for four micro-batches over a slow link, without gradient sums on the GPU. New
+    parameters are copied after all gradient sums, and the third update waits for the first copy's buffer.
     """
 
     def hosts_s(on):
@@ -512,7 +542,9 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_wait_for_room_are_bounded_at_each_stage(stage):
-    """Below ZeRO-3 a bound may see one micro-batch where sums of several stay on the device."""
+    """Check the lower bound at each ZeRO stage, if gradient copies delay backward and the plan keeps all
+    gradient sums on the GPU. Below ZeRO-3 the bound may then count the copies of one micro-batch only.
+    """
     work = workload(6, gradient_accumulation_steps=4, zero_stage=stage)
     have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
     plan = Plan(
@@ -527,7 +559,9 @@ def test_gradients_that_wait_for_room_are_bounded_at_each_stage(stage):
 
 
 def test_parameters_in_host_memory_leave_room_and_take_the_link():
-    """Two subgroups' state fit beside the parameters, and more once those are gone."""
+    """Check that the lower bound counts both effects of parameters in host memory: more GPU memory for
+    optimizer state, and copies of the parameters over the link in forward and backward.
+    """
     work, have = (workload(16, device_base_bytes=10**9 + 2 * 16 * 10**8), machine(host_adam_params_per_s=1e8))
     room = work.device_base_bytes + 16 * 10**8 + 2 * 14 * 10**8
     here, anywhere = (bound(work, have, room, locations).iteration_s for locations in ((), None))
@@ -631,8 +665,8 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_memory():
 
 
 def balanced(rng):
-    """A machine without latencies, and a backward that takes about as long as the host's updates,
-    which find room in it.
+    """Return a random workload whose backward takes about as long as its host updates, which therefore fit
+    into backward, and a random machine without latencies.
     """
     work, on = random_workload(rng, int(rng.integers(3, 9))), random_machine(rng)
     on = on.model_copy(update={"copy_latency_s": 0.0, "launch_latency_s": 0.0})
@@ -673,7 +707,7 @@ def test_where_no_slot_fits_no_visit_is_guessed():
 
 
 def accumulating(rng):
-    """Several micro-batches over a link that is slow for their sums."""
+    """Return a random workload with several micro-batches, and a machine whose link is slow for gradient sums."""
     work, on = random_workload(rng, int(rng.integers(2, 9))), random_machine(rng)
     crossing_s = 2 * work.params * work.grad_bytes_per_param / work.backward_s
     slow = crossing_s * 10 ** rng.uniform(-0.7, 0.5)
@@ -687,7 +721,7 @@ def with_sums(codes, stay):
 
 
 def of_many_layers(rng, micro):
-    """Few subgroups of many layers, over a link that is slow for their gradients."""
+    """Return a random workload with few subgroups of many layers, and a machine whose link is slow for gradients."""
     params = [int(n) for n in 10 ** rng.uniform(6, 8.3, size=int(rng.integers(3, 25)))]
     if rng.random() < 0.5:
         params = [params[0]] * len(params)
@@ -778,7 +812,10 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_memory():
 
 
 def test_the_bound_knows_what_sums_take_of_the_device():
-    """As much as the plan takes with all of them there, and less: then they cross."""
+    """Check that the lower bound counts the GPU memory of gradient sums that stay on the GPU. If memory holds
+    all sums, the bound is below the time of such a plan. With 400 MB less, sums must cross the link, and the
+    bound is above that time.
+    """
     work, have = workload(gradient_accumulation_steps=4), machine(h2d_bytes_per_s=1e9)
     plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, device_sums=4)
     seconds = simulate(build_schedule(work, plan), have).iteration_s

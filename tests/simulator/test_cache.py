@@ -1,4 +1,6 @@
-"""The folder of compiled kernels and measured machines, wherever a user's home is."""
+"""Tests of the cache folder for compiled kernels and measured machines, also for a user without a writable
+home directory.
+"""
 
 import os
 import tempfile

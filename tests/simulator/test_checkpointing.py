@@ -1,4 +1,6 @@
-"""Checkpoints in the simulation: exact costs of small cases, both engines alike, nothing torn."""
+"""Tests of simulated checkpoints: exact costs of small cases, equal results of both engines, and updates
+that never overwrite state before it is saved.
+"""
 
 import pytest
 from ebbtide.simulator import CheckpointPlan, Lane, Layer, OpKind, Plan, Quantity, Workload, build_schedule, simulate
@@ -243,7 +245,7 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
 
 
 def _not_torn(schedule, fast, subgroup, placement):
-    """All of the old state is on disk or in a copy when the next update overwrites it."""
+    """Assert that a subgroup's old state is on disk or copied before its next update overwrites that state."""
     kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[placement]
     overwrites = next(op for op in schedule.of_kind(kind, LEAD_IN) if op.subgroup == subgroup)
     copies = [op for op in schedule.of_kind(OpKind.SNAPSHOT) if op.subgroup == subgroup]
@@ -256,7 +258,9 @@ def _not_torn(schedule, fast, subgroup, placement):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """A save first copies resident state to the host, and the half of the early state that is in spare buffers."""
+    """Check how long a save waits for copies into DeepSpeed's own tensors, if a plan cuts DeepSpeed's subgroups.
+    All resident state is copied to the host, and on the average half of the state that is updated early.
+    """
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)
     whole, pieces = workload(3), workload(3, state_stays=True)

@@ -1,4 +1,4 @@
-"""The critical path: by hand on four ops, without gaps on whole iterations."""
+"""Tests of the critical path: worked out by hand for five ops, and without gaps over whole iterations."""
 
 from itertools import pairwise
 

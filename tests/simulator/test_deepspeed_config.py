@@ -1,4 +1,6 @@
-"""Nothing in a DeepSpeed config is ignored in silence: it counts, is told, or is refused."""
+"""Tests that no key of a DeepSpeed config is ignored silently: a key changes the result, is reported as
+not simulated, or is refused.
+"""
 
 import json
 import re
@@ -105,7 +107,9 @@ def test_parameters_on_the_host_follow_the_version_too():
 
 
 def test_each_older_way_is_slower_on_the_host():
-    """Unpinned copies, parameters in fp32 and torch's own Adam each cost time."""
+    """Check that older versions of DeepSpeed are slower: unpinned copies, parameters in fp32 and torch's own
+    Adam each add time.
+    """
     for stage, ways in (
         (3, [("0.19.8", {}), ("0.19.4", {}), ("0.19.4", TORCH_ADAM)]),
         (2, [("0.19.8", {}), ("0.16.9", {}), ("0.16.9", TORCH_ADAM)]),

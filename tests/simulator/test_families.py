@@ -1,7 +1,7 @@
-"""Each family's parameters are those of transformers' module, one by one and in its order.
+"""Tests that the parameters of each model family are those of the transformers module, in the same order.
 
-DeepSpeed cuts subgroups at the borders of parameters: in another order an offline plan would be
-for other subgroups than the engine's, and be refused.
+DeepSpeed cuts subgroups at the borders of parameters. With another order, a plan made offline would be
+for other subgroups than the engine's and would be refused.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The fast engine and the sweep say what the reference engine says, on anything."""
+"""Tests that the fast engine and the plan sweep give the reference engine's results, on random inputs."""
 
 import random
 
@@ -52,14 +52,16 @@ def random_order(placements, rng):
 
 
 def with_storage(on, rng):
-    """Reads and writes that get into each other's way."""
+    """Return the machine with random drive rates, where reads and writes slow each other down."""
     rates = {f"storage_{way}_bytes_per_s": 10 ** rng.uniform(0, 3) for way in ("read", "write")}
     rates["storage_duplex_factor"] = rng.uniform(0.3, 1.0)
     return on.model_copy(update={name: Quantity.exact(rate) for name, rate in rates.items()})
 
 
 def enlarged(work, on, rng):
-    """So large that gradients under way hold backward up, on a machine as much faster."""
+    """Return the workload and the machine, both scaled up by 2**24 in half of the cases. Gradients are then
+    so large that the limit on gradients being copied delays backward.
+    """
     issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
     factor = rng.choice([1, 2**24])
     if factor > 1:
@@ -165,7 +167,7 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
 
 
 def test_more_kinds_of_ops_than_are_remembered():
-    """Every op of another demand: the cache of speeds must not mistake one for another."""
+    """Check that the engine's cache of op speeds mixes up no two ops if each of 120 ops demands other resources."""
     out = ScheduleBuilder()
     for number in range(40):
         out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s", dram_bytes=10.0 + 7 * number)

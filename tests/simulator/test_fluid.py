@@ -1,4 +1,6 @@
-"""Max-min sharing: by hand, and by what defines it."""
+"""Tests of max-min fair sharing of bandwidth: cases worked out by hand, and its defining property on random
+ones.
+"""
 
 import pytest
 from ebbtide.simulator.engines.sharing import max_min_speeds

@@ -1,4 +1,6 @@
-"""Parameters, activations and state on NVMe: which copies there are, when, and what they hold."""
+"""Tests of ZeRO-Infinity, with parameters, activations and optimizer state in host memory or on NVMe: the
+copies, their times, and the memory in use.
+"""
 
 import pytest
 from ebbtide.simulator import Lane, OpKind, build_strategy, simulate
@@ -33,7 +35,9 @@ def test_with_nothing_more_offloaded_it_is_stock_offload():
 
 
 def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
-    """Each layer's 20 bytes take 20 s and its forward 1 s: forward is as slow as the link."""
+    """Check that parameters in host memory are copied to the GPU for each pass while the layer before computes.
+    A layer's 20 bytes take 20 s and its forward 1 s, so forward takes 4 x 20 s + 1 s.
+    """
     timeline = run(optimizer="cpu")
     assert len(spans(timeline, OpKind.PARAMETER_FETCH)) == 8
     assert timeline.phases()["forward_s"] == 4 * 20 + 1
@@ -41,7 +45,9 @@ def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
 
 
 def test_unpinned_parameters_come_at_their_rate_and_each_pass_waits():
-    """A copy from unpinned memory blocks the host: 20 s at half the rate are 40, and then the layer's 1 s."""
+    """Check that a copy of parameters from unpinned memory blocks the host. At half the rate a layer's 20
+    bytes take 40 s, and its forward of 1 s starts only then.
+    """
     slow = machine(pageable_h2d_bytes_per_s=0.5)
     timeline = run(on=slow, optimizer="cpu", pinned_parameters=False)
     assert timeline.phases()["forward_s"] == 4 * (40 + 1)
@@ -64,7 +70,9 @@ def test_parameters_leave_the_device_but_for_two_layers():
 
 
 def test_activations_wait_in_host_memory():
-    """Three of four layers' 7 bytes go out; at most the last layer's and one more are there."""
+    """Check the memory of activations that are offloaded to the host. Of four layers with 7 bytes each, three
+    are copied to the host, and at most two are on the GPU at a time.
+    """
     link = {"d2h_bytes_per_s": 1e6, "h2d_bytes_per_s": 1e6}
     kept = run(on=machine(**link), optimizer="cpu", parameters="device")
     gone = run(on=machine(**link), optimizer="cpu", parameters="device", activations="cpu")
@@ -77,7 +85,9 @@ def test_activations_wait_in_host_memory():
 
 
 def test_state_is_read_updated_and_written_one_subgroup_after_the_other():
-    """Per subgroup of 10: 160 bytes read at 2/s, updated, 120 written at 1/s, parameters home."""
+    """Check that state on NVMe is read, updated and written one subgroup after the other. Each of four
+    subgroups reads 160 bytes at 2 bytes/s and writes 120 at 1 byte/s: 80 s + 120 s.
+    """
     on = machine(**{**QUICK, "storage_write_bytes_per_s": 1.0, "storage_read_bytes_per_s": quantity(2.0)})
     timeline = run(on=on, parameters="device")
     reads, writes = spans(timeline, OpKind.STATE_READ), spans(timeline, OpKind.STATE_WRITE)

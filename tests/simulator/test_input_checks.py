@@ -1,4 +1,4 @@
-"""Python's values that mean something else, or nothing, are refused with the rule."""
+"""Tests that Python arguments of a wrong type or value are refused, with an error that states the rule."""
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model

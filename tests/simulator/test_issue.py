@@ -1,4 +1,6 @@
-"""The machine that issues updates: every step, however often guesses are wrong, is whole and in order."""
+"""Tests of `Issue`, which decides the order and the waits of a step's updates: all steps are complete and in
+order, also if early updates are rolled back.
+"""
 
 import dataclasses
 import json
@@ -17,7 +19,9 @@ STEPS = 6
 
 
 class Run:
-    """A machine whose ops are numbers; each op with its step, subgroup and waits."""
+    """A recorder of the ops that `Issue` adds: the step of the update, the subgroup, the waits and the buffer of
+    each op.
+    """
 
     def __init__(self, some, rng=None, slots=2, host_slots=2, prefetch=1, order=None):
         count, rng = len(some), rng or random.Random(0)
@@ -57,7 +61,9 @@ class Run:
 
 
 def behind(ops):
-    """Return of each op all that has ended when it begins: what it waits for, and its lane's ops before it."""
+    """Return, for each op, the set of ops that have ended when the op begins: the ops that it waits for, the
+    ops before it on its lane, and all that these wait for.
+    """
     found, lanes = [], {}
     for number, (step, _, waits, _) in enumerate(ops):
         before = {*waits, *([lanes[step.lane]] if step and step.lane in lanes else [])}
@@ -68,7 +74,9 @@ def behind(ops):
 
 
 def a_step(run, some, rng):
-    """Return whether it updates anything: then each subgroup once behind the norm, at the most."""
+    """Run a random step that is completed or skipped, with early updates that may be dropped. Check that each
+    subgroup is updated at most once after the gradient norm.
+    """
     early = rng.random() < 0.8
     run.made.backward(None, early=early)
     run.made.backward(None, early=not early)  # said once more
@@ -112,7 +120,9 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
 
 
 def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():
-    """Its second visit takes a slot that has been free for long."""
+    """Check that a staged update that is redone after a rollback first waits until its own state has been
+    copied back to the host, even if it takes a staging buffer that has long been free.
+    """
     run = Run([Way("device", early=True)] * 2, slots=2, prefetch=0, order=[0, 1])
     run.made.backward(None)
     run.arrives(1)
@@ -146,7 +156,9 @@ def test_what_holds_a_slot_is_updated_first_if_late_visits_need_it():
 
 @pytest.mark.parametrize("forgotten", [Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, *Slot, "order"])
 def test_a_forgotten_wait_of_the_machine_is_seen(forgotten, monkeypatch):
-    """By the recorded schedules: builder and executor would both forget it."""
+    """Check that the recorded schedules show any wait that `Issue` forgets. The schedule builder and the
+    executor share `Issue`, so comparing these two would not show it.
+    """
     issue, take = Issue._issue, Issue._take
 
     def less(self, step, *others):

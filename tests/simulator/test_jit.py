@@ -1,4 +1,6 @@
-"""What numba has compiled once is not run where its constants are others by now."""
+"""Tests of the cache of compiled functions: compiled code is not reused if constants or functions that it
+uses have changed.
+"""
 
 import importlib.util
 import subprocess
@@ -17,7 +19,9 @@ def loaded(path):
 
 
 def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monkeypatch):
-    """Only the other file changes; numba would look at the caller's alone."""
+    """Check that a change in an imported file recompiles the functions that use it. numba's own cache checks
+    only the file of the calling function.
+    """
     given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
     head = "from ebbtide.simulator.engines.jit import compiled\n"
     caller.write_text(f"{head}from jit_given import COUNT, twice\n@compiled\ndef f(x):\n    return twice(x) + COUNT\n")

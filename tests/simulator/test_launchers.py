@@ -1,4 +1,4 @@
-"""On how many threads stock updates the host's state, by what starts its ranks."""
+"""Tests of the number of threads with which stock DeepSpeed updates state on the host, for each launcher."""
 
 import click
 import pytest
@@ -41,7 +41,9 @@ def test_a_profiled_workload_is_started_otherwise():
 
 
 def test_threads_slow_stock_and_its_peers_and_nothing_else():
-    """One thread at a quarter of all cores' rate: by hand."""
+    """Check that fewer threads slow down DeepSpeed's own host updates, but not an ebbtide plan. One thread has
+    a quarter of the rate of all cores, so an update of 1 s takes 4 s.
+    """
     on = node(
         stock_host_adam_params_per_s=Quantity.exact(1e9),
         cpu_cores=8,

@@ -1,4 +1,6 @@
-"""Memory by kind is the footprint's own arithmetic: its kinds are the peaks, to the byte."""
+"""Tests of memory by kind (parameters, gradients, state and others): the kinds add up to the simulated
+peak of each memory, to the byte.
+"""
 
 import random
 

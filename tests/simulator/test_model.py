@@ -1,4 +1,6 @@
-"""Workloads from configs: exact counts, DeepSpeed's subgroups, `"auto"`, parallelism, bad input."""
+"""Tests of workloads estimated from model configs: exact parameter counts, DeepSpeed's subgroups, `"auto"`
+values, parallelism, and errors for bad input.
+"""
 
 import json
 
@@ -138,7 +140,7 @@ def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
 
 
 def unlimited(name, **changes):
-    """A machine on which nothing but matrix products takes time."""
+    """Return a machine preset on which only matrix products take time."""
     far = {"device_memory_bytes_per_s": 1e15, "layer_issue_s": 1e-12}
     fields = {key: Quantity.exact(value) for key, value in {**far, **changes}.items()}
     return preset(name).model_copy(update=fields)
@@ -166,7 +168,9 @@ def test_products_and_attention_take_their_flops():
 
 
 def mfu(machine, **shape):
-    """Flops of weights and tokens over what the device sustains at best."""
+    """Return the share of the GPU's possible flops that forward and backward use, with 8 flops per parameter and
+    token.
+    """
     work = workload_from_model(LLAMA, machine, **shape)
     used = 8 * work.params * work.tokens_per_iteration
     rate = machine.rate("device_flops_per_s")
@@ -174,7 +178,9 @@ def mfu(machine, **shape):
 
 
 def test_eager_kernels_and_their_loss_take_more_of_the_devices_memory():
-    """Only what lies between the products: with device memory that is far faster, all take the same."""
+    """Check that eager kernels take more time and activation memory, and that a fused loss takes less. With
+    very fast GPU memory all take the same time: only ops between matrix products differ.
+    """
     shape = {"sequence": 2048, "micro_batch": 4, "activation_checkpointing": "none", "zero_stage": 2}
     ways = ({}, {"kernels": "eager"}, {"fused_loss": True})
     plain, eager, fused = (workload_from_model(LLAMA, preset("a100-80gb"), **shape, **way) for way in ways)
@@ -196,7 +202,9 @@ def test_scores_that_are_stored_take_time_and_memory():
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
-    """ZeRO-1 and 2 gather nothing in a forward; PyTorch's own kernels are more launches than fused ones."""
+    """Check that the host issues a layer faster under ZeRO-2 than under ZeRO-3, since forward gathers no
+    parameters. PyTorch's eager kernels take longer to issue than fused ones.
+    """
     machine = preset("h100")
     three, two, eager = (
         workload_from_model(LLAMA, machine, sequence=1, zero_stage=stage, kernels=kernels).layers[1].forward_s
@@ -225,7 +233,9 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_reduced(ranks):
-    """Whatever their width and the ranks; those of four bytes take as long again on the wires."""
+    """Check that gradients are read or written six times in GPU memory before they are reduced, at any number
+    of ranks. fp32 gradients take twice the time of bf16 ones there and in the reduction.
+    """
     machine = preset("h100-node")
     narrow, wide = (
         workload_from_model(
@@ -380,7 +390,7 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 
 def test_recut_is_what_deepspeed_does(only_rank):
-    """Subgroups cut here are those of a live engine with that sub_group_size."""
+    """Check that `Workload.recut` cuts the same subgroups as a live DeepSpeed engine with that `sub_group_size`."""
     from ebbtide.profiler import profile_engine
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -428,7 +438,9 @@ def test_a_number_that_is_none_is_refused_not_passed_over():
 
 
 def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
-    """Else a machine that was measured would seem faster than the preset of its kind."""
+    """Check that a machine without a rate for issuing layers gets the presets' usual time. Otherwise a
+    measured machine would seem faster than the preset of the same hardware.
+    """
     told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
     silent = told.model_copy(update={"layer_issue_s": None})
     config = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000}

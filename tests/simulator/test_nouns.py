@@ -1,4 +1,6 @@
-"""Machines, workloads, plans, timelines: what they refuse and keep, and how they are saved."""
+"""Tests of machines, workloads, plans and timelines: the values they refuse, and how they are saved and
+loaded.
+"""
 
 import errno
 import json
@@ -136,7 +138,9 @@ def test_plans_that_cannot_be(fields, message):
 
 
 def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
-    """``-o /dev/stdout`` is one: it must not be replaced by a file."""
+    """Check that saving writes through a symbolic link and into a pipe, and does not replace them by a file.
+    With ``-o /dev/stdout`` the output is such a pipe.
+    """
     made, path, link, pipe = machine(), *(tmp_path / name for name in ("real", "link", "pipe"))
     path.write_text("old")
     link.symlink_to(path)
@@ -228,7 +232,9 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
 
 
 def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
-    """A file of then reads as what it meant."""
+    """Check that a workload file of schema 1 is converted when it is read. Its layers had the times of all
+    micro-batches together.
+    """
     work = workload(gradient_accumulation_steps=4, forward_s=0.5, backward_s=1.5)
     fields = work.model_dump(mode="json")
     before = [{**layer, "forward_s": 2.0, "backward_s": 6.0} for layer in fields["layers"]]

@@ -1,4 +1,4 @@
-"""Plan files of older versions are read for ever, and what is ignored of them is said."""
+"""Tests that plan files of older schemas can still be read, and that ignored fields cause a warning."""
 
 import json
 import warnings
@@ -47,7 +47,9 @@ def test_a_plan_that_no_runtime_ever_ran_is_refused():
 
 
 def test_plans_of_schema_2_give_the_schedules_that_they_gave_then():
-    """400 random ones: every op, what it waits for, its work, and the memory that is held."""
+    """Check that 400 random plan files of schema 2 still give the recorded schedules: the same ops, waits,
+    work and memory.
+    """
     recorded = json.loads(PATH.read_text())
     assert len(set(recorded)) == CASES
     assert [digest(number) for number in range(CASES)] == recorded

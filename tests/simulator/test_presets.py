@@ -1,4 +1,4 @@
-"""Presets: sources, and no rate above what the hardware can do."""
+"""Tests of the machine presets: each value has a source, and no rate exceeds what the hardware can do."""
 
 import dataclasses
 
@@ -43,7 +43,9 @@ def test_every_value_tells_its_source_and_has_a_spread(named):
 
 
 def test_no_rate_exceeds_its_physical_limit(named):
-    """Limits from published facts (`tests.simulator.hardware_limits`), none from the preset."""
+    """Check each preset against hardware limits from published facts (`tests.simulator.hardware_limits`). The
+    limits use no value of the preset.
+    """
     machine, sheet = named
     assert offences(machine) == []
     assert sheet_offences(sheet, machine.name) == []
@@ -93,7 +95,9 @@ def test_no_update_draws_more_than_one_numa_node_or_a_ranks_share(named):
 
 
 def test_published_updates_are_what_four_ranks_reach():
-    """1.7 G params/s a rank on the H100 node includes the new parameters' way to the device."""
+    """Check the preset `h100-node` against the published update rate of 1.7e9 parameters/s per rank, for four
+    ranks. That rate includes the copy of new parameters to the GPU.
+    """
     machine = preset("h100-node")
     drawn = machine.rate("dram_bytes_per_s") * machine.rank_share("dram", 4)
     passes = min(machine.rate("stock_host_adam_params_per_s"), drawn / STOCK_UPDATE_BYTES)
@@ -102,7 +106,9 @@ def test_published_updates_are_what_four_ranks_reach():
 
 
 def test_hosts_with_the_same_memory_update_alike():
-    """H100 node and H200: two sockets, eight channels of DDR5-4800 each."""
+    """Check that the presets `h100-node` and `h200` update at the same rate on the host: both have two sockets
+    with eight channels of DDR5-4800 each.
+    """
     four, eight = preset("h100-node"), preset("h200")
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
         assert four.rate(name) == eight.rate(name)
@@ -136,12 +142,16 @@ def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
 
 
 def test_without_nvlink_collectives_reach_half_of_what_copies_do():
-    """Rings through host memory or a switch: published runs without NVLink reached 5 to 12 GB/s on PCIe 4."""
+    """Check the rate of collectives without NVLink, which are rings through host memory or a PCIe switch.
+    Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
+    """
     assert Links.of(preset("rtx4090-x4")).bytes_per_s(4) == 12.5e9
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
-    """Two to eight ranks have half a link each, as cards in slots of their own do not."""
+    """Check that each rank on an HGX A100 has half a PCIe link from two ranks on, because two GPUs share an
+    uplink. GPUs in slots of their own have a whole link each.
+    """
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)
         assert [machine.rank_share("h2d", n) for n in (2, machine.gpus_per_node)] == [share, share], name
@@ -161,7 +171,9 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
 
 
 def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
-    """One constant for all devices was 24% off on A100."""
+    """Check that each kind of GPU has its own ratio of matrix-product rate to data-sheet flops. One ratio for
+    all GPUs was 24% off on the A100.
+    """
     machine, sheet = named
     assert machine.rate("device_flops_per_s") == pytest.approx(sheet.compute.products * sheet.flops)
     assert machine.rate("attention_flops_per_s") == pytest.approx(sheet.compute.attention * sheet.flops)

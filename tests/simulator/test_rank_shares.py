@@ -1,4 +1,4 @@
-"""What several ranks leave each other: measured shares, or equal ones."""
+"""Tests of how the ranks of a node share links, DRAM and storage: by measured shares, or equally."""
 
 from itertools import pairwise
 
@@ -35,7 +35,9 @@ def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
 
 
 def test_cores_are_divided_only_where_they_compute_the_model_too():
-    """An update is bound by DRAM: its share of that is counted, not its cores besides."""
+    """Check that CPU cores are divided among the ranks only if they also compute the model. A host update is
+    limited by DRAM, and a rank's share of DRAM is counted already.
+    """
     assert capacities(machine(), 4)["cores"] == 16
     assert capacities(machine(device_shares_host_cores=True), 4)["cores"] == 4
 
@@ -48,7 +50,9 @@ def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
 
 
 def test_between_known_numbers_of_ranks_their_total_changes_evenly():
-    """Of DRAM two ranks draw 0.6 together, four 0.8, so three 0.7; eight no more than four did."""
+    """Check that shares are interpolated between measured numbers of ranks. Two ranks draw 0.6 of DRAM
+    together and four draw 0.8, so three draw 0.7, and eight draw 0.8 as well.
+    """
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)
     totals = [n * node.rank_share("dram", n) for n in (1, 2, 3, 4, 8)]
@@ -64,7 +68,9 @@ KNOWN = st.dictionaries(st.integers(1, 17), st.floats(0.01, 1.5), max_size=5)
 @settings(max_examples=200, deadline=None)
 @given(KNOWN, st.sampled_from(["h2d", "d2h", "link", "dram", "storage"]))
 def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name):
-    """Whatever was measured, of whichever numbers of ranks, however noisy."""
+    """Check, for any measured shares, that a rank's share never grows with the number of ranks and that the
+    ranks together never exceed the node.
+    """
     shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
     node = machine(rank_shares=shares)
     each = [node.rank_share(name, ranks) for ranks in range(1, 40)]

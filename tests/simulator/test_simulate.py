@@ -1,4 +1,4 @@
-"""The reference simulator against timelines computed by hand, and against simpy."""
+"""Tests of the reference simulator: timelines worked out by hand, and random ones against simpy."""
 
 import random
 
@@ -112,8 +112,8 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
 
 
 def test_parameters_on_the_host_come_in_for_each_pass():
-    """As above, but nothing crosses at the update, and 20 s of parameters before each pass; layer
-    0's come in as soon as its update has ended. The next layer's come in beside a pass.
+    """Check that parameters in host memory are copied to the GPU before each pass (20 s per layer) while the
+    layer before computes, and not at the update. Layer 0's copy starts as soon as its update has ended.
     """
     plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
@@ -128,8 +128,8 @@ def test_parameters_on_the_host_come_in_for_each_pass():
 
 
 def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
-    """Three resident subgroups: 10 s of update, 20 s of copy; the third waits for the first one's
-    buffer. A layer whose parameters stay on the device waits for nothing else.
+    """Check that new parameters of resident subgroups are copied to host memory through two buffers in turn.
+    An update takes 10 s and a copy 20 s, so the third update waits for the first copy's buffer.
     """
     plan = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["host"] * 3))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
@@ -146,11 +146,10 @@ def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
 
 
 def test_all_on_the_host_with_overlap():
-    """Two subgroups of 10; 1 s forward and 2 s backward each; 2 B gradients and parameters.
+    """Check the timeline of a plan with two host subgroups of 10 parameters against times worked out by hand.
 
-    Backward of layer 1 ends at 2 after forward, its gradient is home 20 s later, that of layer 0
-    another 20 s later; then updates of 10 s each and parameters of 20 s each. The next forward of
-    layer 0 waits for parameter 0 only.
+    Forward takes 1 s and backward 2 s per layer. Copies of gradients and of parameters take 20 s per layer, and
+    a host update takes 10 s. The next forward of layer 0 waits only for the parameters of subgroup 0.
     """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["host"] * 2)), machine())
     assert spans(found, OpKind.FORWARD) == [(0, 1), (1, 2)]
@@ -171,7 +170,9 @@ def test_without_overlap_the_step_holds_the_whole_update():
 
 
 def test_visits_take_the_slot_in_turn():
-    """One slot, two visits: 120 s in, 10 s update, 120 s out; the second waits for the first."""
+    """Check that two staged updates use one staging buffer in turn: 120 s of copying to the GPU, 10 s of
+    update, 120 s of copying back, and only then the second one.
+    """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["device"] * 2)), machine())
     assert spans(found, OpKind.STATE_H2D) == [(6, 126), (256, 376)]
     assert spans(found, OpKind.UPDATE_DEVICE) == [(126, 136), (376, 386)]
@@ -202,8 +203,8 @@ def test_a_second_micro_batch_fetches_the_sum_and_sends_it_home_again():
 
 
 def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
-    """As with overlap above, 3 s from each wait to the layer's first kernel; so the first gradient
-    leaves 5 s later. While the device is busy they cost nothing.
+    """Check that the host needs 3 s to issue a layer once its parameters have arrived, so that the layer starts
+    3 s later. If the GPU is busy meanwhile, these seconds cost nothing.
     """
     work = workload((10, 10), module_issue_s=3.0)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
@@ -218,9 +219,9 @@ def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
 
 
 def test_backward_is_held_up_by_gradients_under_way():
-    """Three subgroups of 200 MiB gradients, at 1 MiB/s; 256 MiB may be under way. The training
-    thread waits for the first one's when it sends the second, and for the second one's when it
-    sends the third: layer 0's backward, and then the norm, begin behind those.
+    """Check that backward waits if more than 256 MiB of gradients are being copied to the host. Three subgroups
+    have 200 MiB each at 1 MiB/s: the second gradient waits for the first one's copy, and the third for the
+    second's.
     """
     n, mib = 100 * 2**20, 2**20
     on = machine(d2h_bytes_per_s=mib, h2d_bytes_per_s=mib, dram_bytes_per_s=1e12)
@@ -249,7 +250,9 @@ def test_residents_copy_nothing():
 
 
 def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
-    """A host update goes on meanwhile, so that forward waits less for it."""
+    """Check that time outside forward, backward and step is a phase of its own, `loop_s`. A host update
+    continues during that time, so the next forward waits less.
+    """
 
     def phases(**fields):
         work = workload((10, 10), **fields)
@@ -266,7 +269,9 @@ def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
 
 
 def stock(**options):
-    """Two layers of 10: backward of layer 1 ends at 5, copies of 2 B take 20 s, of 4 B 40 s."""
+    """Simulate stock DeepSpeed offload for two layers of 10 parameters. Backward of layer 1 ends at 5 s. A copy
+    of 2 bytes per parameter takes 20 s, and one of 4 bytes takes 40 s.
+    """
     loop = StockLoop(workload((10, 10), backward_s=3.0), StockOptions(**options))
     loop.run(1)
     on = machine(device_memory_bytes_per_s=Quantity.exact(1e12))
@@ -274,12 +279,14 @@ def stock(**options):
 
 
 def rounded(timeline, kind):
-    """Without the picoseconds of the kernels on the gradients."""
+    """Return start and end of each op of a kind, rounded so that the picoseconds of gradient kernels vanish."""
     return [(round(start, 6), round(end, 6)) for start, end in spans(timeline, kind)]
 
 
 def test_stocks_gradients_queue_on_one_stream_beside_backward():
-    """Each waits for a third of its layer's backward, the products that hold the device: 1 s."""
+    """Check that stock DeepSpeed copies gradients on one stream while backward continues. The kernels of each
+    gradient wait for the running matrix product, together 1 s: a third of a layer's backward.
+    """
     found = stock(gradients="asynchronous")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(6, 26), (46, 86), (87, 107), (127, 167)]
@@ -304,20 +311,26 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 
 
 def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
-    """Two crossings of 20 s, the third one too, and 40 bytes widened: 100 s before layer 0 may begin."""
+    """Check that older DeepSpeed builds copy gradients unpinned and widen them to fp32 on the host. Three
+    copies of 20 s and 40 s of widening end before layer 0's backward may begin.
+    """
     found = stock(gradients="unpinned_widened_on_host")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128), (148, 168)]
 
 
 def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
-    """Stock's update is 44 B a parameter, of which 28 are Adam's own."""
+    """Check that torch's own Adam slows stock's update down. Stock's update moves 44 bytes per parameter, 28 of
+    them in Adam itself, and these take six times as long with torch.
+    """
     own, torchs = (stock(torch_adam=on).busy_s(Lane.HOST) for on in (False, True))
     assert torchs / own == pytest.approx((16 + 6 * 28) / 44)
 
 
 def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
-    """60 elements of 8 B for the norm are more than one element of the step's copies; both are given back."""
+    """Check that without offloading the norm allocates memory for one gradient in float64 at a time: 60
+    elements of 8 bytes for the largest gradient, freed afterwards.
+    """
     from ebbtide.simulator.schedules.peers import DeviceLoop
 
     work = workload((60, 1)).model_copy(update={"parameters": ((60, 1),)})
@@ -328,7 +341,9 @@ def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_n
 
 
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
-    """10 s a gather, 30 s a reduction: layer 0's gather goes first, beside layer 1's backward."""
+    """Check that a parameter gather does not wait for gradient reductions on the network. A gather takes 10 s
+    and a reduction 30 s, and layer 0's gather runs during layer 1's backward.
+    """
     layers = tuple(
         Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10, network_reduce_bytes=30)
         for _ in range(2)
@@ -341,7 +356,9 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
-    """30 s a reduction, 20 s a layer: layer 0 begins when layer 1's first 20 s are through."""
+    """Check that backward overlaps with a given share of a gradient reduction, here a third. A reduction takes
+    30 s, so layer 0's backward begins 20 s after layer 1's reduction.
+    """
     layers = tuple(Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2))
     work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})
     found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
@@ -367,7 +384,9 @@ def test_a_missing_rate_is_named():
 
 
 def simpy_ends(schedule):
-    """An independent oracle: processes and in-order resources, no sharing."""
+    """Return the end of each op as simpy computes it. This is an independent oracle: each lane is an in-order
+    resource, and no bandwidth is shared.
+    """
     import simpy
 
     env = simpy.Environment()
@@ -417,7 +436,9 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
 
 
 def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
-    """Two subgroups, one slot; forward 0 to 2, backward 2 to 6, 12 bytes each at 12 a second."""
+    """Check that state on a drive is read for the next step as soon as the only host buffer is free. Backward
+    ends at 6 s, and each read or write of a subgroup takes 1 s.
+    """
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
     found = simulate(build_schedule(workload((1, 1)), plan), machine(**rates))

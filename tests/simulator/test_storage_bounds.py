@@ -1,4 +1,6 @@
-"""The lower bound within three limits: no random plan that keeps them is faster."""
+"""Tests of the lower bound under limits on GPU memory, host memory and storage: no random plan within the
+limits is faster.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tests.simulator.test_bounds import PLACEMENTS, random_machine, random_plans
 
 
 def its_own_memory(work, codes, slots):
-    """What a plan takes of the three memories."""
+    """Return the bytes that a plan takes of GPU memory, host memory and storage."""
     placements = [PLACEMENTS[code] for code in codes]
     held = Holding.of_workload(work).bytes(tally(work.subgroups, placements), slots)
     activations = sum(layer.activation_bytes for layer in work.layers)
@@ -18,7 +20,7 @@ def its_own_memory(work, codes, slots):
 
 
 def storing(rng, on):
-    """With drives that are slow enough to bind, and share their two directions."""
+    """Return the machine with drives slow enough to limit plans. Reads and writes share the drives' bandwidth."""
     rates = {
         name: Quantity.exact(float(10 ** rng.uniform(8.5, 10.5)))
         for name in ("storage_write_bytes_per_s", "storage_read_bytes_per_s")

@@ -1,4 +1,6 @@
-"""A schedule with other times written into it is the one that is built for them, to the bit."""
+"""Tests of schedule templates: a template with new times written into it equals, bit for bit, the
+schedule that is built for these times.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ OPTIONS = {"deep_optimizer_states": {"stride": 2}, "twin_flow": {"ratio": 0.4}}
 
 
 def workload(seed=0, zero_stage=3, **changes):
-    """Five subgroups over four layers, the times drawn anew for each seed."""
+    """Return a workload of five subgroups over four layers, with random times that depend on the seed."""
     rng = np.random.default_rng(seed)
     layers = tuple(
         Layer(
@@ -107,7 +109,9 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """As a strategy of tomorrow might have them: here in the length of its updates."""
+    """Check that no schedule template is used for a strategy that has a layer's time where templates do not
+    expect it, here in the duration of its host updates.
+    """
     built = []
 
     def build(name, of, **options):
@@ -190,7 +194,9 @@ def test_the_oldest_go_and_a_large_one_is_not_kept():
 
 
 def test_plans_that_are_shown_alike_have_schedules_of_their_own():
-    """A plan's repr counts its subgroups. It does not tell which of them are updated early."""
+    """Check that two plans with the same repr do not share a schedule. A plan's repr counts its subgroups and
+    does not tell which of them are updated early.
+    """
     templates, early = Templates(build_strategy), PLAN.with_bits(early=True)
     assert repr(early) == repr(PLAN)
     for plan in (PLAN, early):

@@ -1,4 +1,6 @@
-"""Bytes of each memory are counted once; a further placement is a row, and no engine names one."""
+"""Tests that the bytes of each memory are counted in one place, so that a new placement is one more table
+row and no engine has to know its name.
+"""
 
 import random
 from dataclasses import replace
@@ -21,7 +23,9 @@ FURTHER = "spilled"
 
 @pytest.fixture
 def further(monkeypatch):
-    """State on storage: read, updated as a hosted subgroup's, and written back."""
+    """Add a new placement to the tables and return its name. Its state is read from storage, updated on the
+    host, and written back.
+    """
     update, location = RECIPES["host"].steps
     steps = (
         out_of("storage", OpKind.STATE_READ, lambda b: b.state, Wait.NORM),
@@ -35,7 +39,7 @@ def further(monkeypatch):
 
 
 def planned(placements, locations=(), order=None, **fields):
-    """A plan with placements that a plan file does not know."""
+    """Return a plan with placements that a plan file would refuse."""
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
     ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})

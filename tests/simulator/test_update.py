@@ -1,4 +1,6 @@
-"""The update's one source: orders, state, recipes, and what a plan takes of memory."""
+"""Tests of the common definitions of the optimizer update: orders, optimizer state, op templates, and the
+memory that a plan takes.
+"""
 
 import random
 from itertools import pairwise, product
@@ -97,7 +99,9 @@ def test_the_recipes_reach_every_byte_of_adam():
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_less_state_moves_less(name):
-    """Of an optimizer with one moment a visit carries 8 bytes each way, in the same DAG."""
+    """Check that an optimizer with less state copies fewer bytes in the same schedule. With one moment, a
+    staged update copies 8 bytes per parameter in each direction.
+    """
     plan = Plan(subgroup_size=10, placement=Plan.runs(["device", "host", "resident"]))
     made = workload((10, 10, 10), optimizer=name)
     ops = build_schedule(made, plan).ops
@@ -118,7 +122,9 @@ def test_an_unknown_optimizer_is_refused():
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_update_lasts_as_long_as_its_traffic(placement, name):
-    """Lion and Adagrad move 20 bytes per parameter where Adam moves 28, on both processors."""
+    """Check that an update's time is proportional to its memory traffic, on the CPU and on the GPU. Lion and
+    Adagrad move 20 bytes per parameter, Adam moves 28.
+    """
     made = workload((10, 10), forward_s=0.0, backward_s=0.0, optimizer=name)
     plan = Plan(subgroup_size=10, placement=Plan.runs([placement] * 2), staging_slots=2)
     spans = simulate(build_schedule(made, plan), machine(dram_bytes_per_s=1e9)).spans
@@ -129,7 +135,9 @@ def test_an_update_lasts_as_long_as_its_traffic(placement, name):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_of_lions_beats_the_bound(seed):
-    """Whose updates are faster than the machine's rate, which is Adam's."""
+    """Check the lower bound for the Lion optimizer. Its updates are faster than the machine's measured rate,
+    which is Adam's.
+    """
     rng = random.Random(seed)
     on = machine(host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9))
     made = workload((10,) * 4, forward_s=0.1, backward_s=0.2, optimizer="lion")

@@ -1,4 +1,6 @@
-"""The order in which a checkpoint's bytes are written: by hand, and what must hold of any."""
+"""Tests of the order in which a checkpoint's bytes are written: cases worked out by hand, and rules that
+hold for any order.
+"""
 
 import pytest
 from ebbtide.simulator.schedules.write_order import REST, Due, Pace, Segment, order_writing

@@ -1,4 +1,6 @@
-"""ZeRO-1 and 2: whole parameters, flat slices of state, steps that wait and then gather."""
+"""Tests of ZeRO-1 and ZeRO-2: whole parameters on each rank, flat slices of optimizer state, and steps that
+wait for all updates before they gather parameters.
+"""
 
 import json
 from pathlib import Path
@@ -44,7 +46,9 @@ def estimated(stage, model=LLAMA, on="h100-node", **fields):
 
 
 def test_a_step_waits_for_its_updates_and_then_gathers():
-    """Forward 2 x 1, backward 2 x 2; gradients home 20 behind it, updates 20, copies 20, gather."""
+    """Check that a ZeRO-2 step gathers parameters after its last parameter copy. Gathers within the node take
+    3 s and over the network 5 s, both at once, so the step ends 5 s after that copy.
+    """
     work = workload((10, 10), zero_stage=2, step_gather_s=3.0, network_step_gather_bytes=5)
     timeline = simulate(build_schedule(work, host_plan(work)), machine())
     spans = {s.kind: s for s in timeline.spans if s.iteration == 2}
@@ -122,7 +126,9 @@ def test_what_a_stage_does_not_have_is_refused(fields, said):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_slices_are_as_deepspeed_cuts_them(stage, ranks):
-    """DeepSpeed's own alignment of a flat group, its equal parts, and our subgroups of one."""
+    """Check each rank's slice of the flat parameter buffer against DeepSpeed's own alignment: equal parts per
+    rank, which ebbtide then cuts into subgroups.
+    """
     import torch
     from deepspeed.runtime.utils import align_dense_tensors
 
@@ -145,7 +151,9 @@ def test_the_first_rank_has_the_first_layers():
 
 
 def test_memory_by_stage():
-    """Parameters are whole below ZeRO-3, gradients too in ZeRO-1."""
+    """Check the GPU memory of each ZeRO stage. Below ZeRO-3 each rank holds all parameters, and under ZeRO-1 it
+    also holds all gradients.
+    """
     stages = {s: estimated(s, data_parallel=4) for s in (1, 2, 3)}
     one, two, three = (stages[s].device_base_bytes for s in (1, 2, 3))
     whole = 2 * architecture(LLAMA).elements
@@ -174,8 +182,8 @@ def test_what_crosses_between_ranks_by_stage():
 
 
 def test_how_much_of_a_reduction_backward_goes_on_beside():
-    """What DeepSpeed fetches ahead of what it reduces at once; Hugging Face's "auto": nine tenths.
-    Below ZeRO-3 backward fetches nothing, but reduces in place unless told otherwise.
+    """Check the share of a gradient reduction that overlaps with backward. Under ZeRO-3 it is the prefetch
+    bucket over the reduce bucket, 0.9 with Hugging Face's "auto". Below ZeRO-3 it depends on `overlap_comm`.
     """
 
     def beside(stage, **keys):
@@ -202,7 +210,9 @@ def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
 
 
 def test_stock_updates_its_slice_in_one_piece():
-    """Backward waits for 4 fp32 bytes each way of 40 elements; then 40 updated, 80 bytes home."""
+    """Check the time of stock ZeRO-2 offload with 40 parameters: forward 4 s, backward 8 s, fp32 gradients
+    160 s, update 40 s, parameters 80 s and gather 5 s, one after the other.
+    """
     work = workload(zero_stage=2, step_gather_s=5.0)
     timeline = simulate(build_strategy("zero_offload", work), machine())
     assert timeline.iteration_s == 4 + 8 + 160 + 40 + 80 + 5
@@ -218,7 +228,9 @@ def test_stock_updates_its_slice_in_one_piece():
     ],
 )
 def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
-    """Parameters in fp32 are twice the bytes. Unpinned copies run at half the rate here."""
+    """Check the times of older variants of DeepSpeed's ZeRO-2 offload. Parameters in fp32 are twice the bytes,
+    and unpinned copies run at half the rate here.
+    """
     work = workload(zero_stage=2, step_gather_s=5.0)
     half = {f"pageable_{way}_bytes_per_s": Quantity.exact(0.5) for way in ("h2d", "d2h")}
     timeline = simulate(build_strategy("zero_offload", work, **options), machine(**half))
@@ -231,7 +243,9 @@ def test_a_way_that_no_version_has_is_refused():
 
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():
-    """DeepSpeed's first rank then has a share of every layer, not the first layers alone."""
+    """Check `round_robin_gradients`: the first rank has a share of more than half of the layers. Without it,
+    that rank has only the first layers.
+    """
 
     def layers(**zero):
         made = workload_from_model(LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4)

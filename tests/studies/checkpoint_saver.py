@@ -1,12 +1,11 @@
-"""A process that only saves checkpoints, as the target of the demo's kill."""
+"""A process that only saves checkpoints, to be killed in the test of the demo's crash."""
 
 import time
 from pathlib import Path
 
 
 def save(folder, commits, stop=False):
-    """Commit checkpoints of 8 MiB. Then write another one without committing it, or stop after the
-    first.
+    """Commit checkpoints of 8 MiB. Then write another one without committing it, or stop after the first.
 
     Writing is slow, so that an observer sees a partial checkpoint.
     """

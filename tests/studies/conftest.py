@@ -1,3 +1,3 @@
-"""Fixture of this folder: searches use little effort in every file that does not judge plans."""
+"""Fixture for the tests of the studies: plan searches use little effort."""
 
 from tests.effort import effort  # noqa: F401

@@ -115,7 +115,9 @@ def test_config_is_zero3_offload_with_clipping():
 
 
 def test_a_cpu_without_16_bit_products_computes_the_same_model(monkeypatch):
-    """In fp32 between 16-bit tensors: the losses agree, the gradients are as wide as before."""
+    """Check that a CPU without 16-bit matrix products computes them in fp32, between 16-bit tensors. The losses
+    agree, and gradients stay in bf16.
+    """
     losses, taken = [], []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(products.F, "linear", lambda x, *rest: taken.append(x.dtype) or linear(x, *rest))

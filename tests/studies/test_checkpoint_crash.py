@@ -1,7 +1,7 @@
-"""A few SIGKILLs of real training, each resumed and compared bit by bit.
+"""Tests of the crash study: real training is killed with SIGKILL, resumed, and compared bit for bit.
 
-Every named point comes up in the cheap replay (tests/runtime/checkpoint/test_crash_replay.py); more
-kills are a matter of `--kills`.
+Only a few kills are made here. The fast replay (tests/runtime/checkpoint/test_crash_replay.py) covers every
+named point of a save, and the study's option `--kills` makes more kills.
 """
 
 import json

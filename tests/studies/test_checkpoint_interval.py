@@ -1,4 +1,4 @@
-"""The interval study on a tiny model: real kills, figures that fit each other."""
+"""Tests of the checkpoint interval study on a tiny model: real kills, and figures that are consistent."""
 
 import json
 import math

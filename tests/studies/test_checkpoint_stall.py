@@ -1,4 +1,6 @@
-"""The comparisons run end to end on a tiny model; no figure of them is asserted."""
+"""Tests that the studies of checkpoint stalls run from start to end on a tiny model. Their figures are not
+asserted.
+"""
 
 import json
 import os
@@ -29,7 +31,7 @@ sys.exit(status)
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, deepspeed_ops):
-    """A folder with the records and pictures of both studies."""
+    """Run both studies of checkpoint stalls. Return the folder with their records and pictures."""
     folder = tmp_path_factory.mktemp("compared")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""The study of DeepSpeed's own tests: that a plan is on what they build, and what it counts."""
+"""Tests of the study that runs DeepSpeed's own tests under plans: the engines that get a plan, and the counts
+of its results.
+"""
 
 import json
 
@@ -16,11 +18,13 @@ FILE = "unit/checkpoint/test_a.py"
 
 
 class FusedLamb(torch.optim.SGD):
-    """By its name one that takes norms of whole tensors: no plan fits it."""
+    """An optimizer with the name of DeepSpeed's FusedLamb, which uses norms of whole tensors. No plan supports
+    such an optimizer.
+    """
 
 
 def config_of(stage):
-    """The tests' own kind: nothing offloaded."""
+    """Return a config as DeepSpeed's own tests use, without offloading."""
     config = ds_config(stage=max(stage, 1), micro_batch=2)
     for key in ("offload_optimizer", "sub_group_size"):
         del config["zero_optimization"][key]

@@ -1,4 +1,4 @@
-"""The demo's own logic: comparing, killing in the middle, tables and pictures."""
+"""Tests of the demo's own logic: comparisons, the kill during a save, tables and pictures."""
 
 import io
 import json
@@ -264,7 +264,9 @@ def test_an_impossible_number_of_rounds_is_refused(capsys):
 
 @pytest.mark.slow
 def test_the_whole_demo_on_a_small_model(quick_demo):
-    """Real processes, a real SIGKILL: the six steps leave what they promise."""
+    """Check the output of the whole demo on a small model, with real processes and a real SIGKILL: all files are
+    written, and resumed training is bit-identical.
+    """
     left = {path.name for path in (quick_demo / "runs" / "demo").iterdir()}
     pictures = {"timeline.png", "memory.png", "stock_vs_plan.png"}
     assert left >= {"machine.json", "workload.json", "plan.json", "trace.json"} | pictures

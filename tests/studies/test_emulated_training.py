@@ -1,4 +1,6 @@
-"""The two studies that execute plans at given rates, small: real bits, figures that add up."""
+"""Tests of the two studies that execute plans on an emulated GPU with given rates: results are identical bit
+for bit, and figures add up.
+"""
 
 import importlib
 import itertools
@@ -16,7 +18,7 @@ from studies.trials.emulated_training import Kernels
 
 @pytest.fixture
 def run(only_rank, monkeypatch):
-    """Runs a study in this process, which has imported DeepSpeed already."""
+    """Return a function that runs a study in this process, where DeepSpeed is imported already."""
 
     def study(name, path, *arguments):
         monkeypatch.setattr(sys, "argv", [name, "--json", str(path), "--quick", *arguments])

@@ -1,4 +1,4 @@
-"""Processes forked from a warm parent."""
+"""Tests of worker processes that are forked from a process with all imports done."""
 
 import signal
 import time

@@ -1,4 +1,6 @@
-"""A Trainer and a loop killed while they save and rotate, then started again: nothing is lost."""
+"""Tests of the study that kills a Trainer or a training loop while it saves and rotates checkpoints, and then
+restarts it: no checkpoint is lost.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Both doors in this process, one after the other, and what the study makes of their answers."""
+"""Test of the study that compares the speed of `tune run` with direct calls of ebbtide's library, with both
+in this process. The results of both are identical bit for bit.
+"""
 
 import io
 import json
@@ -10,7 +12,7 @@ from studies.front_door_speed import DOORS, FIGURES, WARMUP, measure, over_pairs
 
 
 class Told:
-    """A door whose answers are known already."""
+    """A stand-in for a training process. It returns answers that were recorded before."""
 
     def __init__(self, text):
         lines = [line for line in text.splitlines() if line.startswith("answer ")]

@@ -1,4 +1,6 @@
-"""The goodput study: the published case, monotone scaling, rules of thumb never above the best."""
+"""Tests of the goodput study: a published case, scaling that is monotone, and rules of thumb that never beat
+the best interval.
+"""
 
 import json
 

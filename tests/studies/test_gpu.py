@@ -1,4 +1,6 @@
-"""The GPU suite without a GPU: rehearsed on the emulated device, so that no time is lost there."""
+"""Tests of the GPU suite without a GPU. It is rehearsed on the emulated device, so that GPU time is not lost
+to mistakes.
+"""
 
 import argparse
 import json
@@ -21,7 +23,9 @@ REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs 
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_ops, capsys):
-    """Sections and trials are processes, as they are on a GPU."""
+    """Check the records and pictures of a rehearsal of the GPU suite, whose sections and trials run as processes
+    of their own. All records are marked as emulated.
+    """
     arguments = ["--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
     try:
         command.main(arguments)
@@ -46,7 +50,9 @@ def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_op
 
 
 def _goes_on_where_it_was(folder, names):
-    """What is whole is taken as it is: no section runs a second time."""
+    """Run the rehearsal of the GPU suite a second time, and check that no section with a complete record runs
+    again.
+    """
     before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
     command.main(["--rehearse", "--out", str(folder), "--part", *REHEARSED])
     assert before == {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
@@ -86,7 +92,9 @@ def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
 
 
 def test_bits_are_compared_where_every_sum_has_one_order():
-    """With warnings alone, flash and memory-efficient attention sum in any order."""
+    """Check that runs to be compared bit for bit use strictly deterministic algorithms. If PyTorch only warns,
+    flash and memory-efficient attention may sum in any order.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     same_sums()
     try:
@@ -97,7 +105,9 @@ def test_bits_are_compared_where_every_sum_has_one_order():
 
 @pytest.mark.parametrize(("variant", "pinned"), [("ebbtide", False), ("stock", True)])
 def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, variant, pinned):
-    """It would stay so for ever, in powers of two, beside what the plan page-locks."""
+    """Check that a trial under a plan starts without memory pinned by torch. torch never releases that memory
+    and rounds it up to powers of two, and the plan pins its own.
+    """
     configs = []
 
     def initialize(*, config, **_):
@@ -123,7 +133,9 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
 
 def test_forked_studies_leave_the_driver_alone(monkeypatch):
-    """What asks it for GPUs before a fork makes them unusable after it."""
+    """Check that `warm_up` does not ask the CUDA driver for GPUs. If a process does so before it forks, its
+    children cannot use them.
+    """
     from studies.checkpoints.run import warm_up
 
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
@@ -260,7 +272,7 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 
 @pytest.fixture
 def short_contract(monkeypatch):
-    """Two configurations of one placement each."""
+    """Reduce the section that compares bits to three configurations, with one placement."""
     monkeypatch.setattr(contract, "IN_REHEARSAL", ("clips hard", "frozen parameters", "parameters in host memory"))
     monkeypatch.setattr(contract, "PLACEMENTS", {"all three": ["host", "device", "resident"]})
     monkeypatch.setattr(contract, "settle", lambda: None)
@@ -284,7 +296,9 @@ def test_stored_state_and_auto_have_stocks_bits(only_rank):
 def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no_others(
     suite, short_contract, monkeypatch
 ):
-    """One raise of stock's lost all rows, and so did a kill."""
+    """Check that finished rows of the bit comparison are saved if a stock run fails or the section is killed.
+    Once, either of them lost all rows.
+    """
     asked = []
 
     def start(**options):

@@ -1,4 +1,4 @@
-"""The memory wall study: what it makes of samples, and one real run at a tiny size."""
+"""Tests of the memory wall study: figures computed from samples, and one real run at a tiny size."""
 
 import json
 import sys
@@ -71,7 +71,7 @@ def test_what_a_sampler_meets_is_raised_where_it_is_used():
 
 
 class FakeNvml(SimpleNamespace):
-    """Stands in for NVML, which this test's machine may not have."""
+    """A stand-in for NVIDIA's management library (NVML), which the test machine may not have."""
 
     class NVMLError(Exception):
         pass

@@ -1,4 +1,4 @@
-"""The study of parameters in host memory, at its smallest."""
+"""Test of the study of parameters in host memory, at its smallest size."""
 
 import pytest
 import torch

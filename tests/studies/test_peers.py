@@ -1,4 +1,6 @@
-"""The comparison with peers: what is made of rows, and two real ones at a tiny size."""
+"""Tests of the comparison with other offloading systems: figures computed from rows, and two real systems
+at a tiny size.
+"""
 
 import importlib
 import json
@@ -96,7 +98,9 @@ def test_no_bit_is_judged_where_stock_differs_from_itself(suite, monkeypatch):
 
 
 def test_torchaos_engine_trains_a_model_as_plain_torch_does():
-    """torchao needs a GPU; its adapter is driven with torch's own AdamW here."""
+    """Check the adapter for torchao's offloading optimizer. torchao needs a GPU, so torch's own AdamW takes its
+    place here.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     weight = model.weight.detach().clone()
@@ -111,7 +115,9 @@ def test_torchaos_engine_trains_a_model_as_plain_torch_does():
 
 
 def in_this_process(monkeypatch):
-    """What `Suite.run` starts as a process: five imports of DeepSpeed less."""
+    """Replace `Suite.run`, which starts a process, by a call in this process. That saves five imports of
+    DeepSpeed.
+    """
 
     def run(self, name, command, limit_s):
         module, *arguments = command
@@ -123,7 +129,9 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.slow
 def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
-    """The trials as processes are `tests/studies/test_gpu.py`'s."""
+    """Check the comparison of stock DeepSpeed and ebbtide with real training on the emulated device: all rows
+    are bit-identical. Trials in processes of their own are tested in `tests/studies/test_gpu.py`.
+    """
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)
     arguments = ["--json", str(path), "--device", "emulated", "--only", "features"]

@@ -6,7 +6,7 @@ from studies.bench.phase_clock import PhaseClock, medians, timed_step
 
 
 class _Engine:
-    """Advances a fake clock by a known time in each phase."""
+    """An engine that moves a fake clock forward by a known time in each phase."""
 
     def __init__(self, now):
         self.now = now

@@ -1,4 +1,6 @@
-"""Published runs: reading them, the shipped path against them, and the command."""
+"""Tests of the study of published runs: reading the files, comparing ebbtide's predictions with the runs, and
+the command.
+"""
 
 import csv
 import json
@@ -66,8 +68,8 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 
 
 def test_subgroups_are_those_of_fused_matrices(runs):
-    """Strides 8 and 10 leave as much gradient on the device: of 21 subgroups two visit either way,
-    and ten at stride 2.
+    """Check the number of subgroups against the gradients that published runs left on the GPU after backward. Of
+    21 subgroups, two are updated on the GPU at strides 8 and 10, and ten at stride 2.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
@@ -196,7 +198,9 @@ def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, change
 
 
 def test_each_stride_is_simulated(runs):
-    """1: every subgroup visits; the more visit, the less the cores have to do."""
+    """Check that each stride of Deep Optimizer States is simulated. At stride 1 all subgroups are updated on the
+    GPU, and a larger stride keeps fewer gradients there.
+    """
     run, machine = (next(r for r in runs if r.testbed == "a100" and r.stride == 2), machine_of("a100"))
     gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
     assert gradients == sorted(gradients, reverse=True)
@@ -308,9 +312,10 @@ def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
 
 
 def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
-    """With nothing fitted; and they are not so wide that they would hold anything.
+    """Check that the 90% prediction intervals hold about nine in ten published runs although nothing is fitted
+    to them, and that the intervals are narrow.
 
-    Over both nodes: the two campaigns on the H100 node agree, and lie near what is predicted.
+    Both nodes are judged together: the two campaigns on the H100 node agree and lie near the prediction.
     """
     machines = {name: machine_of(name) for name in ("a100", "h100x4")}
     found = judging.intervals(machines, runs, [])
@@ -322,14 +327,18 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """And from no row that intervals are judged by."""
+    """Check that the assumed spread between campaigns is the spread between nodes of different makers. No run
+    that judges the intervals is used for it.
+    """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD
     assert freedom >= 40
 
 
 def test_the_spread_between_two_nodes_by_hand(tmp_path):
-    """Two nodes 10% apart; a third has another batch."""
+    """Check the spread between two nodes whose times are 10% apart. A third node ran another batch size and
+    does not count.
+    """
     names = "gpus,benchmark,global_batch,maker,system,runs,s_per_epoch"
     rows = ["8 SXM4,bert,448,A,a,5,1.0", "8 SXM4,bert,448,B,b,5,1.1", "8 SXM4,bert,512,C,c,5,9.0"]
     path = tmp_path / "nodes.csv"
@@ -346,7 +355,9 @@ def test_what_differs_between_campaigns_counts_for_a_preset_only():
 
 
 def test_stock_offload_on_a_host_without_a_published_run_is_less_certain():
-    """The A100 node's host is published, that of eight A100s is assumed. A measured machine needs no such spread."""
+    """Check that predictions of stock offload have a wider spread on a host without published runs, such as
+    `a100-80gb`. A measured machine needs no such spread.
+    """
     known, unknown = machine_of("a100"), preset("a100-80gb")
     assert model_spread(known, "zero3_offload") == model_spread(known, "ebbtide") == model_spread(unknown, "ebbtide")
     wide = model_spread(unknown, "zero3_offload")

@@ -1,4 +1,4 @@
-"""The service's study, shortened: what it asks is answered, what it kills comes back."""
+"""Tests of the service's load study at a small size: all requests are answered, and killed workers come back."""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""A few SIGKILLs of training on stored state, and that the study finds a store that is wrong."""
+"""Tests of the study that kills training with state on a drive: a few SIGKILLs lose nothing, and a broken
+store is detected.
+"""
 
 import json
 import subprocess

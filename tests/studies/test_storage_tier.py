@@ -1,4 +1,6 @@
-"""The study of state on storage: what it trains, where it goes, and what it compares."""
+"""Tests of the study of optimizer state on a drive: the runs it trains, the share of state it stores, and the
+figures it compares.
+"""
 
 import pytest
 from ebbtide.profiler.rates.storage import duplex_factor
@@ -58,7 +60,9 @@ def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
 
 
 def test_the_floor_is_what_was_measured_of_both_at_once():
-    """4 GB in 4 s read, in 1 s written, at once in 5 s: nothing is won by doing both."""
+    """Check the shortest time in which a drive reads and writes 4 GB at its measured rates. Reading takes 4 s,
+    writing 1 s, and both at once 5 s, so overlapping them saves nothing.
+    """
     alone = {"read_bytes_per_s": Quantity.exact(1e9), "write_bytes_per_s": Quantity.exact(4e9)}
     disk = StorageRates(**alone, duplex_factor=Quantity.exact(duplex_factor(5.0, [1.0], [4.0])))
     assert _floor_s(disk, 4e9) == {"read_s": 4.0, "write_s": 1.0, "both_s": 5.0}
@@ -76,7 +80,9 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
 
 
 def test_each_run_is_judged_by_the_disk_that_it_had():
-    """A disk that gets three times slower: 1.1 of its floor each time, 0.73 and 2.2 by medians."""
+    """Check that each run is compared with the drive's rate during that run. On a drive that gets three times
+    slower all runs take 1.1 times their lower bound, and 0.73 to 2.2 times the median run's.
+    """
 
     def disk(rate):
         rates = {"read_bytes_per_s": Quantity.exact(rate), "write_bytes_per_s": Quantity.exact(rate)}

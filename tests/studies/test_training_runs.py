@@ -1,4 +1,6 @@
-"""Published training runs of many kinds: the rows, and how presets predict those that are held out."""
+"""Tests of the study of published training runs: reading the rows, and predictions by machine presets for
+rows that no figure was fitted to.
+"""
 
 import dataclasses
 import math
@@ -28,7 +30,7 @@ def test_every_row_has_a_source_and_a_preset(runs):
 
 
 def quick(run):
-    """Predict without an interval."""
+    """Predict the time and memory of a run without an interval."""
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     return Prediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
@@ -49,7 +51,9 @@ def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
 
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
-    """If today's DeepSpeed is simulated for them, all but one source's runs are predicted too fast."""
+    """Check that offloaded runs are simulated with the DeepSpeed version they ran on. With today's version nearly
+    all of them would be predicted too fast.
+    """
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 20
     newest = [
@@ -76,7 +80,9 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
 
 
 def test_a_spread_by_hand(judged):
-    """One source is said right, another one's rows twice as long. Of two degrees t is 2.92 where 1.645 is normal."""
+    """Check the spread of prediction errors between two sources of runs: one is predicted exactly, and the other
+    takes half of its predicted time. With two degrees of freedom the quantile is 2.92 instead of 1.645.
+    """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
     pair = [(run, Prediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
@@ -94,7 +100,9 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted(judged):
-    """Memory that PyTorch does not count is added as one figure per preset, if the row includes such memory."""
+    """Check that the GPU memory of held-out runs is predicted with a median error of at most 8%. For rows that
+    include memory outside PyTorch, one figure per preset is added.
+    """
     seen = [(run, said) for run, said in judged if run.fields["memory_kind"] != "device"]
     assert families.memory(seen)["held_out"]["median_abs_pct_error"] <= 8
 

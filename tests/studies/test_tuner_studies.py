@@ -1,4 +1,4 @@
-"""The studies of the search and of the simulator's speed, at a small size."""
+"""Tests of the studies of the plan search and of the simulator's speed, at a small size."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ STUDIES = {"optimality": "studies.optimality.command"}
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs a study in this process, which has imports and compiled kernels already."""
+    """Return a function that runs a study in this process, where imports and compiled kernels are ready."""
 
     def study(name, path, *arguments):
         monkeypatch.setattr(sys, "argv", [name, "--json", str(path), *arguments])
@@ -65,7 +65,9 @@ def test_update_phase(tmp_path, only_rank, run):
 
 @pytest.mark.slow
 def test_interleaving(tmp_path, run, monkeypatch):
-    """With evenly spread plans: how plans are searched is `tests/tuner/test_search.py`'s."""
+    """Check the interleaving study with evenly spread plans. The plan search itself is tested in
+    `tests/tuner/test_search.py`.
+    """
 
     def even(work, machine, *, device_memory_bytes):
         return even_plan(work, machine, Limits.of(work, machine, device_memory_bytes))

@@ -1,4 +1,4 @@
-"""The study of `tune verify`: a defect put into a real engine is found and named."""
+"""Tests of the study of `tune verify`: a defect put into a real engine is found and named."""
 
 import json
 from dataclasses import replace

@@ -1,3 +1,3 @@
-"""Fixture of this folder: searches use little effort in every file that does not judge plans."""
+"""Fixture for the tuner's tests: a plan search uses little effort, unless a test judges its plans."""
 
 from tests.effort import effort  # noqa: F401

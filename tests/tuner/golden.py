@@ -1,9 +1,9 @@
-"""Fifty workloads and machines, with the recorded plan, time and lower bound of each.
+"""Fifty workloads and machines, with the recorded plan, iteration time and lower bound of each.
 
     python -m tests.tuner.golden           # plans all of them again and prints differences
     python -m tests.tuner.golden --write   # records them again: say in CHANGELOG.md why
 
-They are made here from a seed and round numbers, so that no change of a preset changes them.
+The cases are drawn from a seed and round numbers, so that no change of a machine preset changes them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LETTERS = {"host": "h", "device": "d", "resident": "r"}
 
 @dataclass(frozen=True)
 class Row:
-    """The recorded plan of one case. Placements are written like ``12h1d3h``."""
+    """The recorded plan of one case. Its placements are written in short form, e.g. ``12h1d3h``."""
 
     placement: str
     staging_slots: int
@@ -57,7 +57,7 @@ class Row:
 
 
 def case(number):
-    """Return the workload and machine of a case. They depend only on the number."""
+    """Return the workload and machine of a numbered case. The number alone decides both."""
     rng = random.Random(f"golden {number}")
     workload = _workload(rng, number)
     return workload, _machine(rng, number, workload)
@@ -137,7 +137,7 @@ def encode(plan):
 
 
 def planned(number):
-    """Return the row of a case as it is planned now."""
+    """Plan a numbered case with today's search and return the row to record."""
     workload, machine = case(number)
     made = search(workload, machine)
     limit = Limits.of(workload, machine).device_bytes
@@ -155,7 +155,7 @@ def planned(number):
 
 
 def recorded():
-    """Return the recorded rows, in the order of their numbers."""
+    """Return the recorded row of each case, in the order of the cases' numbers."""
     return [Row(**fields) for fields in json.loads(PATH.read_text())["rows"]]
 
 

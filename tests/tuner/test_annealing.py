@@ -1,4 +1,6 @@
-"""Annealing goes on from the best plan: it fits, is no slower, and the same under a seed."""
+"""Tests of simulated annealing on plans: the result fits into memory, is no slower than the plan it starts
+from, and depends only on the seed.
+"""
 
 import math
 from dataclasses import replace
@@ -20,7 +22,9 @@ GIB = 2**30
 
 
 def begun(seed=0):
-    """Twenty subgroups of which eight could stay, all on the host so far."""
+    """Return a plan search over twenty subgroups, eight of which could be resident. The only plan so far
+    updates all of them on the host.
+    """
     work, on = workload(), machine(device_memory_bytes=9 * GIB, host_adam_params_per_s=1e9)
     search = Search(work, on, Limits.of(work, on), seed)
     search.score(Candidate.of(("host",) * 20))
@@ -84,7 +88,9 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
-    """Of all recipes there are, whatever they are called."""
+    """Check random moves of the annealing over all placements: each subgroup stays in exactly one update
+    queue, the one that belongs to its placement.
+    """
     rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
     seen = set()
     for _ in range(500):
@@ -116,7 +122,9 @@ def test_guesses_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """One thread is faster than all of them here."""
+    """Check that the search sets the number of host threads and the overlap with forward to the best values.
+    Here one thread is faster than all threads.
+    """
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}
     on = machine(host_adam_by_threads=by_threads, host_adam_params_per_s=2e9)

@@ -1,4 +1,6 @@
-"""Calibration: rates that made the times are found again; logs as users have them are read."""
+"""Tests of calibration on measured runs: rates that produced the times are found again, and logs in the
+formats of real tools are read.
+"""
 
 import json
 import math
@@ -66,7 +68,9 @@ def test_what_the_runs_do_not_show_stays():
 
 
 def test_the_whole_of_a_run_does_not_count_beside_its_phases():
-    """Else what lies between the phases, and the longest of them, would weigh twice."""
+    """Check that calibration uses the measured iteration time only for the time outside the phases, `loop_s`. If
+    that time also adjusted other rates, the longest phases would count twice.
+    """
     machine = preset("h100-node")
     seen = observed(machine, 1)
     longer = Observation(seen.name, seen.build, {**seen.measured_s, "iteration": 9.0})
@@ -106,7 +110,9 @@ def test_runs_that_contradict_each_other_are_named():
     ],
 )
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
-    """Three runs that agree; whichever of the rates that could explain them does."""
+    """Check that calibration follows three consistent runs that take two or three times as long as predicted,
+    whichever of the possible rates it changes.
+    """
     machine = preset(name)
     runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
     result = calibrate(machine, runs)
@@ -119,7 +125,9 @@ def test_a_machine_far_from_its_sheet_is_followed(name, factors):
 
 
 def test_what_no_rate_explains_is_said_and_widens_the_interval():
-    """Half the step would need more of DRAM than the node has."""
+    """Check that calibration reports a step time that no rates can explain, and widens the prediction interval.
+    The step takes 0.3 of the predicted time, for which the node's DRAM bandwidth is too low.
+    """
     machine = preset("a100-node")
     runs = [observed(machine, n, factors={"step": 0.3}) for n in (1, 2, 4)]
     result = calibrate(machine, runs)
@@ -134,7 +142,9 @@ def test_what_no_rate_explains_is_said_and_widens_the_interval():
 
 @pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 10.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.4)])
 def test_the_same_run_with_two_times_is_a_contradiction(factors):
-    """Wherever between them, or on which of them, the calibrated rates come to lie."""
+    """Check that calibration reports runs with the same settings and different times as a contradiction,
+    whichever of them the calibrated rates match.
+    """
     machine = preset("a100-node")
     runs = [observed(machine, 1, factors={"step": factor}) for factor in factors]
     result = calibrate(machine, runs)
@@ -173,7 +183,9 @@ def test_a_rate_that_is_above_its_limit_already_stays():
 
 
 def test_what_runs_tell_in_part_moves_a_rate_in_part():
-    """One run does not settle what a whole campaign would, but says more than nothing."""
+    """Check that calibration on a single run, with a step 15% longer than predicted, corrects the prediction in
+    part and not completely.
+    """
     machine = preset("h100-node")
     seen = observed(machine, 1, factors={"step": 1.15})
     corrected = calibrate(machine, [seen]).machine
@@ -251,7 +263,9 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Layers' times known, or made anew for each turn of the rates that they are made from."""
+    """Check that a plan's prediction interval is as wide as the interval that is judged against published runs.
+    The interval is narrower if the times of the layers are measured.
+    """
     machine = preset(name)
     work = workload_from_model(
         GPT,

@@ -1,4 +1,4 @@
-"""`tune checkpoint` on real checkpoints."""
+"""Tests of the command `tune checkpoint` on real checkpoints."""
 
 import json
 import shutil

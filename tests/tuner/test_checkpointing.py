@@ -1,4 +1,6 @@
-"""Interval, cap and budget together: as good as a full grid, within memory, costs simulated."""
+"""Tests of the joint search for checkpoint interval, write cap and copy budget: as good as a full grid,
+within memory, and with simulated costs.
+"""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Each command with good and bad input: exit code 0 or 2, never a traceback."""
+"""Tests of each `tune` command with good and bad input: exit code 0 or 2, and never a traceback."""
 
 import json
 import re

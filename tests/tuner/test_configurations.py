@@ -1,4 +1,4 @@
-"""`tune search`: which configuration is fastest, what does not fit and why, and real runs."""
+"""Tests of `tune search`: the fastest configuration, the reasons why others do not fit, and real trial runs."""
 
 import json
 import re
@@ -136,7 +136,9 @@ def test_the_least_that_is_missing_is_told():
 
 @pytest.mark.parametrize("gib", [None, 20])
 def test_the_search_finds_what_simulating_everything_finds(gib):
-    """The fastest of all, and with each value of each knob; what lacks least; fewer simulations."""
+    """Check that `tune search` matches an exhaustive simulation of all configurations with fewer simulations:
+    the fastest one, the cost of each knob's values, and the remarks.
+    """
     little = question(device_memory_bytes=gib and gib * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
     found = explore(little, space)
@@ -158,7 +160,9 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """What each remark is about, without the error of predictions, which only a search knows."""
+    """Return the subject of each remark of `tune search`, without the prediction error. Remarks of an exhaustive
+    simulation have no such error.
+    """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 
 
@@ -405,7 +409,9 @@ def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
 
 @pytest.mark.parametrize("config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})])
 def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, config):
-    """Parameters in host memory, and Twin-Flow's share, in whose place the plan's residents are."""
+    """Check that a DeepSpeed config with offloaded parameters or a Twin-Flow ratio is searched with ebbtide
+    plans. The result is faster than simulating that config with stock DeepSpeed.
+    """
     ended = searched(tmp_path, config, "--free", "micro_batch")
     rows = json.loads(ended.stdout)["outcomes"]
     words = [

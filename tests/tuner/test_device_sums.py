@@ -1,4 +1,6 @@
-"""Sums of micro-batches stay on the device where there is memory for them and that is faster."""
+"""Tests that a plan keeps the gradient sums of micro-batches on the GPU if memory allows that and the
+iteration gets faster.
+"""
 
 import ebbtide.tuner
 from ebbtide.simulator import build_schedule, build_strategy, simulate, what_if
@@ -51,7 +53,9 @@ def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
 
 
 def test_evenly_spread_plans_have_sums_on_the_device_too():
-    """As many as fit: what the page's sliders say of a plan that nobody has searched for."""
+    """Check that evenly spread plans, which the web page's sliders show without a search, keep as many gradient
+    sums on the GPU as fit.
+    """
     hosted = {"device_share": 0.0, "resident_share": 0.0}
     crossing = build_strategy("ebbtide", accumulating(), **hosted)
     table = what_if(

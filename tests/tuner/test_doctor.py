@@ -1,4 +1,4 @@
-"""`tune doctor`: every line has a fix if it is not green, and the exit code tells."""
+"""Tests of `tune doctor`: every finding that is not ok names a fix, and a bad one sets exit code 1."""
 
 import json
 import os

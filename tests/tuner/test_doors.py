@@ -1,4 +1,6 @@
-"""One question has one answer: every door says the same of memory, to the byte."""
+"""Tests that all entry points (commands, Python and HTTP) give the same answer to a question, with the same
+memory to the byte.
+"""
 
 import json
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 
 
 def silent(*_):
-    """Progress that nobody sees."""
+    """Ignore progress reports."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def _peaks(row):
 
 
 def test_an_estimate_is_the_quick_answer_of_every_other_door():
-    """Same subgroup sizes, early updates and margins."""
+    """Check that `ebbtide.estimate` predicts the time and host memory of the quick plan that other entry
+    points make, with the same subgroup sizes, early updates and margins.
+    """
     model, machine, sequence, _ = ASKED
     have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)
     config = {
@@ -92,7 +96,9 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
 
 
 def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
-    """With the memory and the clip rate of each point."""
+    """Check that `what_if` in Python and over HTTP predict the quick plan's time, for each GPU memory size and
+    clip rate.
+    """
     model, machine, sequence, _ = ASKED
     have = preset(machine)
     scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}

@@ -1,4 +1,6 @@
-"""`tune plan --emit-deepspeed`: what a trainer fills in stays open, what a plan decides is set."""
+"""Tests of `tune plan --emit-deepspeed`: keys that the Trainer fills in stay `"auto"`, and keys that the
+plan decides are set.
+"""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Nothing silent: every field of a machine, a workload, a plan and of the configs changes what
-comes out, or is refused. A field that is added without a line here fails.
+"""Tests that every field of a machine, a workload, a plan and of the configs changes a result or is refused.
+A new field fails until it has a line in this file.
 """
 
 import io
@@ -101,7 +101,7 @@ def timed(work, on, plan, strategies):
 
 
 def expected_s(work, on, plan):
-    """Return the mean iteration, and that of a step that does not clip."""
+    """Return the mean iteration time of a plan, and the time of an iteration that does not clip."""
 
     def run(plan):
         return simulate_fast(build_schedule(work, plan), on)
@@ -110,14 +110,14 @@ def expected_s(work, on, plan):
 
 
 def comes_in(work, plan):
-    """Bytes of parameters for the passes, and what the device's bytes are for."""
+    """Return the bytes of parameters that are copied to the GPU for the passes, and the plan's GPU memory by kind."""
     ops = build_schedule(work, plan).ops
     fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
     return fetched, footprint_by_kind(work, plan)["device"]
 
 
 def outcomes(work, on, plan=None):
-    """What is predicted, planned for, shown, and told apart."""
+    """Return all results that a field may change: predictions, limits, fingerprints and the output of `tune show`."""
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
     if work.zero_stage == 3:
@@ -372,7 +372,9 @@ def test_every_field_of_a_workload(name, plain):
 
 
 def allowed(build, *names):
-    """What is built; None where it is refused, which has to name one of these."""
+    """Call ``build`` and return its result, or None if it raises an error. The error must contain one of the
+    names.
+    """
     try:
         return build()
     except (ValidationError, ModelError) as error:
@@ -414,7 +416,7 @@ def test_every_field_of_a_plan(name):
 
 @pytest.mark.parametrize("name", sorted(CheckpointPlan.model_fields))
 def test_every_field_of_a_checkpoint_plan(name):
-    """Each is given a value in some test of what it is for."""
+    """Check that each field of a checkpoint plan is given a value in the test file of its feature."""
     assert re.search(rf'\b{name}\b"?[=:]', read(CHECKPOINT[name]))
 
 
@@ -516,8 +518,8 @@ def with_key(key, value):
 
 @pytest.mark.parametrize("key", sorted(DS))
 def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
-    """What the simulation does not know of DeepSpeed's many keys stands in the workload's
-    provenance.
+    """Check that each key of a DeepSpeed config changes the workload or is listed in the workload's
+    provenance as not simulated.
     """
     given, on = with_key(key, DS[key]), base_machine()
     stage = given.get("zero_optimization", {}).get("stage", 3)

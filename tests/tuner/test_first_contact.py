@@ -1,4 +1,6 @@
-"""What a shell meets first: wrong paths, misspelt names, taken ports, silent successes."""
+"""Tests of a user's first mistakes in the shell: wrong paths, misspelt names, taken ports, and commands
+that succeed without saying anything.
+"""
 
 import json
 import os
@@ -141,7 +143,9 @@ def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told,
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Return a folder with a model whose names are not of ASCII, with the mark that Windows puts first."""
+    """Return a folder with a model file. Its names have non-ASCII characters, and its text begins with the
+    byte-order mark of Windows.
+    """
     folder = tmp_path / "ein Ordner ä"
     folder.mkdir()
     model = {"name": "Größe 模型", "layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
@@ -151,7 +155,9 @@ def foreign(tmp_path):
 
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_names_of_any_language_in_any_locale(foreign, locale):
-    """The encoding of files is not the locale's."""
+    """Check that the commands read and write files with non-ASCII names and texts in any locale. Files are
+    always in UTF-8.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))} | locale
 
     def tune(*words):

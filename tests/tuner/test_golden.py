@@ -1,20 +1,22 @@
-"""The recorded plans take the recorded time, memory and bound; some are planned again.
+"""Tests that recorded plans still have the recorded time, memory and lower bound, and that some of them are
+no slower if planned again.
 
-Recorded before the update had one source. What differs since then, and why:
+The plans were recorded with an earlier simulator. Differences since then, and their reasons:
 
-- `SLOWER`: a host update waits until the parameter slot it writes to has been copied away, as the
-  runtime always did; the schedule did not say so. And backward is held up where more gradients
-  would be on their way home than the runtime lets.
-- Host memory: the two parameter slots count; with accumulation, the gradients of the window before.
-- Device memory: gradients of visiting and resident subgroups are held throughout, as the runtime
-  allocates them; before, only from their backward to their update. Staging slots begin on 256-byte
-  borders. Gradients on their way home count, up to what the runtime lets be under way. So `CROWDED`
-  plans, which filled the device, no longer fit.
-- `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that
-  waits for this layer's backward: the two are streams of their own.
-- `IN_PARTS`: gradients of subgroups of several layers leave layer by layer, no longer when the last
-  layer is done. Rows whose subgroups lie in one layer did not move.
-- The bound holds for every order of the updates, and counts gradients that arrive late.
+- `SLOWER`: a host update waits until the parameter buffer that it writes to has been copied away. The
+  runtime always waited, and the schedule did not. Also, backward waits if more gradients would be
+  copied to the host at once than the runtime allows.
+- Host memory: the two parameter buffers count. With accumulation, the gradients of the accumulation
+  before count too.
+- Device memory: the gradients of staged and resident subgroups are held throughout, as the runtime
+  allocates them, and not only from their backward to their update. Staging buffers begin on 256-byte
+  borders. Gradients that are being copied to the host count, up to the runtime's limit. So `CROWDED`
+  plans, which filled the GPU, no longer fit.
+- `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that waits
+  for this layer's backward, since the two have streams of their own.
+- `IN_PARTS`: gradients of subgroups of several layers are copied layer by layer, no longer when the
+  last layer is done. Rows whose subgroups lie in one layer did not change.
+- The lower bound holds for every order of the updates, and counts gradients that arrive late.
 """
 
 import pytest

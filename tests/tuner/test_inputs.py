@@ -1,4 +1,6 @@
-"""The commands on presets and model configs, and on files that cannot be written."""
+"""Tests of the `tune` commands on machine presets and model configs, and with output files that cannot be
+written.
+"""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Laws of the answer: more of anything that a plan may use never makes it slower."""
+"""Tests of monotonicity: more memory, bandwidth or freedom for a plan never makes the answer slower."""
 
 import random
 from functools import cache
@@ -15,7 +15,7 @@ SEEDS = range(4)
 
 
 def job(seed):
-    """Few subgroups that compete for device memory, host memory and the link."""
+    """Return a workload of few subgroups that compete for GPU memory, host memory and the link, and a machine."""
     rng = random.Random(seed)
     count, size = rng.randint(4, 9), rng.choice([2, 4, 8]) * 10**7
     forward_s = rng.uniform(0.003, 0.03) * size / 4e7
@@ -91,7 +91,9 @@ def test_more_is_never_slower(law):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
-    """Without early updates, without sums on the device, without staged state."""
+    """Check that a plan is no slower because it may use early updates, gradient sums on the GPU, or staged
+    updates. Each of them is forbidden once for comparison.
+    """
     work, machine = job(seed)
     work = work.model_copy(update={"clip_rate": 0.0, "gradient_accumulation_steps": 2})
     all_s = answer_s(work, machine)
@@ -107,7 +109,9 @@ def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
 
 
 def test_parameters_that_may_move_begin_where_those_that_may_not_have_ended():
-    """The free search's scores hold the other's plan, whatever it finds beside."""
+    """Check that a search that may move parameters to host memory also considers the best plan of the search
+    that may not. So its answer is never slower.
+    """
     work, machine = job(2)
     bound, free = (decide(Question.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True))
     assert free.search.ordered(bound.chosen) in free.search.scores

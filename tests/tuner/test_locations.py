@@ -1,4 +1,4 @@
-"""Where parameters live, as the search chooses it."""
+"""Tests of the location of the 16-bit parameters (GPU or host memory) that a search chooses."""
 
 import ebbtide.tuner
 import numpy as np
@@ -26,7 +26,7 @@ def test_those_that_leave_are_evenly_spaced():
 
 
 def whole(subgroups=40):
-    """Parameters are most of what the device holds."""
+    """Return a workload whose 16-bit parameters fill all GPU memory that is in use before any optimizer state."""
     work = workload(subgroups)
     return work.model_copy(update={"device_base_bytes": work.params * work.wire_bytes})
 
@@ -61,7 +61,9 @@ def test_what_fits_nowhere_says_what_is_missing():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
-    """Nor than that of any homes."""
+    """Check random plans with parameters in host memory against two lower bounds: for their own parameter
+    locations, and for any locations.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(5):
         work, have = random_pair(rng, counts=(6, 24))

@@ -1,4 +1,4 @@
-"""The margin that a plan leaves free of each memory."""
+"""Tests of the margin of GPU and host memory that a plan leaves free."""
 
 import pytest
 from ebbtide.simulator import Quantity

@@ -1,6 +1,6 @@
-"""Nothing silent: every option of every command changes what comes out, or is refused.
+"""Tests that every option of every `tune` command changes the result or is refused.
 
-The walk goes through click's own tree, so that an option that is added without a line here fails.
+The options are read from click's command tree, so a new option fails until it has a line in this file.
 """
 
 import csv
@@ -25,7 +25,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Changes:
-    """``more`` added to the command's base (and ``beside``) gives another outcome."""
+    """An option (``more``) that must change a command's outcome. The arguments ``beside`` are given in both runs
+    that are compared.
+    """
 
     more: tuple[str, ...]
     beside: tuple[str, ...] = ()
@@ -33,7 +35,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Refused:
-    """The command says why not, and names the flag."""
+    """An option that the command must refuse with an error that names the flag."""
 
     more: tuple[str, ...]
     says: str
@@ -233,7 +235,7 @@ POSITIONAL = {("show", "plan_file"): 1, ("report", "plan_file"): 1, ("calibrate"
 
 
 def leaves(command: click.Command, path: str = "") -> dict[str, click.Command]:
-    """Every command that is no group, by what follows ``tune``."""
+    """Return every command that is no group, keyed by the words that follow ``tune``."""
     if not isinstance(command, click.Group):
         return {path: command}
     context = click.Context(command)
@@ -254,7 +256,7 @@ def test_the_table_has_every_option(name):
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
-    """Files that the commands read."""
+    """Return a folder with all input files that the commands read."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "m.json").write_text(json.dumps(TINY))
     (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
@@ -286,7 +288,7 @@ def ground(tmp_path_factory):
 
 @dataclass
 class Recorder:
-    """Stands for what needs a machine, a server or a process: notes what it is called with."""
+    """A recorder that replaces functions which need a machine, a server or a process. It records their arguments."""
 
     calls: list = field(default_factory=list)
 
@@ -300,7 +302,9 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """The real commands, up to the call that leaves this process or takes its time."""
+    """Replace those calls of the commands that leave this process or take long. Return the recorder of their
+    arguments.
+    """
     seen = Recorder()
     for target, result in {
         # First, while it is imported: it takes `verify` by name, which is replaced below.
@@ -345,7 +349,7 @@ def calibrated(machine, seen):
 
 
 def outcome(ground, recorder, arguments):
-    """What a command says, writes and calls."""
+    """Run a command. Return its exit code, its output, the files it wrote and the calls it made."""
     runner = CliRunner()
     with runner.isolated_filesystem() as folder:
         for path in ground.iterdir():

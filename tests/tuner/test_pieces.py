@@ -1,4 +1,6 @@
-"""Plans of pieces of DeepSpeed's subgroups: DeepSpeed keeps its size, and the plan is as fast as with smaller ones."""
+"""Tests of plans whose subgroups are parts of DeepSpeed's subgroups: DeepSpeed keeps its `sub_group_size`,
+and the plan is as fast as with a smaller one.
+"""
 
 import json
 
@@ -17,7 +19,7 @@ WHOLE = 10**9
 
 
 def job(count=5, size=5 * 10**7):
-    """A model of which DeepSpeed has one subgroup, in parameters of a fourth of a layer."""
+    """Return a workload that is one subgroup for DeepSpeed. Its parameters are quarters of a layer."""
     work = workload(count, size=size, forward_s=0.012)
     parameters = ((size // 4,) * (4 * count),)
     return work.model_copy(update={"parameters": parameters, "subgroup_size": size}).recut(WHOLE)

@@ -1,4 +1,4 @@
-"""A plan whose predicted peaks exceed its own limits cannot be built, under any flag."""
+"""Tests that no flag can build a plan whose predicted peak memory exceeds the plan's own limits."""
 
 import ebbtide.tuner
 import pytest

@@ -1,4 +1,4 @@
-"""The short search that a training loop calls."""
+"""Tests of the short plan search that a training loop calls."""
 
 import subprocess
 import sys
@@ -51,7 +51,9 @@ def test_a_training_run_loads_no_pandas_for_it():
 
 
 def test_parameters_move_where_that_is_asked_for():
-    """Room for state is worth a fetch for each pass; nobody's parameters move unasked."""
+    """Check that the short search moves parameters to host memory only if `move_parameters` is set. The freed
+    GPU memory then holds optimizer state, which makes this case faster.
+    """
     workload, machine = random_pair(np.random.default_rng(3), counts=(16, 16))
     base = workload.params * workload.wire_bytes
     workload = workload.model_copy(update={"device_base_bytes": base, "clip_rate": 1.0})
@@ -66,7 +68,9 @@ def test_parameters_move_where_that_is_asked_for():
 
 
 def test_sums_of_micro_batches_stay_where_device_memory_is_given():
-    """And none does where the plan that runs has no room for it."""
+    """Check that the short search keeps gradient sums on the GPU if it is given more GPU memory, and otherwise
+    keeps the choice of the running plan.
+    """
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)
     workload = workload.model_copy(update={"gradient_accumulation_steps": 4})
@@ -78,7 +82,9 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
 
 
 def test_ranks_can_vote_on_what_it_says_of_plans_that_guess():
-    """By a tensor of the comparison, of which torch takes no bool of numpy's."""
+    """Check that comparing the times of the short search gives a Python bool. The ranks vote with a torch
+    tensor of it, which torch does not build from a numpy bool.
+    """
     workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
     current = on_the_host(workload, speculate=3)
     found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)

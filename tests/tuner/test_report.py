@@ -1,4 +1,4 @@
-"""What `tune plan` prints: memory by kind."""
+"""Tests of the output of `tune plan`: tables of memory by kind."""
 
 import io
 

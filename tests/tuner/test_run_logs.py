@@ -1,4 +1,4 @@
-"""Measured runs as users have them: what their files tell, what is doubted, what is refused."""
+"""Tests of logs and tables of measured runs for calibration: values read, values doubted, and files refused."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,9 @@ def seen_in(tmp_path, text, described=TWO, name="train.log"):
 
 
 def test_the_lines_of_older_deepspeed_are_read():
-    """Versions before 0.9 wrote other names, and the rank twice."""
+    """Check that the timer lines of DeepSpeed before 0.9 are read. These versions used other names of phases
+    and wrote the rank twice.
+    """
     line = (
         "[2023-06-21 07:39:09,439] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
         "forward_microstep: 27.48 | backward_microstep: 73.59 | step_microstep: 72.59\n"
@@ -63,7 +65,9 @@ def test_the_lines_of_older_deepspeed_are_read():
 
 
 def test_the_loop_is_what_the_times_of_day_show(tmp_path):
-    """Samples per second leave out what the loop does after a step: here, one second."""
+    """Check that the iteration time comes from the log's times of day. The logged samples per second leave out
+    the time between steps, here one second.
+    """
     (seen,) = seen_in(tmp_path, REAL)
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
     assert phases == pytest.approx({"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3)
@@ -149,7 +153,9 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     ],
 )
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
-    """Two samples ran. A log does not tell whether its samples per second waited for data."""
+    """Check that calibration notes a given micro-batch size that contradicts the log's samples per second. The
+    logged run trained on two samples per step. It may have waited for data.
+    """
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)
     notes = [note for note in seen.notes if "check --micro-batch" in note]
@@ -255,7 +261,9 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Runs that no rates explain together: by how much, and which they are."""
+    """Check the report of a calibration on runs that no rates explain together. It states the ratio between
+    measured and predicted time that is left, and the runs that contradict each other.
+    """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}
     rows = [[f * v for v in ms.values()] for f in (0.25, 4.0)]
     header = ",".join(f"{phase}_ms" for phase in ms)
@@ -279,7 +287,9 @@ def test_the_loop_is_among_the_changes_and_a_long_one_is_told(tmp_path):
 
 
 def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
-    """What lies between them is shown beside them, not within forward."""
+    """Check that a calibrated machine predicts the log's forward time, and shows the time between phases
+    separately as loop time.
+    """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items()}
     ms["iteration"] += 500
     text = ",".join(f"{p}_ms" for p in ms) + "\n" + ",".join(map(str, ms.values())) + "\n"

@@ -1,4 +1,6 @@
-"""The search: never beyond memory, never behind an alternative, always the same under a seed."""
+"""Tests of the plan search: its plans fit into memory, are no slower than any alternative, and depend only on
+the seed.
+"""
 
 import ebbtide.tuner
 import pytest
@@ -120,7 +122,9 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
 
 
 def test_one_memory_holds_what_device_and_host_take_together():
-    """Each peak alone fits into a machine without a GPU, both together do not: nothing fits."""
+    """Check a machine whose GPU and host share one memory. A plan fits there only if the sum of its GPU peak and
+    its host peak fits.
+    """
     work = workload(10)
     there = machine(unified_memory=True, device_shares_host_cores=True)
     peaks = ebbtide.tuner.plan(work, there).prediction
@@ -191,7 +195,9 @@ def test_it_tells_how_far_it_is():
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
-    """Each could hold its part of some plan, but no plan fits into both."""
+    """Check the error if GPU memory and host memory would each suffice for some plan, but no plan fits into
+    both.
+    """
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):
         ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))

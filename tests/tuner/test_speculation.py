@@ -1,4 +1,6 @@
-"""Plans that update before the norm: chosen where they are faster on the average, within memory."""
+"""Tests of plans with early updates (updates before the gradient norm is known): chosen if faster on the
+average over clipped and unclipped steps, and within memory.
+"""
 
 from functools import cache
 
@@ -19,7 +21,9 @@ GIB = 2**30
 
 
 def machine(room=2.8):
-    """A slow link and little room: nearly all is updated on the host, for longer than forward."""
+    """Return a machine with a slow link and little GPU memory. Most state is then updated on the host, which
+    takes longer than forward.
+    """
     return node(
         h2d_bytes_per_s=16e9, d2h_bytes_per_s=16e9, device_memory_bytes=int(room * GIB), host_adam_params_per_s=2e9
     )
@@ -44,7 +48,9 @@ def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
 
 
 def test_pieces_of_deepspeeds_subgroups_are_updated_early_too():
-    """Their fp32 tensors stay whole on the host, which is all that differs."""
+    """Check that a plan that cuts DeepSpeed's subgroups into parts has the same early updates and time as
+    other plans.
+    """
     pieces = ebbtide.tuner.plan(small().model_copy(update={"state_stays": True}), machine(), memory_margin=0)
     assert pieces.ways == planned(None).ways
     assert pieces.prediction.iteration_s == planned(None).prediction.iteration_s
@@ -66,8 +72,8 @@ def test_where_no_step_clips_the_plan_guesses_and_is_faster():
 
 
 def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
-    """Updates last as long as the passes: behind the norm, those of the first layers end last, and
-    all layers with guesses come behind.
+    """Check that early updates are spread over the layers if that is faster than updating the last layers early.
+    Host updates take as long as forward and backward here, so the next forward would wait for the first layers.
     """
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
@@ -112,7 +118,9 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
 
 
 def test_one_figure_everywhere():
-    """The plan's prediction, its row of the table, and what simulating it again gives."""
+    """Check that a plan's prediction, its row in the comparison and a new simulation of the plan give the same
+    iteration time.
+    """
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)
     rows = compare(work, on, Limits.of(work, on, margin=0), found)

@@ -1,4 +1,6 @@
-"""State on storage: only what memory cannot hold, within the third limit, and what it costs."""
+"""Tests of plans with state on a drive: only the state that memory cannot hold, within the drive's limit, and
+the time it costs.
+"""
 
 import math
 from dataclasses import replace
@@ -70,7 +72,9 @@ def test_no_numbers_of_placements_are_better(stored):
 
 
 def test_as_little_is_stored_as_memory_allows(stored):
-    """One more in host memory would not fit, whichever."""
+    """Check that no stored subgroup could be in host memory instead: with any one of them, the host memory limit
+    would be exceeded.
+    """
     work = workload()
     limits = Limits.of(work, machine(), *SHORT.values())
     for number, placement in enumerate(stored.placements):
@@ -138,7 +142,9 @@ def two_drives():
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
-    """A byte read and written: 1/4 ns where both go at once; 1/2 + 1 ns where they take turns."""
+    """Check the rates of two drives together. A byte read and written takes 1/4 ns on a drive that does both at
+    once, and 1/2 + 1 ns on one where they take turns, so the shares are 6/7 and 1/7.
+    """
     drives = two_drives()
     part = shares(drives)
     assert part == pytest.approx({"/fast": 6 / 7, "/slow": 1 / 7})
@@ -175,7 +181,9 @@ def test_a_plan_names_its_folders_in_one_way():
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():
-    """Those that a running store has room for."""
+    """Check that a plan search stores only the subgroups that are allowed to be stored, because a running store
+    has space for them.
+    """
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)
     search = Search(work, have, limits, storable={0, 1, 2, 3})

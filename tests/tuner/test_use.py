@@ -1,4 +1,6 @@
-"""From a plan to training: the Trainer's arguments and DeepSpeed's config have the plan's numbers."""
+"""Tests of the step from a plan to training: the Trainer's arguments and the DeepSpeed config have the
+plan's numbers.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""`tune verify`: what is compared, what is called rounding, and who is blamed."""
+"""Tests of `tune verify`: the values compared, the differences that count as rounding, and the run that is
+blamed for a defect.
+"""
 
 import json
 import subprocess
@@ -47,7 +49,7 @@ def update(name, step):
 
 
 class Trained:
-    """A run made up: what the recorder would have written, with something changed on the way."""
+    """A synthetic training run in the recorder's format, with an optional change of its state at given steps."""
 
     def __init__(self, folder, name, ranks=1, noise=0.0, **about):
         self.folder, self.name, self.ranks, self.noise = folder / name, name, ranks, noise
@@ -143,7 +145,9 @@ def test_rounding_is_no_defect_and_a_norm_far_off_is(tmp_path, stock, noise):
 
 @pytest.mark.parametrize(("bit", "verdict"), [(0, "rounding"), (21, "defect")])
 def test_a_change_in_one_place_only_is_a_defect_if_an_update_cannot_round_so(tmp_path, stock, noise, bit, verdict):
-    """Between sides that may round otherwise, but have had the same bits."""
+    """Check how `tune verify` judges a single changed element in runs that may round differently, but were
+    identical before. The lowest bit counts as rounding, and a high mantissa bit as a defect.
+    """
 
     def change(state, wire, old, facts):
         state["embed"].view(torch.int32)[3] ^= 1 << bit
@@ -181,7 +185,9 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Also where it is the side that would be taken as right, and all else is rounded."""
+    """Check that `tune verify` recognizes a run with a defect by that run's own state, even if it is the more
+    trusted run and all other differences are rounding.
+    """
     rounded = Trained(tmp_path, "plan", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(4, change).run()
     finding = judge(rounded, wrong, noise, same_bits=False)
@@ -200,7 +206,7 @@ def doubled_update(state, wire, old, facts):
 
 
 def few_flips(state, wire, old, facts):
-    """Of a sign or two, as a sum in another order makes them."""
+    """Change the updates of a few elements to the opposite sign, as a different order of summation may do."""
     state["head"][:8] += 2 * (old["head"] - state["head"])[:8]
 
 
@@ -217,9 +223,9 @@ def few_flips(state, wire, old, facts):
 def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_rounding(
     tmp_path, stock, change, rounds, verdict
 ):
-    """By then a flipped bit has grown to more: what has only begun to differ is not judged by it.
-    All is off by the last bits of a norm, or by another Adam's rounding. (A step that one side
-    alone skips may be an overflow on the edge.)
+    """Check that `tune verify` finds a lost or doubled update of one tensor in step 4, although a flipped bit
+    has grown to a larger difference by then. A few changed signs, or a step skipped by one run, count as
+    rounding.
     """
 
     def norm(state, wire, old, facts):
@@ -245,7 +251,9 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
     ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"), (0.001, 1e-8, "rounding")]
 )
 def test_equal_gradients_that_make_another_update_are_no_rounding(tmp_path, stock, off, sums, verdict):
-    """A learning rate or a step count, 3% off, beside a flipped bit that explains more."""
+    """Check that `tune verify` calls an update 3% too large a defect if the gradient norms agree. The difference
+    is rounding if the norms differ as well, or if it is 0.1%.
+    """
 
     def other_rate(state, wire, old, facts):
         norm(state, wire, old, facts)
@@ -278,7 +286,9 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """One low bit, and a third side that rounds otherwise: only running both again tells."""
+    """Check that `tune verify` blames a single wrong bit on the right run, although a third run rounds
+    differently. It trains both sides again, and only one of them fails to repeat its result.
+    """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()
     seen = []
@@ -312,7 +322,9 @@ def test_what_recurs_is_blamed_as_without_running_it_again(tmp_path, stock):
 
 @pytest.mark.parametrize(("off", "verdict"), [(2e-4, "rounding"), (1.5e-3, "defect")])
 def test_a_loss_is_measured_by_what_a_flipped_bit_makes_of_losses(tmp_path, stock, off, verdict):
-    """Far below what sixteen bits may make of a single sum."""
+    """Check that `tune verify` judges a different loss by the effect of a flipped bit on losses. That effect is
+    far smaller than the rounding of a sum in 16 bits.
+    """
 
     def jitter(step):
         def change(state, wire, old, facts):
@@ -342,7 +354,9 @@ def test_a_learning_rate_that_differs_is_no_rounding(tmp_path, stock, noise):
 
 
 def test_wrong_scalars_move_all_masters_alike(tmp_path, stock, noise):
-    """Each by less than is remarkable in one tensor; rounding spares some."""
+    """Check that `tune verify` finds a 6% error of all updates, as by a wrong step count, although the error of
+    each single tensor could be rounding.
+    """
 
     def ahead(state, wire, old, facts):
         for name, values in state.items():
@@ -423,7 +437,9 @@ def other_data(number, state, wire, old, facts):
 )
 @pytest.mark.parametrize("stage", [2, None])
 def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, monkeypatch, noise, at, code, says, stage):
-    """Neither success nor a defect, with and without another side; noise of kernels is told."""
+    """Check that `tune verify` reports neither success nor a defect if two equal runs of a script differ too
+    much. A small difference between them is only mentioned.
+    """
     made = []
 
     def start(command, side, steps, seed, *, deterministic):
@@ -469,7 +485,9 @@ raise RuntimeError("out of luck")
 
 
 def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
-    """What it has trained until then has the same bits each time."""
+    """Check that `tune verify` reports a script that fails after two steps as failed, although its steps until
+    then are identical in all runs.
+    """
     (tmp_path / "train.py").write_text(BREAKS_OFF)
     words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]
     result = CliRunner().invoke(main, ["verify", *words])
@@ -528,7 +546,9 @@ STRICT, OWN = "True False False :4096:8", "False False True None"
     [(True, [], STRICT), (False, [], OWN), (True, ["--no-deterministic"], OWN), (False, ["--deterministic"], STRICT)],
 )
 def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, gpu, words, flags):
-    """Else stock differs from stock, and a wrong bit passes for noise."""
+    """Check that `tune verify` sets deterministic flags on a GPU by default. Without them stock DeepSpeed
+    differs from itself, and a wrong bit would count as noise.
+    """
     monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: gpu)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     (tmp_path / "train.py").write_text(PUTS)

@@ -1,4 +1,6 @@
-"""What is offered where nothing fits: it fits, it is the nearest, one knob where one suffices."""
+"""Tests of the changes that are offered if nothing fits: each of them fits, is the smallest that does, and
+changes one setting if one suffices.
+"""
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +21,7 @@ OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 
 
 def changed(job, machine, changes):
-    """The workload and the machine that a way out means."""
+    """Return the workload and the machine with the given changes, which were offered because nothing fitted."""
     memory = {k: v for k, v in changes.items() if k in OF_MACHINE}
     machine = machine.with_rates(**memory) if memory else machine
     bought = (*memory, "storage_bytes")
@@ -57,7 +59,9 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
 
 
 def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
-    """Micro-batches are added up in fp32, 4 bytes per parameter of the host's memory."""
+    """Check that a smaller micro-batch is offered without gradient accumulation if host memory has no room for
+    sums of micro-batches. These sums are in fp32 and take 4 bytes of host memory per parameter.
+    """
     job = Job.of_deepspeed(MODELS["Mistral 7B"], sequence=4096, micro_batch=4)
 
     def smaller(host_gib):
@@ -137,7 +141,9 @@ LLAMA_7B = {
 
 
 def test_zero_3_comes_first_where_zero_2_does_not_fit_and_memory_is_the_least_as_sold():
-    """DeepSpeed #3770: 7 B on two GPUs of 16 GB."""
+    """Check the changes offered for the case of DeepSpeed issue #3770: 7e9 parameters on two GPUs of 16 GB under
+    ZeRO-2. ZeRO-3 comes first, and GPU memory is offered in sizes that are sold.
+    """
     job = Job.of_deepspeed(LLAMA_7B, sequence=512, data_parallel=2, zero_stage=2)
     asked = {"device_memory_bytes": 16 * GIB, "host_memory_bytes": 100 * GIB}
     ways = ways_out(job, preset("a100-node"), **asked)

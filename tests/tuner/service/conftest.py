@@ -1,4 +1,4 @@
-"""A real server in a separate process, started like `tune serve`."""
+"""Fixtures that start a real server in a separate process, as `tune serve` does."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Server:
-    """`tune serve` on a free port. It can be killed and started again on the same database."""
+    """A `tune serve` process on a free port. It can be killed and started again on the same database."""
 
     def __init__(self, database, *arguments, token=None):
         self.database, self.arguments = database, arguments

@@ -1,4 +1,4 @@
-"""What the service says is what the Python API says."""
+"""Tests that the service gives the same answers as the Python API."""
 
 import csv
 import io
@@ -38,7 +38,9 @@ def test_simulate_is_the_api(server, strategy):
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
-    """Never too low; and small subgroups are no reason to refuse a search."""
+    """Check that the estimated number of ops of a request is at least the real number, and at most four times
+    as large, also if its subgroups are small.
+    """
     config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
     asked = Scenario(**LLAMA, ds_config=config)
     _, work = resolve(asked)
@@ -137,7 +139,9 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
-    """As many bytes as the scenario says, or as a config's drive has."""
+    """Check that a plan stores the state that memory cannot hold on a drive. The request gives the drive's size,
+    or its DeepSpeed config names an NVMe drive.
+    """
     asked = {**LLAMA, "host_memory_bytes": 2**35}
     assert server.post("/answer", asked).json()["verdict"] == "impossible"
     ways = server.post("/ways-out", asked).json()["ways"]
@@ -309,7 +313,9 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
-    """8 B parameters do not fit into 24 GB beside anything else."""
+    """Check that the timeline of stock DeepSpeed lasts as long as its table row says, for a model with 8e9
+    parameters on a 24 GB GPU. Parameters have to be in host memory there.
+    """
     asked = {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 2048, "peers": False}
     answer = server.post("/answer", asked).json()
     assert "host" in Plan.model_validate(answer["plan"]).parameter_locations

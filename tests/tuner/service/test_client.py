@@ -1,4 +1,4 @@
-"""The client against a real server; its errors name the rule."""
+"""Tests of the Python client against a real server: its results, and errors that state the rule."""
 
 import pytest
 from click.testing import CliRunner

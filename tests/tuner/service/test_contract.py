@@ -1,4 +1,6 @@
-"""The form of the service: answers as OpenAPI tells them, probes, methods, what another version stored."""
+"""Tests of the service's HTTP interface: answers that match its OpenAPI schema, health probes, methods, and
+databases written by another version.
+"""
 
 import json
 import re
@@ -86,7 +88,9 @@ def test_the_title_of_a_job_tells_what_was_asked(server):
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """A server whose database another ebbtide wrote a machine to."""
+    """Start a server whose database has a machine from another version of ebbtide, and an unreadable one. Stop it
+    afterwards.
+    """
     path = tmp_path_factory.mktemp("old") / "jobs.db"
     Store(path).close()
     fields = {**preset("rtx4090").model_dump(mode="json"), "name": "mine", "gone": 1}

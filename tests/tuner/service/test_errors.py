@@ -1,4 +1,4 @@
-"""Errors name the field that the caller sent, and nothing of the libraries beneath."""
+"""Tests of the service's errors: they name the field that the caller sent, and no internals of its libraries."""
 
 import asyncio
 import json
@@ -190,7 +190,7 @@ def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monk
 
 @pytest.fixture
 def held(tmp_path):
-    """Return a service and a client of it in this process."""
+    """Return a service in this process and an HTTP client for it."""
     from ebbtide.tuner.service.app import create_app
     from ebbtide.tuner.service.resources import Service
     from ebbtide.tuner.service.store import Store
@@ -248,7 +248,7 @@ def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mt
 
 
 def _slips(model):
-    """Return a slip of the pen for each long enough field of a model, with the field's name."""
+    """Return a misspelt name for each field of a model with a long enough name, together with the right name."""
     return [(f"{name[:-2]}{name[-1]}", name) for name in model.model_fields if len(name) > 5]
 
 
@@ -353,7 +353,7 @@ def _most_accumulation(scenario, quota):
 
 
 def _arrays(sweep):
-    """Return the arrays that a sweep of plans holds and uses."""
+    """Return the numpy arrays that a plan sweep owns or works in."""
     own = [*vars(sweep).values(), *vars(many_plans._SCRATCH).values()]
     return [kept for kept in own if isinstance(kept, np.ndarray)]
 

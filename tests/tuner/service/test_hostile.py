@@ -1,4 +1,4 @@
-"""Requests that mean harm, or are broken: each a clean 4xx, and the server goes on unharmed."""
+"""Tests of malicious or broken requests: the service refuses each with a 4xx status and keeps running."""
 
 import json
 import os
@@ -56,7 +56,7 @@ BODIES = {
 
 
 def memory_bytes(pid):
-    """Resident, of a process and its children."""
+    """Return the resident memory of a process and its children, in bytes."""
     total = 0
     for child in (pid, *children(pid)):
         fields = Path(f"/proc/{child}/statm").read_text().split()
@@ -211,7 +211,9 @@ def test_the_page_allows_no_inline_script_and_no_other_host(server):
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
-    """A server in a thread of this process: it wants a token, and waits a tenth of a second."""
+    """Run a server in a thread of this process, and yield a client. The server requires a token and waits
+    0.1 s for a request's header or body.
+    """
     import asyncio
     import threading
 

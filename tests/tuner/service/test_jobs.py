@@ -1,4 +1,4 @@
-"""Jobs over HTTP: watched, cancelled, killed, never lost."""
+"""Tests of jobs over HTTP: they can be watched and cancelled, and survive a killed worker or server."""
 
 import asyncio
 import sqlite3
@@ -26,7 +26,7 @@ GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s":
 
 
 def ended(server, job, limit_s=60):
-    """Its state once it has ended."""
+    """Return the state of a job once it is done, failed or cancelled."""
     deadline = time.monotonic() + limit_s
     for _, state in server.events(f"/jobs/{job}/events"):
         if state["state"] in ("done", "failed", "cancelled"):
@@ -259,7 +259,9 @@ def test_a_job_that_cannot_be_done_fails_with_the_reason(server):
 
 
 def _wait_until_gone(processes):
-    """They see their stdin end; a worker that outlived its server would go on computing."""
+    """Wait until worker processes have ended. A worker ends when its stdin closes. Otherwise it would go on
+    computing without its server.
+    """
     assert processes
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
@@ -297,7 +299,9 @@ def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
 
 @pytest.mark.parametrize("path", ["/events", "/jobs/{job}/events"])
 def test_a_server_that_ends_ends_its_streams(tmp_path, path):
-    """A page that is open holds nothing up, and is no error in the log."""
+    """Check that a server stops at once although a client reads an event stream. The stream is closed
+    properly, and the log has no error.
+    """
     server = Server(tmp_path / "service.db")
     changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
     job = server.post("/jobs/what-if", LONG | {"changes": changes}).json()["id"]

@@ -1,4 +1,4 @@
-"""The page in a real browser. Screenshots are left in $EBBTIDE_SCREENSHOTS, if that is set."""
+"""Tests of the web page in a real browser. Screenshots are saved in $EBBTIDE_SCREENSHOTS, if that is set."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def window(browser):
-    """One for all tests: until a new one shows the page takes three times as much."""
+    """Yield one browser page for all tests. Opening a new page for each test would take three times as long."""
     made = browser.new_page(viewport={"width": 1440, "height": 900})
     made.set_default_timeout(PATIENCE_MS)
     yield made
@@ -77,7 +77,7 @@ def opened(page, server, query=ASKED):
 
 
 def settled(page):
-    """The whole answer to the last move is on the page."""
+    """Wait until the web page shows the complete answer to the last change of its form."""
     page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
 
 
@@ -91,7 +91,9 @@ SLOW_REQUESTS = """() => {
 
 
 def move(page, slider, steps):
-    """By keyboard; waits for the whole answer to where it ends, not to where it passes by."""
+    """Move a slider of the web page with the arrow keys. Return the server's answer to the last position, once
+    the page shows it.
+    """
     answers = []
 
     def hear(response):
@@ -119,7 +121,7 @@ def _answers(response, slider, asked):
 
 
 def asked_of(page):
-    """The page's scenario, from its address."""
+    """Return the scenario of the web page, read from its address."""
     query = {key: values[0] for key, values in parse_qs(urlsplit(page.url).query).items()}
     numbers = {key: float(value) for key, value in query.items() if key not in ("model", "machine")}
     return {**query, **{k: int(v) if v.is_integer() else v for k, v in numbers.items()}}
@@ -215,7 +217,9 @@ def test_a_lost_connection_is_told_until_it_is_back(page, server):
 
 
 def test_a_job_can_be_cancelled_while_it_reports(page, server):
-    """A press lasts 110 ms, and reports come meanwhile: the button under the finger stays."""
+    """Check that the cancel button works while progress reports redraw the job's card. A click takes 110 ms,
+    during which reports arrive.
+    """
     opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
     page.click("#search-configurations")
     card = page.locator("#jobs .card").first

@@ -1,4 +1,4 @@
-"""`tune report`: one file, no network, nothing that a plan says is markup."""
+"""Tests of `tune report`: it writes one file that needs no network, and escapes all texts of a plan."""
 
 import base64
 import hashlib

@@ -1,6 +1,7 @@
-"""Whatever the OpenAPI schema allows or forbids: no 5xx, and every answer as it promises.
+"""Fuzz tests of the service: any request, allowed by the OpenAPI schema or not, gets an answer that matches
+the schema, and never a 5xx status.
 
-``EBBTIDE_FUZZ=200`` asks each route so many times (5,000 requests in all); the slowest is printed.
+``EBBTIDE_FUZZ=200`` sends that many requests to each route (5,000 in all). The slowest one is printed.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The store: claims, recovery, expiry."""
+"""Tests of the service's job database: claiming jobs, recovery after a crash, and expiry."""
 
 import sqlite3
 import sys
@@ -52,7 +52,9 @@ def test_what_ran_when_the_server_ended_runs_again_and_is_counted(tmp_path):
 @pytest.mark.parametrize("ended", [True, False])
 def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store, ended):
     class Full:
-        """Its disk takes the second commit only; SQLite ``ended`` the first one's transaction."""
+        """A database connection whose first commit fails because the disk is full. If ``ended`` is set, SQLite has
+        rolled back its transaction already.
+        """
 
         def __init__(self, db):
             self.db, self.told = db, False
@@ -105,7 +107,9 @@ def test_old_finished_jobs_expire_and_open_ones_never(store):
 
 
 def test_a_job_is_there_for_who_added_it_while_another_reads_the_list(store):
-    """Beside a list that was being read, a job was claimed, not found, and never run."""
+    """Check that jobs can be added and claimed while another thread lists jobs. Once, a job was claimed but
+    not found under these conditions, and never ran.
+    """
     for n in range(100):
         store.add_job("plan", "{}", f"job {n}")
     switched_s, over = sys.getswitchinterval(), threading.Event()
