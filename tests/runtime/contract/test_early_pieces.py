@@ -274,9 +274,9 @@ def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pat
 
 @pytest.mark.parametrize("bytes_per_s", [None, 1e6])
 def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
-    """Check that updates before the gradient norm is known do not change a checkpoint that is still being written.
+    """Check that later steps do not change a checkpoint that is still being written.
 
-    They write to the memory from which the checkpoint is read.
+    Updates that start before the gradient norm is known write to the memory from which the checkpoint is read.
     """
 
     def save(engine, number):

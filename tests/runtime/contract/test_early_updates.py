@@ -269,8 +269,8 @@ def nothing(engine, number):
 def test_a_checkpoint_in_flight(tmp_path, pattern):
     """Check that updates before the gradient norm is known do not change a checkpoint that is still being written.
 
-    Such an update writes to memory that held the current state one step earlier. The checkpoint's files may
-    still be written from this memory.
+    Such an update writes to the memory that held the optimizer state one step earlier, and the checkpoint may
+    still be read from there.
     """
 
     def save(engine, number):

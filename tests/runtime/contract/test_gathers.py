@@ -89,7 +89,7 @@ def test_what_comes_in_is_what_is_fetched(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """Check the simulated parameter copies of a Llama model that are computed from its config alone."""
+    """Check that the simulator predicts the bytes of a Llama model's parameter copies from its config alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {

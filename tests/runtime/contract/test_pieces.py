@@ -264,7 +264,7 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
     """Check that a page lock that CUDA refuses while a plan is attached leaves a working stock engine.
 
-    In the last case some parameters have already moved to host memory when the lock is refused.
+    The refused lock may be one of the first, or come after some parameters have moved to host memory.
     """
     engine = coarse()
     fake.runtime.refuses_after = granted

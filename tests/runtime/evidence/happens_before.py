@@ -53,14 +53,14 @@ class Order:
             return dict(self._clocks[actor])
 
     def after(self, actor, clock):
-        """Order all further work of ``actor`` after the given clock."""
+        """Record that all further work of ``actor``, a stream or host thread, comes after the given vector clock."""
         with self._lock:
             mine = self._clocks[actor]
             for other, tick in clock.items():
                 mine[other] = max(mine[other], tick)
 
     def issued(self, stream):
-        """Order further work on a stream after everything that the issuing thread has seen."""
+        """Record that further work on a stream comes after everything that the issuing thread has seen."""
         self.after(stream, self.snapshot(_host()))
 
     # -- memory ------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Order:
     # -- who waits for whom ------------------------------------------------------------------
 
     def install(self, patch):
-        """Start to follow events, streams, copies, kernels and lanes."""
+        """Patch events, streams, copies, kernels and lanes, so that the order of their work is recorded."""
         self._follow_events(patch)
         self._follow_streams(patch)
         self._follow_work(patch)

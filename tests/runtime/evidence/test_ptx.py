@@ -117,9 +117,9 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
-    """Check updates with learning rate 0, as in the first step of a warm-up.
+    """Check kernel updates with learning rate 0, as in the first step of a warm-up.
 
-    Lion then adds minus the rate to the parameters, which must be -0.0.
+    The Lion optimizer then adds minus the learning rate, and this term must be -0.0.
     """
     forms = [form for form in FORMS if is_assembled(form)]
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]
