@@ -641,7 +641,7 @@ def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
             assert floor_s <= seconds * (1 + 1e-6), plan
             near.append(seconds / floor_s)
             below += seconds < floor_of_names(model, chosen.tolist(), slots) * (1 - 1e-3)
-    assert below, "no plan was faster than it would be if it waited for the norm"
+    assert below, "no plan with early updates was faster than the bound without"
     assert min(near) < 1.1  # else the bound would say little
 
 
@@ -689,7 +689,7 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     slow = have.model_copy(update={"host_adam_out_of_place": Quantity.exact(0.5)})
     slower_s = simulate(build_schedule(work, plan), slow).iteration_s
-    assert slower_s == pytest.approx(by_hand + 4 * (0.2 - update_s)), "as the profile says"
+    assert slower_s == pytest.approx(by_hand + 4 * (0.2 - update_s)), "early updates ignore the measured rate"
     model = Model(work, have, [Way("host")], 4, early_updates=True)
     assert model.ways == (Way("host"), Way("host", early=True))
     # The bound lets the last layer's update be the last one, and waits for its forward alone.
@@ -786,7 +786,7 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
             near.append(seconds / floor_s)
             crossing = [named[PLACEMENTS[code % SUMMED], False] for code in stay.tolist()]
             below += seconds < floor_of_names(model, crossing, slots) * (1 - 1e-3)
-    assert below, "no plan was faster than it would be if its sums crossed"
+    assert below, "no plan with sums on the GPU was faster than the bound without"
     assert min(near) < 1.1  # else the bound would say little
 
 

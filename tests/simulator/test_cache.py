@@ -23,7 +23,7 @@ def own(tmp_path, monkeypatch):
 def test_it_is_below_the_home(tmp_path, monkeypatch):
     assert cache_dir() == tmp_path / "home/.cache/ebbtide"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_dir() == tmp_path / "home/.cache/ebbtide", "empty is not set"
+    assert cache_dir() == tmp_path / "home/.cache/ebbtide", "an empty XDG_CACHE_HOME counts as not set"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert cache_dir() == tmp_path / "x/ebbtide"
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "e"))

@@ -111,12 +111,12 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
     for number, (step, subgroup, _, buffer) in enumerate(run.ops):
         ended = {-1, *waited[number]}
         if step is not None and step.takes is not None:
-            assert used.get((step.takes, buffer), -1) in ended, "the last user has given it back"
+            assert used.get((step.takes, buffer), -1) in ended, "a buffer is taken before its last user has ended"
         if step is not None and step.gives_back is not None:
             used[step.gives_back, buffer] = number
             location[subgroup] = number
         if step is not None and step.kind in (OpKind.STATE_H2D, OpKind.STATE_READ):
-            assert location.get(subgroup, -1) in ended, "its own last visit is back home"
+            assert location.get(subgroup, -1) in ended, "state is fetched before it has been copied back"
 
 
 def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():

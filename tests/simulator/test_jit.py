@@ -42,7 +42,7 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
         named.append(loaded(by_module).f(10))
     assert found == named == [23, 24, 54, 54]
     if HAS_NUMBA:
-        assert sum(module.f.stats.cache_hits.values()) == 1, "the last one was there already"
+        assert sum(module.f.stats.cache_hits.values()) == 1, "the last version was not taken from the cache"
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="nothing is compiled")

@@ -153,7 +153,7 @@ def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
     assert pipe.is_fifo()
     assert Machine.model_validate_json(os.read(reader, 2**16)) == made
     os.close(reader)
-    assert len(list(tmp_path.iterdir())) == 3, "nothing is left beside them"
+    assert len(list(tmp_path.iterdir())) == 3, "saving left another file in the folder"
 
 
 def test_a_plan_survives_its_file_and_is_a_readable_page(tmp_path):
@@ -170,8 +170,8 @@ def test_a_plan_survives_its_file_and_is_a_readable_page(tmp_path):
     path = tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan
-    assert len(path.read_text().splitlines()) < 100, "80 subgroups take two entries"
-    assert list(tmp_path.iterdir()) == [path], "nothing is left of writing it"
+    assert len(path.read_text().splitlines()) < 100, "80 subgroups of two kinds must take two entries"
+    assert list(tmp_path.iterdir()) == [path], "saving left a temporary file"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"subgroup_size": 10}', "\x00"])
@@ -228,7 +228,7 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
     assert len(spans) == 2 * len(timeline.spans)
     first = min((e for e in spans if e["pid"] == 1), key=lambda e: e["ts"])
     assert (first["name"], first["dur"]) == ("forward l0", 1e6)
-    assert any(e["ph"] == "C" for e in events), "memory is a counter"
+    assert any(e["ph"] == "C" for e in events), "the trace has no memory counter"
 
 
 def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():

@@ -107,7 +107,7 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
     backwards = [op for op in schedule.of_kind(OpKind.BACKWARD) if op.iteration == 0]
     for op in early_updates:
         if op.iteration == 0:
-            assert op.id > backwards[len(backwards) // 2].id, "not of the first micro-batch"
+            assert op.id > backwards[len(backwards) // 2].id, "an early update belongs to the first micro-batch"
     assert {op.subgroup for op in schedule.of_kind(OpKind.UPDATE_HOST)} == {0, 1}
     for op in schedule.of_kind(OpKind.PARAMETER_H2D):
         assert (norms[op.iteration] in op.after) == (op.subgroup in early)

@@ -165,7 +165,7 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
     assert [m.gpus_per_node for m in (one, two, four, eight)] == [1, 2, 4, 8]
     assert two.rate("h2d_bytes_per_s") == pytest.approx(0.5 * one.rate("h2d_bytes_per_s"))
     assert two.rate("dram_bytes_per_s") == one.rate("dram_bytes_per_s"), "a desktop has two channels"
-    assert two.rank_share("dram", 2) == 0.5, "all ranks' updates are on one DRAM"
+    assert two.rank_share("dram", 2) == 0.5, "all ranks update in the same DRAM"
     assert eight.rate("dram_bytes_per_s") == pytest.approx(2 * four.rate("dram_bytes_per_s"))
     assert {m.rate("device_flops_per_s") for m in (two, four, eight)} == {one.rate("device_flops_per_s")}
 
@@ -177,7 +177,7 @@ def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
     machine, sheet = named
     assert machine.rate("device_flops_per_s") == pytest.approx(sheet.compute.products * sheet.flops)
     assert machine.rate("attention_flops_per_s") == pytest.approx(sheet.compute.attention * sheet.flops)
-    assert sheet.compute.runs in machine.device_flops_per_s.detail, "which runs they were found on"
+    assert sheet.compute.runs in machine.device_flops_per_s.detail, "names no runs for this rate"
     assert sheet.compute.attention <= sheet.compute.products
     if sheet.device_name.startswith("NVIDIA A100-SXM4"):
         assert sheet.compute.products > 1.15 * SHEETS["h100"].compute.products

@@ -105,7 +105,7 @@ def test_other_times_need_no_further_build(name):
     templates, built = counting()
     for seed in range(5):
         assert_as_built(templates, name, options_of(name), workload(seed))
-    assert len(built) == 2, "one makes the template, one checks it"
+    assert len(built) == 2, "one build makes the template and one checks it"
 
 
 def test_times_where_no_template_looks_are_always_built():

@@ -118,7 +118,7 @@ def test_what_hangs_is_left_and_what_has_run_is_not_run_again(tmp_path):
     (unit / "checkpoint" / "test_a.py").write_text(TESTS)
     command = ["--deepspeed-source", str(tmp_path / "source"), "--folder", str(folder)]
     command += ["--arms", "plain", "--json", str(tmp_path / "figures.json"), FILE]
-    assert main(command) == 0, "what stock fails says nothing of a plan"
+    assert main(command) == 0, "failures of stock count against a plan"
     results = lines(folder / "results.jsonl")
     outcomes = {r["case"].split("::")[1]: r["outcome"] for r in results if "outcome" in r}
     assert outcomes == {"test_good": "passed", "test_skipped": "skipped", "test_bad": "failed", "test_behind": "passed"}

@@ -76,7 +76,7 @@ def test_host_memory_may_be_said_where_the_system_shows_less(tmp_path, monkeypat
     monkeypatch.setattr("ebbtide.profiler.measure_machine", lambda *_, **__: preset(next(iter(PRESETS))))
     suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, host_gib=123.0)
     assert suite.machine().host_memory_bytes == 123 * 2**30
-    assert suite.machine().host_memory_bytes == 123 * 2**30, "as it was saved"
+    assert suite.machine().host_memory_bytes == 123 * 2**30, "the machine differs from the saved one"
 
 
 def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
@@ -179,7 +179,7 @@ def test_a_trial_is_not_measured_twice(suite, monkeypatch):
         assert suite.trial("stock", "--variant", "stock")["name"] == "stock"
     assert len(ran) == 1
     suite.trial("stock", "--variant", "stock", "--clipping", "0")
-    assert len(ran) == 2, "with other arguments it is another trial"
+    assert len(ran) == 2, "a trial with other arguments must run again"
 
 
 def test_plans_that_a_process_did_not_reach_are_rows_that_say_so(suite, monkeypatch):

@@ -37,7 +37,7 @@ def test_samples_belong_to_the_phase_they_were_taken_in():
         "to_device_bytes_per_s": 3e9,
         "from_device_bytes_per_s": 2e9,
     }
-    assert rows()["forward"]["to_device_bytes_per_s"] is None, "no sample fell into it"
+    assert rows()["forward"]["to_device_bytes_per_s"] is None, "no sample was taken during forward"
     with pytest.raises(ValueError, match="passage through 'step' is needed"):
         phase_row("step", PASSAGES[:2], MEMORY, LINKS)
 

@@ -26,7 +26,7 @@ def test_every_row_has_a_source_and_a_preset(runs):
     assert {run.family for run in runs} == {"a100", "h100", "consumer", "offloaded"}
     assert 0.4 <= sum(run.held_out for run in runs) / len(runs) <= 0.6
     keys = [tuple(v for k, v in run.fields.items() if k not in ("held_out", "note")) for run in runs]
-    assert len(set(keys)) == len(keys), "no run counts twice"
+    assert len(set(keys)) == len(keys), "a run is listed twice"
 
 
 def quick(run):

@@ -27,7 +27,7 @@ def test_a_stale_parameter_and_a_lost_subgroup_of_an_engine_are_named(only_rank,
             names[name] = defect.names(engine)
     stock, flipped = (read_run(tmp_path / name, name) for name in ("stock", "flipped"))
     assert stock.steps[0].scalars == flipped.steps[0].scalars
-    assert stock.steps[1].scalars != flipped.steps[1].scalars, "the bit must matter"
+    assert stock.steps[1].scalars != flipped.steps[1].scalars, "the flipped bit changed no result"
     for name, defect in wanted.items():
         run = replace(read_run(tmp_path / name, name), name=name)
         finding = judge(run, stock, Noise(stock, (stock, flipped)), same_bits=False)

@@ -42,7 +42,7 @@ def test_it_comes_by_a_better_plan_that_fits():
     start_s = before.score(before.best()).iteration_s
     search, best = annealed(1500)
     score = search.score(best)
-    assert CLOSE * search.bound.iteration_s < start_s, "else there is nothing to do"
+    assert CLOSE * search.bound.iteration_s < start_s, "annealing has nothing to improve"
     assert score.iteration_s < 0.9 * start_s
     assert search.limits.hold(score.device_peak_bytes, score.host_peak_bytes)
     assert {"host", "resident"} <= set(best.placements)
@@ -149,4 +149,4 @@ def test_what_does_not_fit_is_never_taken():
     assert not math.isinf(search.score(best).iteration_s)
     codes = best.codes.copy()
     codes[:] = 2
-    assert math.isinf(search.seconds(codes, 1, 0, 0, True, None)), "all of it cannot stay"
+    assert math.isinf(search.seconds(codes, 1, 0, 0, True, None)), "not all state fits into GPU memory"

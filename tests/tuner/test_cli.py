@@ -178,5 +178,5 @@ def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys
     monkeypatch.setattr(Progress, "start", lambda bar: (start(bar), begun.set()))
     with told_after(0.1) as progress:
         progress(0.0, "subgroup sizes")
-        assert begun.wait(60), "nobody called again"
+        assert begun.wait(60), "the progress bar never started"
     assert "subgroup sizes" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
 
 def test_links_and_locked_memory(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
-    assert hardware.memlock(True, 2**34).state == "ok", "the driver does not charge it"
+    assert hardware.memlock(True, 2**34).state == "ok", "the driver does not charge pinned memory to this limit"
     assert hardware.memlock(False, 2**34).state == "ok"
     assert hardware.link_finding("PCIe", 16, 16, 4, 4).state == "ok"
     assert hardware.link_finding("PCIe", 8, 16, 4, 4).state == "slow"

@@ -118,7 +118,7 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
         device_memory_bytes=little,
     )
     assert fast.count("device") > 0
-    assert slow.count("device") <= 1, "one comes and goes while activations leave it room"
+    assert slow.count("device") <= 1, "activations leave room for one staged update"
 
 
 def test_one_memory_holds_what_device_and_host_take_together():

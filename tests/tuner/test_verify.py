@@ -244,7 +244,7 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
     assert finding.verdict == verdict
     if verdict == "defect":
         assert (finding.first.step, finding.first.name) == (4, "head/fp32")
-        assert finding.first.relative < 10 * finding.explained, "its size alone would not tell"
+        assert finding.first.relative < 10 * finding.explained, "the size of the difference alone would show the defect"
 
 
 @pytest.mark.parametrize(

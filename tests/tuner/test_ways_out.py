@@ -44,7 +44,7 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
     assert not begun(job.workload(machine), machine, Limits.of(job.workload(machine), machine)).fits
     ways = ways_out(job, machine)
     assert ways
-    assert [w.price for w in ways] == sorted(w.price for w in ways), "what costs nothing comes first"
+    assert [w.price for w in ways] == sorted(w.price for w in ways), "changes are not sorted by price"
     assert all(w.changes.get("device_memory_bytes", 0) <= machine.device_memory_bytes for w in ways)
     for way in ways:
         work, have = changed(job, machine, way.changes)
@@ -107,7 +107,7 @@ def test_activations_that_are_kept_are_recomputed_first():
 def test_a_limit_below_the_machine_is_the_first_to_be_raised():
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
     ways = ways_out(job, machine, device_memory_bytes=4 * GIB)
-    assert {"device_memory_bytes": 12 * GIB} in [way.changes for way in ways], "the least that suffices, as sold"
+    assert {"device_memory_bytes": 12 * GIB} in [way.changes for way in ways], "12 GiB suffice and are not offered"
 
 
 def test_what_the_deepspeed_config_says_is_changed_there():

@@ -162,7 +162,7 @@ def test_a_pushed_machine_takes_neither_the_examples_name_nor_anothers(server):
     try:
         assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201
         assert server.client.get(f"/machines/{shown}").json() == example
-        assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201, "the same once more"
+        assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201, "pushed again"
         clash = server.post("/machines", {**example, "cpu_cores": 78})
         assert clash.status_code == 409
         assert "replace=true" in clash.json()["errors"][0]["rule"]
@@ -370,7 +370,7 @@ def test_the_longest_step_that_is_searched_fits_into_a_worker(model):
     for sweep in sweeps:
         sweep.evaluate(np.zeros(len(workload.subgroups), dtype=np.int8))
     held = {id(kept): kept.nbytes for sweep in sweeps for kept in _arrays(sweep)}
-    assert sum(held.values()) < 0.4 * quota.worker_bytes, "each sweep has buffers of its own"
+    assert sum(held.values()) < 0.4 * quota.worker_bytes, "sweeps hold too much memory"
     assert most >= 64, "long steps are common where memory is short"
 
 

@@ -53,7 +53,7 @@ def test_the_page_names_model_and_machine(tmp_path, monkeypatch):
     data = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', Path("report.html").read_text(), re.DOTALL).group(1)
     assert json.loads(data)["about"] == "GPT-2 1.5B on NVIDIA GeForce RTX 4090, a preset"
     plan = Plan.load("plan.json")
-    assert plan.model_copy(update={"about": ""}).digest == plan.digest, "a name is not what a plan does"
+    assert plan.model_copy(update={"about": ""}).digest == plan.digest, "a plan's digest depends on its description"
 
 
 def test_a_run_is_shown_beside_its_plans_prediction(timeline, plan):
