@@ -170,7 +170,9 @@ class Machine(Shown, Page):
     save_s_per_tensor: Annotated[Quantity | None, Rate(1e2, changeable=False)] = None
     network_bytes_per_s: Annotated[Quantity | None, Rate(1e14)] = None
     contention: dict[str, Quantity] = Field(
-        default_factory=dict, description="measured slow-downs, e.g. 'host_adam_while_h2d': speed then over speed alone"
+        default_factory=dict,
+        description="Measured slow-downs. 'host_adam_while_h2d' is the speed of CPU updates during copies to the "
+        "GPU, divided by their speed alone.",
     )
     rank_shares: dict[int, dict[ShareName, Quantity]] = Field(default_factory=dict)
     other_rates: dict[str, Quantity] = Field(default_factory=dict)

@@ -207,15 +207,19 @@ class Prediction(Page):
     iteration_high_s: float = Field(gt=0)
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
-    step_s: float = Field(ge=0, description="what optimizer.step() blocks the training loop")
-    update_s: float = Field(ge=0, description="from the norm barrier to the last new parameter")
-    loop_s: float = Field(0.0, ge=0, description="outside forward, backward and step")
+    step_s: float = Field(ge=0, description="Seconds for which optimizer.step() blocks the training loop.")
+    update_s: float = Field(ge=0, description="Seconds from the gradient norm to the last updated parameter.")
+    loop_s: float = Field(
+        0.0, ge=0, description="Seconds of the training loop outside forward, backward and optimizer step."
+    )
     device_peak_bytes: int = Field(0, ge=0)
     host_peak_bytes: int = Field(0, ge=0)
-    storage_bytes: int = Field(0, ge=0, description="of stored state, both extents")
+    storage_bytes: int = Field(
+        0, ge=0, description="Bytes of optimizer state on drives, which keep two versions of each subgroup."
+    )
     memory: dict[Memory, dict[Kind, NonNegativeInt]] = Field(default_factory=dict)
     limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)
-    stall_s: float = Field(0.0, ge=0, description="per checkpoint")
+    stall_s: float = Field(0.0, ge=0, description="Seconds for which one checkpoint stops training.")
     lower_bound_s: float = Field(0.0, ge=0)
     clip_rate: float | None = Field(None, ge=0, le=1)
     unclipped_s: float = Field(0.0, ge=0)
@@ -248,7 +252,7 @@ class Prediction(Page):
 
 
 class Plan(Shown, Page):
-    """A plan for training with offloaded optimizer state, as one JSON file. It is all that the runtime needs.
+    """A plan for training with offloaded optimizer state, as one JSON file. The runtime needs no other file.
 
     Attributes:
         subgroup_size: Number of elements of a subgroup. It is DeepSpeed's ``zero_optimization.sub_group_size``,
@@ -282,7 +286,9 @@ class Plan(Shown, Page):
     workload_fingerprint: str = ""
     subgroup_size: int = Field(ge=1)
     deepspeed_subgroup_size: int = Field(0, ge=0)
-    subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
+    subgroups: tuple[int, ...] = Field(
+        (), description="Number of elements of each subgroup, to check that the plan belongs to the model."
+    )
     ways: Annotated[tuple[Way, ...], _Ways]
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
@@ -511,7 +517,10 @@ class Plan(Shown, Page):
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return parameter locations in the form of plan files of schema 2: location, and number of neighbors."""
+        """Return parameter locations in the form of plan files of schema 2.
+
+        Each row has a location (``home``) and the number of neighboring subgroups with this location (``count``).
+        """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property

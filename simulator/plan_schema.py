@@ -114,8 +114,8 @@ def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
 def _tell(gone: Sequence[str]) -> None:
     names = " and ".join(f"plan.{name}" for name in gone)
     warnings.warn(
-        f"{names}: ignored, because ebbtide no longer has this. Results are the same. Run `tune plan` again for a "
-        "plan that uses the memory.",
+        f"The plan file sets {names}, which this version of ebbtide ignores. Training results are the same. Run "
+        "`tune plan` again for a plan that uses all memory.",
         UserWarning,
         stacklevel=2,
     )

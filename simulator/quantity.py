@@ -50,7 +50,9 @@ class Quantity(BaseModel):
                 f"q1 <= median <= q3 must hold, but got q1={self.q1}, median={self.median}, q3={self.q3}", key="median"
             )
         if self.n < 1:
-            raise RuleError(f"n >= 1 must hold, but got n={self.n}", key="n")
+            raise RuleError(
+                f"n, the number of measurements of a value, must be at least 1, but got n={self.n}", key="n"
+            )
         return self
 
     @classmethod

@@ -71,7 +71,7 @@ class MemoryPoint(Page):
 
 
 class TrainedAs(Page):
-    """The settings of a training step that determine how much memory it needs. A plan holds only for them.
+    """The settings of a training step that determine how much memory it needs. A plan is valid for these settings only.
 
     Attributes:
         precision: Data type of parameters and activations.
@@ -109,7 +109,7 @@ class Cut(Protocol):
 
     @property
     def subgroup_size(self) -> int:
-        """Return the number of elements from which a plan's subgroup is full."""
+        """Return the number of elements at which a subgroup of a plan is complete, and the next one begins."""
         ...
 
     @property
@@ -177,7 +177,7 @@ class Workload(Shown, Page):
     name: str
     layers: tuple[Layer, ...] = Field(min_length=1)
     subgroups: tuple[int, ...] = Field(min_length=1)
-    subgroup_size: int = Field(0, ge=0, description="DeepSpeed's sub_group_size; 0: unknown")
+    subgroup_size: int = Field(0, ge=0, description="DeepSpeed's sub_group_size. 0: unknown.")
     deepspeed_subgroup_size: int = Field(0, ge=0)
     parameters: tuple[tuple[int, ...], ...] = ()
     wire_dtype: WireDtype = "bf16"
@@ -206,7 +206,7 @@ class Workload(Shown, Page):
     state_stays: bool = False
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
-    model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")
+    model_checkpoint_bytes: int = Field(0, ge=0, description="Bytes of a checkpoint other than optimizer state.")
     provenance: str = ""
     phase_times: dict[str, Quantity] = Field(default_factory=dict)
     memory_peaks: dict[str, Quantity] = Field(default_factory=dict)

@@ -109,9 +109,10 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 
 
 def save_seconds(workload: Workload, machine: Machine) -> float:
-    """Return the seconds that a checkpoint save takes for any amount of data, because it names every tensor.
+    """Return the seconds of a checkpoint save that depend on the number of tensors and not on their bytes.
 
-    There is one tensor for each parameter, and a few for each subgroup's optimizer state.
+    A save takes a fixed time for each tensor. There is one tensor for each parameter, and a few for each subgroup's
+    optimizer state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)

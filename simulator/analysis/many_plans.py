@@ -161,9 +161,12 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Return a plan's numbers and sizes of subgroups by way of updating, as `tally` does.
+        """Return, for each way of updating, a plan's number of subgroups, their elements, and the largest subgroup's.
 
-        The first value is for updates that wait for the gradient norm, the second for early ones.
+        The first value is for updates that wait for the gradient norm. The second value is for early updates.
+
+        Args:
+            placement: Way in which each subgroup is updated, as a number (`Way.code`).
         """
         waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))

@@ -75,14 +75,16 @@ class Template:
     """A compiled schedule with replaceable times, to reuse it for another workload with the same ops.
 
     Attributes:
-        made_for: Times for which the schedule was built, by name (see `times`).
-        rows: For each name, the rows of the ops with such a time, and the layer of each row.
-        beside: Bytes of GPU memory that the schedule uses throughout an iteration, by kind. The workload's own
-            base memory is not included.
-        gone_bytes: Bytes of parameters in that base memory that are in host memory instead.
-        checked: Names of times that were replaced once, and compared with a newly built schedule without a
-            difference.
-        fixed: True if such a comparison found a difference. The template is then never reused.
+        made_for: Replaceable values of the workload for which the schedule was built, by name (see `times`).
+        rows: For each kind of op with a replaceable time, such as forward, the rows of these ops in the schedule's
+            array, and the layer of each row.
+        beside: Bytes of GPU memory that the schedule adds throughout an iteration to the workload's base memory
+            (`device_base_bytes`), by kind.
+        gone_bytes: Bytes of parameters that are part of the workload's base memory, but that the schedule keeps in
+            host memory.
+        checked: Names of the values that were replaced in a test. The test compares the result with a newly built
+            schedule.
+        fixed: True if such a test found a difference. The template is then never reused.
     """
 
     compiled: CompiledSchedule
@@ -124,7 +126,10 @@ class Template:
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
-        """Return a template's schedule with the times and the memory of another workload with the same ops."""
+        """Return this template's compiled schedule, with the times and the memory of another workload.
+
+        Both workloads must have the same ops (`structure`). This is faster than building the other schedule.
+        """
         forward_s = np.array([layer.forward_s for layer in workload.layers])
         backward_s = np.array([layer.backward_s for layer in workload.layers])
         kept = np.array([layer.activation_bytes for layer in workload.layers], dtype=np.float64)
@@ -168,11 +173,12 @@ def _whole(value: Any) -> str:
 
 
 class Templates:
-    """A cache of the latest schedule templates that fit into ``most_bytes``. Each thread needs its own.
+    """A cache of schedule templates: compiled schedules in which times can be replaced. Each thread needs its own.
 
-    A template is reused for another time only after a test. The first schedule in which this time differs is
-    built as usual, and compared with the template's. The reason is that a strategy may use a time in places where
-    a template does not replace it.
+    The oldest templates are dropped if all together are larger than ``most_bytes``. Before a template is reused
+    with another value, such as other forward times, a test is made once. The first schedule with another value is
+    built as usual, and compared with the template's. The test is needed because a strategy may also use the value
+    where a template does not replace it.
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:

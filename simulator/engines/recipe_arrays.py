@@ -62,12 +62,13 @@ class RecipeArrays:
     """The ops of a subgroup's gradient and update as arrays, for all ways of updating, for one workload.
 
     Attributes:
-        rows: One row for each op, with the columns of a schedule's ``ops``: shape (ops, OP_COLUMNS + 5). WORK and
-            DRAM are per parameter. The last columns are what the op waits for and which buffers it uses, see the
-            constants T_*.
-        ways: For each `Way.code`, the range of rows of the update's ops before the gradient norm, after it, and
-            of the gradient's ops: shape (2 * PARAMETERS_ON_HOST, 5), see the constants W_*.
-        threaded: Rows of ops that run on the plan's CPU threads.
+        rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ``ops``,
+            with the columns WORK and DRAM per parameter. Five more columns are attributes of the op's `Step`:
+            waits, takes, gives_back, early and publishes (T_WAITS to T_PUBLISHES).
+        ways: One row for each `Way.code`: shape (2 * PARAMETERS_ON_HOST, 5). The numbers delimit three ranges in
+            ``rows``: from W_FIRST the update's ops before the gradient norm, from W_BEFORE to W_LAST those after
+            it, and from W_GRADIENT_FIRST to W_GRADIENT_LAST the ops for the gradient.
+        threaded: Numbers of the rows of ops that run on the plan's CPU threads.
     """
 
     rows: Floats
@@ -93,7 +94,11 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return the rows of `RecipeArrays` for a number of CPU threads of the updates. 0: all cores."""
+        """Return ``rows`` with the number of CPU cores that each op may use, for a plan's number of CPU threads.
+
+        Args:
+            threads: CPU threads of the updates. 0: all cores.
+        """
         rows = self.by_threads.get(threads)
         if rows is None:
             rows = self.by_threads[threads] = self.rows.copy()
@@ -189,23 +194,23 @@ class _Given(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The state of a schedule that is being built as arrays.
+    """The state of a schedule while its ops are appended to arrays. Ops are named by their numbers.
 
     Attributes:
         ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
-        n: Counters, see the constants _N_*.
-        done: Latest op of each entry of the recorded iteration, followed by the ops that entries may wait for
-            (`Place.refs`). -1 if there is no op yet.
-        on_host: For each subgroup, the op that copied its gradient to the host.
-        early, begun: For each subgroup, the last op of its update that was added before the gradient norm, and
-            the number of such ops.
-        sums: For each part of a gradient, the op that copied it to the host.
-        complete: For each subgroup, whether its gradient of this step is complete.
-        coming: Subgroups that take a buffer before the gradient norm, in order.
+        n: Counters, such as the number of ops so far (`_N_OPS`).
+        done: Newest op of each entry of the recorded iteration (`Place`). Then, for each subgroup, the op after
+            which its parameters are new, and for each subgroup the last op of its update. -1: no op yet.
+        on_host: For each subgroup, the newest op that copied a part of its gradient to the host.
+        early: For each subgroup, the newest op of its update that runs before the gradient norm is known.
+        begun: For each subgroup, the number of ops of its update that run before the gradient norm is known.
+        sums: For each part of a gradient (from one layer), the newest op that copied the part to the host.
+        complete: For each subgroup, 1 if its gradient of the present step is complete, otherwise 0.
+        coming: Subgroups whose updates take a buffer before the gradient norm is known, in order.
         sent: Ops that copy gradients to the host, in order.
-        head, tail: For each kind of buffer, the range of free buffers in ``free``.
-        left: For each kind of buffer, the number that `_add_first` may still give to a subgroup.
-        free: For each kind of buffer, the ops after which each buffer is free, in the order of their use.
+        head, tail: For each kind of buffer, the range of ``free`` with buffers that the next ops may take.
+        left: For each kind of buffer, how many more buffers `_add_first` may give to subgroups.
+        free: For each kind of buffer, the ops that free a buffer, in the order in which the buffers are taken.
     """
 
     ops: Floats
@@ -249,7 +254,10 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op for a number of elements to a schedule that is built as arrays, and wait for a free buffer."""
+    """Append an op for ``size`` elements to a schedule that is built as arrays. Return the op's number.
+
+    If the op takes a buffer, it will wait in the schedule for the op that frees the buffer.
+    """
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])

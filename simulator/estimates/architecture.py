@@ -202,8 +202,9 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
             raise ModelError(
-                "layout must be a text and replaces gated, fused and norms: give one or the other, but got "
-                f"{config['layout']!r} and {', '.join(given) or 'none of them'}",
+                "layout must be a text that names the parts of a layer, and must not be given together with gated, "
+                f"fused or norms, but got layout {config['layout']!r} and {', '.join(given) or 'none of these keys'}. "
+                "Give layout alone, or leave it out",
                 key="model.layout",
             )
         return config["layout"]

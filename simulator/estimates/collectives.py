@@ -107,7 +107,11 @@ class Layout:
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
 
     def _rings_entering(self) -> int:
-        """Return the largest number of ZeRO's rings that enter a node of this pipeline stage from other nodes."""
+        """Return the number of ZeRO's rings that cross the border of a node, for the node with most such rings.
+
+        A ring is a group of data-parallel ranks that pass data from one to the next, as NCCL does. Only nodes with
+        ranks of this pipeline stage count.
+        """
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node

@@ -119,9 +119,10 @@ _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
 
 def family_numbers(config: Config) -> Numbers | None:
-    """Return the numbers that follow from a Hugging Face config's model family, such as the parts of a layer.
+    """Return the fields of a model description that follow from the model family of a Hugging Face config.
 
-    The result is None if the family is unknown here, or if a key tells that the model differs from its family.
+    One of these fields is ``layout``, the names of the parts of a layer. The result is None if the family is unknown
+    here, or if a key of the config tells that the model differs from its family.
     """
     family = str(config["model_type"])
     same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
@@ -165,7 +166,10 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Return the numbers of a Falcon model from its config: the 7B model, the newer 40B and 180B, or RefinedWeb."""
+    """Return the parts of a layer and the sizes in which Falcon models differ, as fields of a model description.
+
+    Falcon models are the 7B model, the newer 40B and 180B, and RefinedWeb.
+    """
     heads = config.get("num_attention_heads")
     newer = bool(config.get("new_decoder_architecture"))
     keys = config.get("num_kv_heads") if newer else 1 if config.get("multi_query", True) else heads

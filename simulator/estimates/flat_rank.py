@@ -116,7 +116,12 @@ class FlatRank(Rank):
         return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's share of the bytes that enter its node for a block: by gathers (0), and by the all-reduce."""
+        """Return a rank's share of the bytes that enter its node over the network for one block of the model.
+
+        Returns:
+            Two numbers: the bytes of parameter gathers, which are 0 under ZeRO-1 and 2, and the bytes of the
+            gradients' all-reduce.
+        """
         size = self.whole_elements(block) * self.job.gradient_bytes
         return 0, int(2 * self.layout.entering_bytes(size))
 

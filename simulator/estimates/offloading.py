@@ -64,9 +64,10 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the key of an offload in a DeepSpeed config that cannot be simulated together with a plan.
+        """Return the key of DeepSpeed's config for an offload that ebbtide cannot simulate together with a plan.
 
-        The result is empty if there is none.
+        Such an offload is that of parameters to NVMe, or of activations. The result is empty if the config has
+        neither.
         """
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"

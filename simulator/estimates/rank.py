@@ -149,7 +149,12 @@ class Rank:
         return _gathers(whole, again, self.job.gather_rules)
 
     def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
-        """Return, for each block of a model, the `persistent_params` and `regathered_params` of its layer."""
+        """Return, for each block of a model, how many parameter elements stay gathered or are gathered again.
+
+        Returns:
+            For each block, the fields `persistent_params` and `regathered_params` of its `Layer`. No fields below
+            ZeRO-3.
+        """
         if self.job.zero_stage < 3:
             return [{}] * len(blocks)
         gathers = self.gathers(blocks)

@@ -48,11 +48,14 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return `Layer.persistent_params` and `regathered_params` of the layer that has the given parameters.
+        """Return how many elements of a layer's parameters stay gathered, and how many backward gathers again.
 
         Args:
             pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
                 uses is never gathered.
+
+        Returns:
+            The fields ``persistent_params`` and ``regathered_params`` of the `Layer`.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {

@@ -151,7 +151,10 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes of parameters that are in host memory and not in GPU memory at the same time."""
+        """Return the bytes by which GPU memory is smaller because parameters are kept in host memory.
+
+        They are 0 in this loop, which keeps all parameters in GPU memory.
+        """
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
@@ -204,7 +207,8 @@ class StockLoop(TrainingLoop):
     def _goes_to_host(self, subgroup: int) -> bool:
         """Return True if a subgroup's gradients are copied to host memory.
 
-        In interleaved builds they stay on the GPU if the GPU updates the subgroup.
+        If updates on the CPU and the GPU run at the same time (``interleaved`` in `StockOptions`), the gradients of
+        a subgroup that the GPU updates stay on the GPU.
         """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 

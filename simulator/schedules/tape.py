@@ -32,9 +32,9 @@ class Place:
         part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: Numbers of the entries that this entry waits for. An entry that is not before this one belongs to
-            the previous iteration. Numbers beyond the last entry stand for ops of updates: first, for each
-            subgroup, the op after which its parameters are new, then each subgroup's last op.
+        refs: Numbers of the entries that this entry waits for. The number of this entry or of a later one means the
+            previous iteration. With n entries and m subgroups, larger numbers mean ops of updates: n + s is the op
+            after which subgroup s has new parameters, and n + m + s is the last op of the update of subgroup s.
     """
 
     what: What
@@ -46,7 +46,7 @@ class Place:
 
 
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
-    """Return the recording of one training iteration, without the ops that depend on a plan's placements.
+    """Record one training iteration. Return its ops, with markers in place of the ops that depend on a plan.
 
     Raises:
         ValueError: There are more forwards and backwards of layers than `TrainingLoop.run` simulates.

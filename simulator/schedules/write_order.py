@@ -128,7 +128,16 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Copy or write a subgroup's state before its update, and return the seconds that the update waits for this."""
+        """Save a subgroup's state for the checkpoint just before the subgroup's update overwrites the state.
+
+        As many bytes as fit are copied to reserved host memory. The other bytes are written to the drive.
+
+        Args:
+            at_s: Time at which the update could begin.
+
+        Returns:
+            Seconds for which the update must wait.
+        """
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)
         if left <= _NOTHING:

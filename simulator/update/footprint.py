@@ -93,7 +93,9 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements kept in host memory that are not in GPU memory at the same time.
+    """Return by how many parameter elements GPU memory is smaller because parameters are kept in host memory.
+
+    The elements of the layers that run are copied to the GPU, and take GPU memory all the same.
 
     Args:
         fetched: For each layer, the elements of its parameters that are kept in host memory, from

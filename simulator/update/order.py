@@ -20,9 +20,10 @@ Direction = Literal["forward", "arrival"]
 class UpdateOrder(BaseModel):
     """The order of updates in a plan: ``host`` for subgroups that the CPU updates, ``device`` for all others.
 
-    ``forward`` is the order of the layers. ``arrival`` is the reverse, in which backward completes gradients. An
-    order may also be a list of spans: ``((40, 20), (41, 63), (19, 0))`` updates subgroups 40 down to 20, then 41
-    up to 63, then 19 down to 0. In each list, subgroups of the other kind are skipped.
+    ``forward`` is the order of the layers. ``arrival`` is the reverse order of the layers, in which backward
+    completes gradients. An order may also be a list of spans: ``((40, 20), (41, 63), (19, 0))`` updates subgroups 40
+    down to 20, then 41 up to 63, then 19 down to 0. The spans of ``host`` may include subgroups that the CPU does not
+    update, and those of ``device`` subgroups that the CPU updates. Such subgroups are skipped.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,7 +56,12 @@ class UpdateOrder(BaseModel):
 
     @classmethod
     def from_sequences(cls, host: Sequence[int], device: Sequence[int]) -> UpdateOrder:
-        """Return a plan's order of updates in its shortest form, from the CPU's and the GPU's subgroups in order."""
+        """Build a plan's order of updates from two lists of subgroups. The order is stored in its shortest form.
+
+        Args:
+            host: Subgroups that the CPU updates, in the order of updates.
+            device: All other subgroups, in the order of updates.
+        """
         return cls(host=compact(host), device=compact(device))
 
 

@@ -36,12 +36,12 @@ class StepTimes(NamedTuple):
 
     @property
     def saves(self) -> float:
-        """Return the time that right early updates save, as a fraction of an iteration without early updates."""
+        """Return the time that early updates save in a step that does not clip, divided by the time without them."""
         return (self.plain_s - self.right_s) / self.plain_s
 
     @property
     def costs(self) -> float:
-        """Return the time that wrong early updates cost, as a fraction of an iteration without early updates."""
+        """Return the time that early updates cost in a step that clips, divided by the time without them."""
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     @property

@@ -20,9 +20,13 @@ LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_
 
 
 class Way(NamedTuple):
-    """A way of updating a subgroup: placement of the state, location of the parameters, and two flags.
+    """A way of updating a subgroup of the optimizer state.
 
-    The attributes are those of a row of a plan file (`WayRun`).
+    Attributes:
+        placement: Memory that holds the subgroup's state, and processor that updates it.
+        parameters: Memory that holds the subgroup's 16-bit parameters while they are not used.
+        early: True if the update starts before the gradient norm is known.
+        sum_on_device: True if gradients of micro-batches are summed on the GPU.
     """
 
     placement: Placement

@@ -177,7 +177,7 @@ def test_without_transformers_others_are_refused(monkeypatch):
         ),
         (
             {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q", "gated": False},
-            "layout must be a text and replaces gated",
+            "layout must be a text .* must not be given together with gated, .* but got layout 'q' and gated. Give",
         ),
         (
             {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "experts": 4, "layout": "q"},

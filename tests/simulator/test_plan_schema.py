@@ -20,7 +20,9 @@ def read(**fields):
 
 @pytest.mark.parametrize(("slots", "prefetch"), [(0, 2), (1, 3), (2, 1)])
 def test_slots_that_grew_are_left_out_and_a_note_says_so(slots, prefetch):
-    with pytest.warns(UserWarning, match=r"plan\.growing_slots: ignored.*Run `tune plan` again"):
+    with pytest.warns(
+        UserWarning, match=r"plan file sets plan\.growing_slots, which .* ignores.*Run `tune plan` again"
+    ):
         plan = read(schema_version=2, staging_slots=slots, growing_slots=[3, 2], prefetch=prefetch)
     assert plan == read(staging_slots=max(1, slots), prefetch=min(prefetch, max(1, slots)))
     assert build_schedule(workload(), plan).ops
@@ -28,7 +30,7 @@ def test_slots_that_grew_are_left_out_and_a_note_says_so(slots, prefetch):
 
 def test_early_updates_of_stored_state_are_left_out():
     stored = {"placement": [{"placement": "stored", "count": 4}], "host_slots": 2}
-    with pytest.warns(UserWarning, match=r"plan\.speculate_stored: ignored"):
+    with pytest.warns(UserWarning, match=r"sets plan\.speculate_stored, which .* ignores"):
         plan = read(schema_version=2, speculate_stored=2, **stored)
     assert plan == read(**stored)
 

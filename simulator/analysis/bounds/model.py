@@ -30,7 +30,10 @@ TINY = 0.5  # times the median
 
 
 class Inside(Enum):
-    """The subgroups that a step must run for between the gradient norm and the end of the next forward."""
+    """The subgroups for which an op of the update (such as a copy) must run in the lower bound's time window.
+
+    The window begins when the gradient norm is known, and ends with the next forward.
+    """
 
     ALL = "all"
     TAKERS = "of those that begin behind the slots' first visitors, at the norm or before"
@@ -100,10 +103,13 @@ class Model:
         """Collect the facts about a workload on a machine for a lower bound of the iteration time.
 
         Args:
-            early_updates: True to add to ``ways`` a variant of each way that starts before the gradient norm is
-                known, if its placement allows that.
-            sums: True to add to ``ways`` a variant of each way that accumulates gradients on the GPU, if its
-                placement allows that.
+            ways: Ways in which a subgroup may be updated: placement of its state, and location of its parameters.
+            most_pieces: Largest number of blocks of neighboring subgroups, see `Pieces.of`.
+            locations: Memory that holds each subgroup's parameters. Empty: host or GPU memory.
+            early_updates: If True, subgroups may also be updated before the gradient norm is known. Each way whose
+                placement allows such updates is added once more.
+            sums: If True, gradients may also be accumulated on the GPU. Each way whose placement allows this
+                accumulation is added once more.
         """
         self.workload = w = workload.serial
         some = [*ways, *(way._replace(early=True) for way in ways if early_updates and way.can_be_early)]
@@ -126,9 +132,10 @@ class Model:
 
     @cached_property
     def least_size(self) -> int:
-        """Return the number of elements from which a subgroup counts in the lower bound's rules about shared lanes.
+        """Return the elements of the smallest subgroup to which the lower bound's rules about bandwidth apply.
 
-        The copies of smaller subgroups take little more than their latency, and share no bandwidth.
+        These rules (`Sharing`) leave out smaller subgroups, because their copies take little more than their latency
+        and share no bandwidth.
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])

@@ -112,9 +112,12 @@ class Pieces:
         return len(self.size)
 
     def ahead(self, p: int) -> NDArray[np.bool_]:
-        """Return the groups of subgroups with complete gradients at the time when group ``p`` gets its first gradient.
+        """Return which groups of subgroups have all their gradients when backward reaches the group ``p``.
 
-        The group ``p`` itself is included if it is a single subgroup.
+        These are the groups of later layers. The group ``p`` itself is included if it is a single subgroup.
+
+        Returns:
+            An array with True or False for each group.
         """
         ahead: NDArray[np.bool_] = self.first > self.last[p]
         ahead[p] = self.count[p] == 1
@@ -142,10 +145,15 @@ def _fetches(w: Workload) -> list[float]:
 
 
 def _blocks(layers: Sequence[int], most: int) -> list[range]:
-    """Return blocks of neighboring subgroups. The last few subgroups are blocks by themselves.
+    """Divide the subgroups into blocks of neighbors, for the lower bound. Return the blocks.
 
-    These decide the bound most, because least of a forward remains when it reaches their parameters. Each other
-    block begins where a layer begins, so that the backward of one layer completes the block's gradients.
+    Each of the last few subgroups is a block of its own. These subgroups decide the lower bound most, because
+    little of the forward remains when it reaches their parameters. Each other block begins where a layer begins,
+    so that the backward of one layer completes the block's gradients.
+
+    Args:
+        layers: First layer of each subgroup.
+        most: Largest number of blocks, apart from those of the last few subgroups.
     """
     count = len(layers)
     alone = min(LAST, count - 1) if most > 1 else 0
@@ -161,7 +169,14 @@ def _blocks(layers: Sequence[int], most: int) -> list[range]:
 
 
 def _alike(sizes: Sequence[int], block: range, locations: Sequence[Memory], *, fluid: bool) -> list[list[int]]:
-    """Return a block's subgroups in groups of equal size and equal parameter location, if there are few sizes."""
+    """Divide a block of neighboring subgroups into groups with equal parameter location. Return the groups.
+
+    The subgroups of a group also have the same size, unless the block has many different sizes.
+
+    Args:
+        sizes: Elements of each subgroup of the model.
+        fluid: If True, sizes are ignored.
+    """
     many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
     parts: dict[tuple[int, str], list[int]] = {}
     for s in block:

@@ -51,7 +51,10 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
 
 
 def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
-    """Yield each kind of micro-batch in a step: how often it occurs, and the steps that copy its gradients."""
+    """Yield the kinds of micro-batches of a training step: the first one, the last one, and those in between.
+
+    Each is yielded as a pair: how often the kind occurs, and the ops that copy its gradients to the host.
+    """
     kinds = (
         [(1, Wait.SUM)]
         if m.micro == 1  # below ZeRO-3 it is the last one too (`Workload.serial`)
@@ -63,9 +66,12 @@ def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
 
 
 def _together(m: Model, sent: Floats) -> float:
-    """Return the bytes of gradients that may still be copied to the host when a layer's backward begins.
+    """Return the largest number of bytes of gradients on their way to the host when a layer's backward begins.
 
-    They fit into the GPU memory for outgoing gradients if only half of the oldest one is counted.
+    The GPU memory for outgoing gradients limits these bytes. Of the oldest gradient only half is counted there.
+
+    Args:
+        sent: Bytes of a subgroup's gradient, for each group of subgroups.
     """
     each = float(sent[0] / m.pieces.size[0])
     parts = [n for held in parts_of_subgroups(m.workload) for _, n in held]
@@ -157,7 +163,11 @@ class _Chain:
         return int(waited[-1])
 
     def _come_to_host(self, rows: Rows, every: Columns, waited: Columns, work: ByWay, alone_s: Floats) -> None:
-        """Add rows for gradients that a resource copies to the host one after the other to a linear program."""
+        """Add rows to the lower bound's linear program for one resource that copies gradients to the host.
+
+        The resource copies one gradient after the other. Backward waits if the GPU memory for outgoing gradients is
+        full.
+        """
         count, left_s = self.pieces.count, float(alone_s.max())
         sent = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
@@ -178,9 +188,13 @@ class _Chain:
 
 
 def _paces(m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats) -> list[dict[int, float]]:
-    """Return the least seconds per byte of copying gradients, by lane or capacity and by way of updating.
+    """Return the least seconds per byte of copying gradients to the host, for each resource of the copies.
 
-    A lane is a queue of ops, such as a copy direction. Lanes that are never slower than another are left out.
+    A resource is a lane (a queue of ops, such as a copy direction) or a shared capacity, such as DRAM bandwidth.
+    A resource that is never slower than another one is left out.
+
+    Returns:
+        For each resource, the seconds per byte by number of the way in which a subgroup is updated.
     """
     some = [
         {p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
@@ -201,22 +215,32 @@ def _taken(parts: Sequence[Part], way: int, capacity: str) -> Floats:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Large gradients. At most ``most`` of them fit into the GPU memory for outgoing gradients together.
+    """A rule of the lower bound for large gradients, of which few fit into the GPU memory for outgoing gradients.
 
-    Each comes from a single layer, and occupies the memory until its own copy to the host has ended. While
-    backward waits, the gradients that the previous layer has completed are in that memory too. All together are
-    then ``waiting``.
+    Each large gradient comes from a single layer, and occupies the memory until its own copy to the host has
+    ended. If backward waits, the memory also holds the gradients that the previous layer has completed.
+
+    Attributes:
+        most: Number of large gradients that fit into the memory together.
+        large: For each group of subgroups, whether its gradients are large.
+        waiting: Number of large gradients in the memory while backward waits.
+        takes: Seconds of copying a gradient of each group, by way of updating.
+        longest_s: Most seconds of one copy that the rule counts.
     """
 
     most: int
     large: NDArray[np.bool_]
     waiting: int
     takes: ByWay
-    longest_s: float  # of them is counted
+    longest_s: float
 
     @classmethod
     def of(cls, m: Model, parts: Sequence[Part], most: int) -> Self | None:
-        """Return the large gradients of a workload, or None if it has none."""
+        """Build the rule for a workload, or return None if the workload has no large gradient.
+
+        Args:
+            most: Number of large gradients that fit into the memory together. A gradient is large if no more fit.
+        """
         least = ROOM / (most + 0.5) / m.work.bytes.gradient
         large = (m.pieces.least > least) & m.pieces.single
         if not large.any():

@@ -55,7 +55,10 @@ class Sharing:
             self._follow(lane)
 
     def _heads(self) -> list[float]:
-        """Return moments after the gradient norm at which the steps of updates start at the earliest."""
+        """Return the earliest starts of the ops of updates, in seconds after the gradient norm.
+
+        At these moments the rules divide the time. If there are many different starts, some are chosen.
+        """
         chosen = set()
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
             heads = np.unique(part.head_s)
@@ -64,7 +67,10 @@ class Sharing:
         return sorted(chosen)
 
     def _tails(self) -> list[float]:
-        """Return moments before the end of the next forward, in descending order, for the lower bound's rules."""
+        """Return the latest ends of the ops of updates, in seconds before the end of the next forward.
+
+        At these moments the rules divide the time. They are in descending order. If there are many, some are chosen.
+        """
         tails = self.model.pieces.tail_s
         found = set(tails.tolist())
         for part in (p for p in self.model.parts if p.inside != Inside.NONE):
@@ -101,10 +107,15 @@ class Sharing:
             self.rows.at_most(0.0, *asked, *before, (int(done[len(self.begins) - 1 + end]), -1.0))
 
     def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
-        """Yield the linear-program terms for the work of a step that must be done between two moments.
+        """Yield the linear program's terms for the work of an op that must be done between two moments.
 
-        A staged update beyond the number of buffers follows the first update that has freed a buffer. That update's
-        state was copied in before the gradient norm.
+        The op belongs to the updates, such as a copy of state, and has work for each subgroup. A subgroup's work is
+        included if it cannot begin before the first moment and cannot end after the second one. If there are more
+        staged updates than staging buffers, a later update waits until an earlier one has freed its buffer.
+
+        Args:
+            begin_s: First moment, in seconds after the gradient norm.
+            end_s: Second moment, in seconds before the end of the next forward.
         """
         window, tails = self.window, self.model.pieces.tail_s
         begun = part.head_s >= begin_s * (1 - CLOSE)
@@ -126,9 +137,10 @@ class Sharing:
             yield from window.asked(part, part.alone_s, chosen)
 
     def _follow(self, lane: Lane) -> None:
-        """Add the rule that a lane (such as a copy direction) does no more work than the steps before it allow.
+        """Add the rule that a lane (such as a copy direction) cannot get ahead of the lane with the preceding ops.
 
-        These steps run on another lane. If buffers are reused, they are the copies back of other subgroups.
+        In each update, an op on the lane follows an op on another lane. If staging buffers are reused, a copy of
+        state to the GPU follows the copy of another subgroup's state to the host, which frees the buffer.
         """
         parts = self.model.on(lane)
         before = [self._followed(part) for part in parts]
@@ -166,9 +178,11 @@ class Sharing:
         return [p for p in self.model.parts if p.inside == Inside.TAKERS]
 
     def _late_gradients(self) -> dict[Lane, int]:
-        """Return, by lane, variables for the seconds of gradient copies that run after the gradient norm.
+        """Add variables for gradient copies that do not end before the gradient norm. Return them by lane.
 
-        A lane is a queue of ops, such as a copy direction. A layer's gradients are copied after its backward.
+        Each variable of the linear program is the seconds that a lane (a queue of ops, such as a copy direction)
+        copies gradients after the gradient norm. These copies delay the updates. A layer's gradients can be copied
+        only after the layer's backward.
         """
         m, late = self.model, {}
         pieces = m.pieces
@@ -187,5 +201,11 @@ class Sharing:
         return late
 
     def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
-        """Add the rule that gradient copies which do not fit into backward and its waits run after the norm."""
+        """Add the rule that gradient copies run after the gradient norm if backward leaves too little time for them.
+
+        Args:
+            late: Variable for the seconds of gradient copies after the gradient norm.
+            before_s: Seconds of backward in which the gradients can be copied. Waits of backward come on top.
+            terms: Seconds of the gradient copies.
+        """
         self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)

@@ -102,16 +102,26 @@ class Window:
         self._iteration()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
-        """Add the rule that some work fits into the update window and ``outside_s`` seconds of backward together.
+        """Add a row to the linear program: the work in ``terms`` must fit into the window and ``outside_s`` seconds.
 
-        The update window is the time from the gradient norm to the end of the next forward.
+        The window is the time from the gradient norm to the end of the next forward, plus the waits of backward.
+
+        Args:
+            outside_s: Seconds outside the window in which the work may be done too.
+            terms: Seconds of work.
+            name: Name of the resource that does the work, for reports.
         """
         self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
 
     def behind_the_norm(self, behind_s: float, *terms: Term, name: str = "") -> None:
-        """Add the rule that some work, and a further ``behind_s`` seconds, fit into the update window.
+        """Add a row to the linear program: the work in ``terms`` and ``behind_s`` seconds must fit into the window.
 
-        The update window is the time from the gradient norm to the end of the next forward.
+        The window is the time from the gradient norm to the end of the next forward.
+
+        Args:
+            behind_s: Seconds of the forward that must follow the work.
+            terms: Seconds of work.
+            name: Name of the resource that does the work, for reports.
         """
         self.rows.at_most(-behind_s, (self.inside, -1.0), *terms, name=name)
 
@@ -127,11 +137,13 @@ class Window:
         return known_s if solved is None else solved[0] * (1 - CLOSE)
 
     def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
-        """Return the terms of a linear program for the work that a step of updates does after the gradient norm.
+        """Return the linear program's terms for the seconds that an op of the updates runs after the gradient norm.
+
+        The sum of the terms is part of a rule, such as that a copy direction has time for all copies.
 
         Args:
-            part: Step of a subgroup's update, such as a copy.
-            seconds: Seconds of the step for a subgroup of each group.
+            part: Op of a subgroup's update, such as a copy.
+            seconds: For each group of subgroups, seconds of the op for one subgroup.
             pieces: Groups of subgroups to include.
         """
         terms: list[Term] = [(self.x[pieces, part.way], seconds[pieces])]
@@ -195,7 +207,7 @@ class Window:
             self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
 
     def place_each(self) -> None:
-        """Add the rule that only whole numbers of equally large subgroups are updated in each way."""
+        """Add the rule that a whole number of equally large subgroups is updated in each way."""
         some = self.x[self.model.pieces.whole].ravel()
         for variable in some:
             self.rows.whole[variable] = True
@@ -248,9 +260,12 @@ class Window:
             self._in_turn(slot, limit)
 
     def _apart(self, some: Columns, way: int, others: int) -> None:
-        """Add the rule that ``some`` subgroups are not more than the subgroups updated in a way.
+        """Add the rule that the subgroups counted by the variables ``some`` are among those updated in one way.
 
-        The variable ``others`` is 1 if that way updates further subgroups.
+        Args:
+            some: For each group of subgroups, the variable that counts some of its subgroups.
+            way: Number of the way of updating, such as a staged update.
+            others: Variable that is 1 if this way also updates subgroups that ``some`` does not count.
         """
         count = self.model.pieces.count
         for p, variable in enumerate(some):
@@ -259,7 +274,14 @@ class Window:
             self.rows.at_most(0.0, *here, (others, -count[p]))
 
     def _in_turn(self, slot: Slot, limit: int) -> None:
-        """Add the rule that staged updates which use the same buffer follow one another."""
+        """Add the rule to the lower bound that a staging buffer serves one update at a time.
+
+        The ops of all staged updates, divided by the number of buffers, must therefore fit into the iteration.
+
+        Args:
+            slot: Kind of buffer.
+            limit: Number of buffers of this kind.
+        """
         m = self.model
         parts = [p for p in m.parts if p.slot == slot]
         inside: list[Term] = []
@@ -326,10 +348,11 @@ class Window:
     # -- resources ---------------------------------------------------------------------------
 
     def _resources(self) -> None:
-        """Add the rule that each lane and each shared capacity completes its work after the gradient norm in time.
+        """Add the rules to the lower bound that each resource has time for its work after the gradient norm.
 
-        A lane (such as a copy direction) must complete the work of a group of subgroups before the rest of forward
-        that needs their parameters. A shared capacity (such as DRAM bandwidth) must complete all work.
+        A lane (a queue of ops, such as a copy direction) must update a group of subgroups before the forward of the
+        layers that need the group's parameters. A shared capacity, such as DRAM bandwidth, must do the work of all
+        updates before the forward reaches the last subgroup's layers.
         """
         m, tails = self.model, self.model.pieces.tail_s
         last = len(tails) - 1
@@ -379,7 +402,13 @@ class Window:
         return [*(p for p in self.model.parts if p.inside == Inside.ALL), *takers]
 
     def _fetched(self, capacity: str) -> Iterator[Term]:
-        """Yield the terms for parameters in host memory, which are copied to the GPU for each forward and backward."""
+        """Yield the linear program's terms for the copies of parameters that are kept in host memory.
+
+        Such parameters are copied to the GPU for each forward and backward.
+
+        Args:
+            capacity: Shared capacity that the copies use, such as DRAM bandwidth. The terms are in seconds of it.
+        """
         m = self.model
         sizes = m.pieces.size * m.workload.wire_bytes
         for way, each_way in enumerate(m.ways):

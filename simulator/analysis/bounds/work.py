@@ -1,4 +1,7 @@
-"""The least work of an update's ops: seconds on their lane (a copy direction, ...) and of each capacity."""
+"""The least work of an update's ops: their seconds on a lane, and their use of shared capacities.
+
+A lane is a queue of ops, such as a copy direction. A shared capacity is, for example, DRAM bandwidth.
+"""
 
 from __future__ import annotations
 
