@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         "--continue", dest="go_on", action="store_true", help="let the script run to its end afterwards"
     )
     parser.add_argument("--report", type=Path, help="a folder for each rank's progress")
-    parser.add_argument("--local_rank", "--local-rank", help="from the launcher; passed on")
+    parser.add_argument(
+        "--local_rank", "--local-rank", help="the launcher gives this option, and the training script gets it too"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- the training script and its arguments")
     return parser
 

@@ -90,7 +90,9 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
 def main() -> None:
     """Print which limits on docstrings and on the commit's subject are exceeded. Exit with 1 if any is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print every docstring that counts")
+    parser.add_argument(
+        "--list", action="store_true", help="print every docstring that begins oddly or is hard to read"
+    )
     found = list(docstrings())
     if parser.parse_args().list:
         for place, text in found:

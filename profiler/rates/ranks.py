@@ -61,7 +61,7 @@ class StageSamples:
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Return the rate of a rank while all ranks run, divided by the rate of a rank alone."""
+        """Return the activity's rate on a rank while all ranks run, divided by its rate while one rank runs alone."""
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (

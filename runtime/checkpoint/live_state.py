@@ -43,7 +43,7 @@ class AnnouncedStep(Protocol):
     """
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """Return the JSON page of a checkpoint that locates its optimizer state on a drive."""
+        """Return a JSON text, which the checkpoint stores to find its optimizer state on a drive again."""
         ...
 
     def prepare(self) -> None:
@@ -126,9 +126,11 @@ class LiveState:
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Register the tensors of many subgroups' optimizer state with a single sort of addresses.
+        """Add the optimizer-state tensors of many subgroups to this registry. Their addresses are sorted only once.
 
-        The order of the mapping is the order of the next updates (`turns`).
+        Args:
+            tensors: The tensors of each subgroup. The order of this mapping must be the order in which the
+                subgroups are updated next, since `turns` returns it.
         """
         with self._lock:
             for number in tensors:

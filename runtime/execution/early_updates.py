@@ -106,7 +106,7 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of host memory that the spare buffers for early updates take."""
+        """Return the bytes of the spare host buffers for updates that start before the gradient norm is known."""
         spares = (t for spare in self._spares.values() for t in spare)
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
@@ -158,10 +158,12 @@ class EarlyUpdates:
         state.state, self._spares[state.index] = origin, state.state
 
     def close(self, states: Sequence[SubgroupState]) -> None:
-        """Release the spare buffers of early updates. No update may be running.
+        """Release the spare buffers of updates that start before the gradient norm is known.
+
+        No update may be running.
 
         Args:
-            states: All subgroups.
+            states: The optimizer state of all subgroups. State in a spare buffer is copied back first.
         """
         self.drop(list(self.begun))
         for state in self.away(states):

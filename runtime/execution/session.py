@@ -65,9 +65,9 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return the partitioned parameters that forward and backward gather, by the keys of `slices`.
+        """Return how often forward and backward gather each partitioned parameter, with the parameter ids of `slices`.
 
-        None if they are not known yet, or if the framework does not partition parameters.
+        None if the gathers are not known yet, or if the framework does not partition parameters.
         """
         ...
 

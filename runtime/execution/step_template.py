@@ -20,8 +20,8 @@ class GradientOp:
     """An operation on a subgroup's gradient, such as its copy to the host, that the micro-batches of a step run.
 
     Attributes:
-        summed: True for an operation of every micro-batch after the first. False for an operation of the first
-            micro-batch, or for one that only the last micro-batch has.
+        summed: True if the operation runs in each micro-batch after the first, where gradients are added to those of
+            earlier micro-batches. False if the operation runs in the first micro-batch, or only in the last one.
         reduced: True if the operation waits until the gradient is reduced among ranks.
         after: Kinds of the operations on this subgroup's gradient that must end first.
     """

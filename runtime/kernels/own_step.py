@@ -38,7 +38,10 @@ class OwnStep:
         return 0
 
     def scalars(self, scale: float) -> np.ndarray:
-        raise NotImplementedError("an optimizer that runs its own step takes no scalars")
+        raise NotImplementedError(
+            "ebbtide's kernels got an update that the optimizer's own step() computes. "
+            "Report this as a defect of ebbtide"
+        )
 
 
 class OwnStepRule(UpdateRule):
@@ -139,7 +142,10 @@ class OwnStepRule(UpdateRule):
         raise NotImplementedError("see next_step")
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        raise NotImplementedError("an optimizer that runs its own step has no DeepSpeed op")
+        raise NotImplementedError(
+            "the optimizer updates parameters by its own step(), so there is no CPU op of DeepSpeed to compare with. "
+            "Report this as a defect of ebbtide"
+        )
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:

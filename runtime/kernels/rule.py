@@ -62,7 +62,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Build the update rule for a DeepSpeed optimizer that exists, so that it matches the op that is loaded.
+        """Build the update rule for an existing DeepSpeed optimizer. It gives the bits of the loaded CPU op.
 
         Raises:
             UnknownRoundingError: The op was built in a way that ebbtide's kernels cannot reproduce.
@@ -136,9 +136,10 @@ class UpdateRule(ABC):
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return an fp32 gradient as DeepSpeed's scalar loop leaves it when it updates ``state``.
+        """Return the values with which DeepSpeed's scalar loop overwrites an fp32 gradient when it updates ``state``.
 
-        Only rules whose scalar loop overwrites the gradient implement this.
+        The scalar loop updates the elements after the last full vector. Only the rules of optimizers with `spends`
+        implement this method.
         """
         raise NotImplementedError
 

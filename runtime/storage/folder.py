@@ -1,4 +1,4 @@
-"""A rank's directories for optimizer state on drives: their lock, and a check that they match."""
+"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this training."""
 
 from __future__ import annotations
 

@@ -288,7 +288,11 @@ def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
 
 
 def piece_elements(elements: int) -> int:
-    """Return the least elements of the pieces that ``"plan": "auto"`` cuts a rank's optimizer state into."""
+    """Return the minimum number of elements of a subgroup when ``"plan": "auto"`` cuts a rank's optimizer state.
+
+    Args:
+        elements: Number of elements of the rank's optimizer state.
+    """
     return max(LEAST_PIECE, min(PIECE, elements // PIECES))
 
 

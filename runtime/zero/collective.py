@@ -49,11 +49,11 @@ class CollectiveGathers:
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """Note that an update of every subgroup has been launched, so that later gathers must wait for it."""
+        """Record that an update of every subgroup has been launched. Later gathers then wait for these updates."""
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
-        """Note that all ranks have waited for the updates of the given parameters, so that later gathers need not."""
+        """Record that all ranks have waited for the updates of the given parameters. Later gathers then do not wait."""
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:

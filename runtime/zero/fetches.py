@@ -106,7 +106,10 @@ class Fetch:
 
 
 class Fetches:
-    """The handles of parameters that DeepSpeed requested together. DeepSpeed can wait for each one alone."""
+    """The copies to the GPU of parameters that DeepSpeed requested in one call.
+
+    DeepSpeed can wait for all of them (`wait`), or for the copy of one parameter (`of`).
+    """
 
     def __init__(self, fetches: Mapping[Any, private.Handle]) -> None:
         self._fetches = fetches

@@ -143,7 +143,10 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether stock DeepSpeed would now keep the small parameters gathered until the next forward."""
+        """Set whether DeepSpeed alone would have gathered the small parameters by now, until the next forward.
+
+        If so, a later gather of these parameters uses their own precision, as DeepSpeed's gather would.
+        """
         self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
@@ -154,7 +157,7 @@ class Gathers:
         self._together.gathered([p for p in params if private.is_partitioned(p)])
 
     def updates_launched(self) -> None:
-        """Note that updates of all parameters have been launched, so that later gathers must wait for them."""
+        """Record that updates of all parameters have been launched. Later gathers then wait for these updates."""
         self._together.updates_launched()
 
     def fetch(

@@ -84,9 +84,10 @@ class Pieces:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 
     def joined(self) -> list[torch.Tensor]:
-        """Return flat tensors with all parameters of DeepSpeed's subgroups. They are in host memory if rebuilt.
+        """Return one flat tensor for each of DeepSpeed's subgroups, with all parameters of the subgroup.
 
-        They stay valid until the next call of `part`.
+        If the parameters are in separate tensors (`apart`), the flat tensors are rebuilt as copies in host memory.
+        The copies stay valid until the next call of `part`, which releases them.
         """
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]

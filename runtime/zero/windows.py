@@ -163,8 +163,8 @@ class Windows(GradientBuffers[ZeroSlice]):
     def close(self) -> None:
         """Release the spare gradient buffers and the GPU memory for sums of micro-batches' gradients.
 
-        The gradient buffer then holds the previous step's gradient. If the present step has begun, ``apart`` holds
-        its sum so far.
+        The gradient buffer then holds the previous step's gradient. If micro-batches of the present step have run,
+        their gradient sum is kept in `ZeroSlice.apart`.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -321,7 +321,10 @@ class OneBuffer(Windows):
         return super().accept(piece, gradient, first=first, boundary=boundary)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Do nothing. With one buffer, micro-batches replace the previous step's gradient, which need not be kept."""
+        """Do nothing. The base class saves the previous step's gradient here, since DeepSpeed may apply it again.
+
+        With one buffer, the gradients of DeepSpeed's micro-batches overwrite the previous step's.
+        """
 
     def make_spares(self) -> None:
         """Allocate nothing, because micro-batches are summed in the buffer that the update reads."""

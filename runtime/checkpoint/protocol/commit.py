@@ -190,9 +190,10 @@ class Commit:
             self.note.close(committed=committed)
 
     def abort(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks of a checkpoint. Rank 0 also removes the hidden folder.
+        """Report this rank's error to the other ranks, so that all ranks give up the checkpoint.
 
-        This method raises no error itself.
+        If only one rank trains, its uncommitted files are removed (the hidden folder `Attempt.staging`). This
+        method raises no error itself.
         """
         a, reason = self._attempt, f"{type(error).__name__}: {error}"
         page = {"rank": a.rank, "reason": reason[:2000], "cancelled": isinstance(error, Cancelled)}

@@ -10,7 +10,7 @@ _came_s = 0.0
 
 
 def tell() -> None:
-    """Note that the process has received SIGTERM. Only the first call counts."""
+    """Record that the process has received SIGTERM, and when. Later calls change nothing."""
     global _came_s
     if not sigterm_came.is_set():
         _came_s = time.monotonic()

@@ -118,8 +118,12 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
                 raise ManifestError("its bytes do not match the global manifest")
             manifest = parse(data, RankManifest, seal.path)
             belongs_to = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
-            if belongs_to != (rank, page.nonce, page.step, page.tag):
-                raise ManifestError(f"it belongs to another checkpoint or rank: {belongs_to}")
+            expected = (rank, page.nonce, page.step, page.tag)
+            if belongs_to != expected:
+                raise ManifestError(
+                    "this manifest belongs to another checkpoint or rank: "
+                    f"its (rank, nonce, step, tag) is {belongs_to}, but {expected} is expected"
+                )
             records.extend(manifest.files)
         except (OSError, ManifestError) as error:
             problems.append(Problem(seal.path, str(error)))

@@ -57,11 +57,14 @@ class Note:
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
     def make_folder(self) -> bool:
-        """Make the checkpoint's folder together with the note in it, and return whether the folder was missing.
+        """Make the checkpoint's folder with this note in it (the file which says that a save is in progress).
 
-        Folder and note appear in one step, because a run killed in between would leave a folder that no later run
-        can explain. If another rank makes the folder meanwhile, that folder is kept, since the rank may already use
-        it.
+        Folder and note appear in one step. If a run were killed between the two, it would leave a folder that no
+        later run can explain. If another rank makes the folder meanwhile, its folder is kept, since this rank may
+        already use the folder.
+
+        Returns:
+            True if the folder was missing, and this call made it.
         """
         if self._save_dir.exists():
             return False
@@ -170,8 +173,9 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether the note must stay, because its folder never became a checkpoint and the next run must
-        know.
+        """Return whether this note must outlive the save, because the folder that it is in never became a checkpoint.
+
+        The next run reads the note and then knows that the folder is incomplete.
         """
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))

@@ -52,11 +52,12 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove the notes which say that a checkpoint folder is incomplete, from the Trainer's complete folders.
+    """Remove from each complete checkpoint folder of the Trainer the note which says that it is incomplete.
 
     Args:
-        path: A folder whose note is removed too, because it has another note by now.
-        over: If True, training is over, and all notes are removed.
+        path: A checkpoint folder from which the note is removed although the folder is incomplete. The save of
+            DeepSpeed's files has written its own note there.
+        over: If True, training is over, and all notes of this module are removed.
     """
     if not _notes:
         return

@@ -126,7 +126,7 @@ def check_engine(engine: Any) -> UpdateRule:
             "'nvme'. Build the engine with ebbtide.initialize or with the key \"ebbtide\" in DeepSpeed's config"
         )
     for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():
-        raise ConfigError(f"{sentence}. This engine was built with it: remove the key")
+        raise ConfigError(f"{sentence}. This engine was built with this key. Remove the key from DeepSpeed's config")
     optimizer = engine.optimizer
     if type(optimizer) not in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer):
         raise ConfigError(
