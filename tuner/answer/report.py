@@ -49,7 +49,9 @@ def show_machine(machine: Machine, console: Console) -> None:
     console.print(table)
     for ranks, shares in machine.rank_shares.items():
         shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
-        console.print(f"{ranks} ranks at once: the share of its rate alone that each rank reaches: {shares_text}")
+        console.print(
+            f"while {ranks} ranks run, each rank reaches this share of the rate of a single rank: {shares_text}"
+        )
     for directory, drive in machine.drives.items():
         console.print(
             f"state in {directory}: {drive.read_bytes_per_s.median / 1e9:.2f} GB/s read, "

@@ -152,7 +152,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return the standard deviation, in log units, of the first rate in a group of a machine's rates."""
+    """Return how uncertain a group of a machine's rates is, as a standard deviation in log units.
+
+    One factor corrects all rates of the group. The result is therefore taken from the first rate alone.
+    """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value
     return quantity.log_sigma

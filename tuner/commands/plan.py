@@ -154,7 +154,7 @@ def plan(
         return
     console = wide_console()
     show_plan(result, console)
-    console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
+    console.print(f"plan written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
 
 

@@ -171,7 +171,12 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration with the given speed would be the fastest of one of its groups."""
+        """Return True if a training configuration is clearly faster than the fastest known one of one of its groups.
+
+        Args:
+            c: Configuration. Its groups are those of `of`, such as all configurations with its micro-batch size.
+            tokens_per_s: Speed of the configuration, or an upper bound of its speed.
+        """
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)

@@ -233,9 +233,9 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 
 
 def _decided(question: Question, best: Search) -> Decision:
-    """Return the decision for the best plan of a search.
+    """Decide on the best plan that a search has found, and return the decision.
 
-    Early updates and on-device gradient accumulation that save almost no time are removed from the plan.
+    If early updates or on-device gradient accumulation save almost no time, they are removed from the plan.
     """
     return Decision(question, best, fewest(best, best.best()))
 

@@ -764,7 +764,7 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:
-    """Return the arguments of `PlanSweep.evaluate` for a plan, except the placement codes."""
+    """Return the arguments of `PlanSweep.evaluate` that describe a plan, apart from the ways of updating subgroups."""
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 
 

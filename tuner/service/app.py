@@ -264,7 +264,7 @@ class Guard:
         most = quota.run_bytes if scope["path"] == f"{API}/runs" else quota.body_bytes
         length = headers.get(b"content-length", "0")
         if not length.isdecimal() or int(length) > most:
-            raise Refusal(413, "Content-Length", f"must be at most {most} bytes", length)
+            raise Refusal(413, "Content-Length", f"must be at most {most} bytes for a request body", length)
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a form on another site can send only other types
             raise Refusal(415, "Content-Type", "must be application/json", kind)
@@ -272,7 +272,7 @@ class Guard:
             async with asyncio.timeout(quota.body_s):
                 body = await _read(receive, most)
         except TimeoutError:
-            raise Refusal(408, "body", f"must arrive within {quota.body_s:g} s, but did not") from None
+            raise Refusal(408, "body", f"must be a request body that arrives within {quota.body_s:g} s") from None
         scope[SENT] = _check_json(body)
         sent = False
 
@@ -291,11 +291,13 @@ async def _read(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(400, "body", "must be sent to its end, but the client went away")
+            raise Refusal(
+                400, "body", "must be a complete request body, but the client closed the connection before its end"
+            )
         part = message.get("body", b"")
         size += len(part)
         if size > most:
-            raise Refusal(413, "body", f"must have at most {most} bytes")
+            raise Refusal(413, "body", f"must be a request body of at most {most} bytes")
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)

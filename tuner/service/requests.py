@@ -276,7 +276,10 @@ class Simulate(Scenario):
     options: Annotated[dict[str, Option], Field(max_length=12)] = Field(default_factory=dict)
     plan: PostedPlan | None = None
 
-    timeline: bool = Field(False, description="also every op's start and end, and the memory")
+    timeline: bool = Field(
+        False,
+        description="If true, the response also has the start and end of every op, and samples of the memory in use.",
+    )
 
     @model_validator(mode="after")
     def _few_iterations(self) -> Self:
@@ -313,7 +316,10 @@ class WhatIf(Scenario):
     )
     gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
     changes: Annotated[dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)] = (
-        Field(default_factory=dict, description="field of the machine or the workload -> values")
+        Field(
+            default_factory=dict,
+            description="Values to try for fields of the machine or the workload, by name of the field.",
+        )
     )
     format: Literal["json", "csv"] = "json"
 

@@ -27,7 +27,9 @@ class Figures(Answered):
     device_peak_bytes: int
     host_peak_bytes: int
     storage_bytes: int
-    tokens_per_s: float | None = Field(description="of all ranks; null: the workload's tokens are not known")
+    tokens_per_s: float | None = Field(
+        description="Tokens that all ranks together process per second. Null: the workload's tokens are not known."
+    )
 
 
 class LimitsTold(Answered):
@@ -36,7 +38,7 @@ class LimitsTold(Answered):
     device_bytes: int
     host_bytes: int
     storage_bytes: int | None
-    unified: bool = Field(description="device and host memory are one, and both peaks must fit into it")
+    unified: bool = Field(description="True if GPU and CPU share one memory, into which both peaks must fit together.")
     notes: list[str]
 
 
@@ -47,8 +49,12 @@ class Simulated(Figures):
     fits: bool
     reason: str
     limits: LimitsTold
-    spans: list[dict[str, Any]] | None = Field(None, description="with `timeline`: every op")
-    memory: list[dict[str, Any]] | None = Field(None, description="with `timeline`: samples of both memories")
+    spans: list[dict[str, Any]] | None = Field(
+        None, description="Every op with its start and end, if the request has `timeline`."
+    )
+    memory: list[dict[str, Any]] | None = Field(
+        None, description="Samples of the GPU and host memory in use, if the request has `timeline`."
+    )
 
 
 class RowTold(Figures):
@@ -162,7 +168,9 @@ class AnswerTold(Answered):
     effort: Literal["quick", "full"]
     bound_s: float | None
     rows: list[RowTold]
-    memory: dict[str, dict[str, dict[str, int]]] = Field(description="role, memory, kind: bytes at the peak")
+    memory: dict[str, dict[str, dict[str, int]]] = Field(
+        description="Bytes at the memory peak, by role of the row (such as `plan`), memory and kind of data."
+    )
     timelines: dict[str, TimelineTold | None] | None
     plan: Plan | None
     use: UseTold | None

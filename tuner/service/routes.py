@@ -120,7 +120,13 @@ class _Names:
             ) from None
 
     def fill(self, scenario: S) -> S:
-        """Replace the names in a request of an uploaded machine and of a measured workload by their contents."""
+        """Return a request in which the names of a machine and of a workload are replaced by their contents.
+
+        Only an uploaded machine and the measured workload that the server was started with are replaced.
+
+        Raises:
+            RuleError: The server does not know the machine, or cannot read it.
+        """
         changes: dict[str, Any] = {}
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
@@ -159,7 +165,9 @@ def _response(result: Result) -> Response:
 def routes(service: Service) -> APIRouter:
     """Build the router with all routes of the planning service under /api/v1."""
     # Told to readers of the schema; `app.Guard` checks the token, of servers that have one.
-    token = HTTPBearer(auto_error=False, description="the token of a server that listens beyond loopback")
+    token = HTTPBearer(
+        auto_error=False, description="The token of the server. Only a server that listens beyond loopback has one."
+    )
     router = APIRouter(responses=REFUSALS, dependencies=[Security(token)])
     names = _Names(service)
     _machines(router, service, names)
@@ -293,7 +301,7 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
     if posted.cells > most:
         raise RuleError(
-            f"changes, strategies and gpu_memory_bytes must make at most {most} points, but make "
+            f"changes, strategies and gpu_memory_bytes must have at most {most} combinations of values, but have "
             f"{posted.cells}{instead}",
             key="changes",
         )

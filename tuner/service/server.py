@@ -133,7 +133,7 @@ def load_example(service: Service, folder: Path) -> None:
         plan = Plan.load(folder / "plan.json")
         LOG.info("%s", headline(plan))
     except PlanError as error:
-        LOG.warning("%s. The page makes a new plan", error)
+        LOG.warning("%s. The web page makes a new plan instead", error)
     trace = folder / "trace.json"
     name = f"{workload.name}, {folder.name}"
     known = {row["name"] for row in service.store.runs(1000)}

@@ -96,9 +96,10 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return how far chance moves the fp32 masters of two runs apart in one step, relative to their updates.
+        """Return a difference that nearly all fp32 masters of two training runs get by chance in one step.
 
-        At least nine in ten masters differ by this much. It is at least a quarter of the expected rounding error.
+        In repeated runs of one training, nine in ten masters differ by at least this much, relative to their
+        updates. The result is at least a quarter of the expected rounding error.
         """
         found = [self._floor() / 4]
         for run in self.others:

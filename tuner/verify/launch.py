@@ -125,7 +125,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
 
 
 def operations_in(text: str) -> tuple[str, ...]:
-    """Return the names of the operations that torch calls not deterministic in a program's output."""
+    """Return the operations that torch's warnings in a program's output name as nondeterministic."""
     return tuple(dict.fromkeys(op or attention for op, attention in _NAMED.findall(text)))
 
 

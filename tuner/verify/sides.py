@@ -94,10 +94,11 @@ def compared(
 
     Args:
         runs: Runs, the most trusted one last.
-        noise: Differences that chance explains.
-        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. They are made if
-            the first two runs differ.
-        chance: Difference between two runs of the same command. If given, no runs must be bit-identical.
+        noise: Size of the differences that rounding and random order of operations explain.
+        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. Empty if the
+            first two runs have the same bits.
+        chance: Difference between two runs of the same command, so that training is not deterministic. None if
+            they have the same bits. Then the run under the plan must have the bits of DeepSpeed alone.
     """
     findings = []
     for run, other in pairwise(runs):

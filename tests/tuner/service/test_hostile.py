@@ -171,7 +171,7 @@ def test_a_grid_too_large_is_refused_before_it_starts(server):
     for path in ("/what-if", "/jobs/what-if"):
         response = server.post(path, {**LLAMA, "changes": changes})
         assert response.status_code == 422
-        assert "points" in response.json()["errors"][0]["rule"]
+        assert "combinations of values" in response.json()["errors"][0]["rule"]
 
 
 def test_a_name_is_text_wherever_it_comes_back(server):
