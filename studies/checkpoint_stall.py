@@ -99,10 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = study_parser("checkpoint_stall", __doc__, required=False, drawn=True)
     parser.add_argument("--model", default="40m")
     parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12, help="with a checkpoint after each")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="number of timed steps. A checkpoint is saved after each step"
+    )
     parser.add_argument("--writers", nargs="*", default=list(WRITERS), choices=list(WRITERS))
-    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: TMPDIR")
+    parser.add_argument("--quick", action="store_true", help="train a tiny model, only to test this command")
+    parser.add_argument(
+        "--folder", type=Path, help="where a temporary folder for checkpoints is made (default: TMPDIR)"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.steps = "tiny", 3

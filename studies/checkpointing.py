@@ -42,9 +42,13 @@ RANKS = 4
 
 def main() -> None:
     parser = study_parser("checkpointing", __doc__, drawn=True)
-    parser.add_argument("--models", nargs="*", default=["4m", "40m", "110m"], help="measured")
-    parser.add_argument("--steps", type=int, default=8, help="with a checkpoint after each")
-    parser.add_argument("--quick", action="store_true", help="tiny, one writer: for tests")
+    parser.add_argument(
+        "--models", nargs="*", default=["4m", "40m", "110m"], help="sizes of the models that are trained"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="number of timed steps. A checkpoint is saved after each step"
+    )
+    parser.add_argument("--quick", action="store_true", help="train a tiny model with one checkpoint writer, for tests")
     args = parser.parse_args()
     models, steps = args.models, args.steps
     writers: tuple[str, ...] = WRITERS

@@ -53,8 +53,12 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--many-layers", action="store_true", help="subgroups of several layers, accumulation 1 and 8")
-    parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
+    parser.add_argument(
+        "--many-layers",
+        action="store_true",
+        help="compare other plans: subgroups span several layers, with 1 and 8 micro-batches per step",
+    )
+    parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -33,7 +33,7 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train in one of the two compared processes.
+    """Train in one of the two compared processes: under `tune run`, or by calls of ebbtide's library.
 
     Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a
     hash of the training state). The answers are written to ``answers``.
@@ -172,7 +172,14 @@ def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, D
 
 
 def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return the median step and save times of the two processes, their ratios, and if all bits agree."""
+    """Measure a process under `tune run` and one that calls ebbtide's library. Return their median times.
+
+    The result also has the ratios of the times, and whether both processes end with the same bits.
+
+    Args:
+        doors: The two running processes by name, see `DOORS`.
+        rounds: Timed steps and checkpoints of each process.
+    """
     rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
     for number in range(WARMUP + rounds):
         # Who goes first changes: the second one finds warmer caches, or a busier disk.
@@ -203,9 +210,11 @@ def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = study_parser("front_door_speed", __doc__, required=False)
-    parser.add_argument("--size", default="40m", help="of studies.bench.byte_gpt")
-    parser.add_argument("--rounds", type=int, default=15, help="timed, after 2 of warm-up")
-    parser.add_argument("--pairs", type=int, default=4, help="of processes, one after the other")
+    parser.add_argument("--size", default="40m", help="size of the model, a key of studies.bench.byte_gpt.SIZES")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="timed rounds of one step and one checkpoint, after 2 rounds of warm-up"
+    )
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of processes to compare, one pair after the other")
     parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
     parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

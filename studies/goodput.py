@@ -84,7 +84,9 @@ class Cluster:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("goodput", __doc__, drawn=True)
-    parser.add_argument("--quick", action="store_true", help="a shorter Monte Carlo")
+    parser.add_argument(
+        "--quick", action="store_true", help="simulate fewer failures (a shorter Monte Carlo simulation), for tests"
+    )
     args = parser.parse_args(arguments)
     figures = {
         "what": "computed from published failure rates and an assumed restart; nothing was measured or validated",

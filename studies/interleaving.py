@@ -76,7 +76,14 @@ def main() -> None:
 
 
 def measure(models: list[int]) -> dict[str, Any]:
-    """Simulate iterations over stride, ratio, subgroup size and model size, on both testbeds."""
+    """Simulate training iterations on both testbeds of the paper, with one setting varied at a time.
+
+    The settings are the stride (every n-th subgroup is updated on the GPU), the fraction of state on the
+    host, the subgroup size and the model size.
+
+    Args:
+        models: Model sizes, in billions of parameters.
+    """
     runs = read_runs(PUBLISHED)
     beds = {name: _sweeps(name, runs, models) for name in TESTBEDS}
     gains: dict[str, Any] = {
@@ -225,8 +232,10 @@ def equal_kernels(machine: Machine) -> Machine:
 def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
     """Return the simulated seconds of an iteration under the tuner's plan.
 
-    The plan gets the device memory that the given run's stride takes. If ``fused`` is False, the host
-    updates at the rate of stock DeepSpeed.
+    Args:
+        run: Run to compare with, which updates every n-th subgroup on the GPU. The plan may take as much
+            GPU memory as this run.
+        fused: True for ebbtide's fused CPU kernel. False for the rate of stock DeepSpeed's CPU updates.
     """
     limit = simulate_fast(schedule_of(run, machine), machine).device_peak_bytes
     limit += machine.device_reserved_bytes
@@ -239,7 +248,11 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw four panels per testbed: iteration times over stride, ratio, subgroup size and model size."""
+    """Draw the simulated iteration times of each testbed in four panels.
+
+    The horizontal axes are the stride (every n-th subgroup is updated on the GPU), the fraction of state on
+    the host, the subgroup size and the model size.
+    """
     beds = figures["testbeds"]
     with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (figure, axes):
         for row, (name, bed) in zip(axes, beds.items(), strict=True):

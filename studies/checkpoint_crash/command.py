@@ -114,10 +114,10 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Return the random number of the arrival at a named point of the code at which training is killed.
+    """Return how often training passes a named point of the code before it is killed there, at random.
 
-    Few arrivals are allowed at points that delete old checkpoints, because deletion begins with the
-    third save. Many are allowed at the point that copies a block, which a save reaches many times.
+    The number is small for points that delete old checkpoints, because deletion begins with the third
+    save. It may be large for the point that copies a block, which each save passes many times.
     """
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
@@ -274,8 +274,12 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = kill_parser("checkpoint_crash", __doc__, 200)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")
-    parser.add_argument("--homes", choices=tuple(RESUMED_WITH), help="of the parameters, in every run")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="seconds after which no further trial starts"
+    )
+    parser.add_argument(
+        "--homes", choices=tuple(RESUMED_WITH), help="memory that keeps the 16-bit parameters, for all runs"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     become_only_rank()

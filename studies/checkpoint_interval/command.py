@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("checkpoint_interval", __doc__, drawn=True)
     parser.add_argument("--mtbf", type=float, default=25.0, help="seconds between failures")
     parser.add_argument("--failures", type=int, default=5, help="kills per interval")
-    parser.add_argument("--folder", help="where checkpoints go; a temporary folder")
+    parser.add_argument("--folder", help="where a temporary folder for checkpoints is made (default: TMPDIR)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one interval, one kill")
     args = parser.parse_args(arguments)
     if not 0 < args.mtbf < math.inf or args.failures < 1:

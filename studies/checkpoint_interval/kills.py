@@ -118,8 +118,13 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
     """Return the goodput with one checkpoint interval: measured, and predicted for the same failures.
 
-    Time is counted in iterations as fast as those around each failure, because other load on the
-    machine changes the machine's speed.
+    The machine's speed changes with other load. So the time between two failures is divided by the
+    duration of an iteration measured in that time.
+
+    Args:
+        row: Results with this interval: committed steps, and the time and speed before each failure.
+        restart_s: Seconds that a restart takes.
+        cost: Cost of one checkpoint.
     """
     steps, failures = row["interval_steps"], row["failures"]
     expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)

@@ -177,9 +177,13 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Train, save checkpoints with one writer, and return the writer's median times and rates.
+    """Train and save checkpoints with one checkpoint engine. Return its median times and rates.
 
-    All runs in this process.
+    Training and saving run in this process.
+
+    Args:
+        name: Key of `WRITERS`, such as the checkpoint engine of ebbtide. ``none`` saves nothing.
+        folder: Folder for the checkpoints.
     """
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)

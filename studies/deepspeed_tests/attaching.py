@@ -200,9 +200,9 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """Write to the notes that an engine of a DeepSpeed test has a plan of ebbtide.
+    """Record in the test's notes file that an engine of a DeepSpeed test has a plan of ebbtide.
 
-    A second note follows when the engine has taken its first step under the plan.
+    A second line is added to the notes when the engine has taken its first step under the plan.
     """
     session = session_of(engine)
     plan = session.plan

@@ -35,12 +35,19 @@ OURS = Path(__file__).resolve().parents[2]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("deepspeed_tests", __doc__, required=False)
     parser.add_argument("--deepspeed-source", type=Path, required=True)
-    parser.add_argument("--pytest", type=Path, help="folder with a pytest that its tests know")
-    parser.add_argument("--folder", type=Path, required=True, help="what has run, kept")
+    parser.add_argument("--pytest", type=Path, help="folder with an installed pytest that DeepSpeed's tests can use")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for the results. Tests with a result there are not run again"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--for-s", type=float, default=1e9, help="begin no test after so long")
-    parser.add_argument("-k", default="", help="as pytest's")
-    parser.add_argument("files", nargs="*", default=FOLDERS, help="under tests/ of the source")
+    parser.add_argument("--for-s", type=float, default=1e9, help="seconds after which no further test begins")
+    parser.add_argument("-k", default="", help="run only tests that match this expression, as with pytest -k")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        default=FOLDERS,
+        help="test files or folders to run, relative to tests/ of DeepSpeed's source",
+    )
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + options.for_s

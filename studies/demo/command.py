@@ -297,9 +297,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m studies.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument("--rounds", type=int, help="turns of each side (default: 8)")
-    parser.add_argument("--quick", action="store_true", help="a 4 M model, two turns")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for the results")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="turns of training for DeepSpeed and for each plan (default: 8). A turn takes about a second",
+    )
+    parser.add_argument("--quick", action="store_true", help="train a model of 4 million parameters for two turns")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else DemoSize()
     if args.rounds is not None:

@@ -69,7 +69,9 @@ def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
     else:
         raise CrashError("the run ended before its second checkpoint was caught half written")
     if committed(folder) != first:
-        raise CrashError(f"the checkpoint was committed just before the kill: {committed(folder)}")
+        raise CrashError(
+            f"the kill came too late: checkpoint {committed(folder)} was already committed. Run the demo again"
+        )
     return Crash(first, disk_bytes(folder) - size, size)
 
 

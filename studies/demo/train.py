@@ -36,10 +36,12 @@ CLIPPING = 20.0
 class DemoModel:
     """The model that all training runs of the demo train, and the length of a run.
 
+    The runs of DeepSpeed and of each plan train in turn, so that a change of the machine's speed affects
+    all of them equally. A turn is a few steps of one run, and takes about a second.
+
     Attributes:
         size: Key of `studies.bench.byte_gpt.SIZES`.
-        turns: Number of turns of stock DeepSpeed, and also of each plan. A turn takes about a second.
-            If the machine's speed drifts, all are affected equally.
+        turns: Number of turns of each run.
     """
 
     size: str = "57m"
@@ -153,10 +155,13 @@ def stock(folder: Path, model: DemoModel) -> None:
 
 
 def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
-    """Train under a plan for the demo, and pause before each turn and before writing the results.
+    """Train under a plan for the demo, in turns of a few steps, while the other runs pause.
 
-    ``name`` is the name of the plan's file and of the run. Other processes train in the pauses. All steps of
-    a turn except its first one are timed.
+    This run pauses before each turn and before it writes its results. Other processes train in the pauses.
+    All steps of a turn except its first one are timed.
+
+    Args:
+        name: Name of the plan's file and of the run.
     """
     plan = folder / f"{name}.json"
     run = Training(model, plan)

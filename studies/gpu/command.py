@@ -97,8 +97,8 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m studies.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     names = [*PARTS, *(s for s in SECTIONS if s not in PARTS)]
-    parser.add_argument("--out", type=Path, help="folder of the records")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is in DIR")
+    parser.add_argument("--out", type=Path, help="folder for the results of all parts")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="only draw pictures of the results in DIR")
     parser.add_argument(
         "--part",
         "--only",
@@ -106,22 +106,25 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         choices=names,
         default=[],
         metavar="NAME",
-        help=f"these alone: {', '.join(names)}",
+        help=f"run only these parts or sections: {', '.join(names)}",
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs beyond that")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes")
-    parser.add_argument("--again", action="store_true", help="measure what is there already too")
-    parser.add_argument("--size", help="of the model, see studies.bench.byte_gpt.SIZES")
-    parser.add_argument("--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7")
-    parser.add_argument("--cap-gib", type=float, help="GPU memory to live within")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which the command stops")
+    parser.add_argument("--rehearse", action="store_true", help="run every part without a GPU, with tiny models")
+    parser.add_argument("--again", action="store_true", help="also repeat sections that have a result in --out")
+    parser.add_argument("--size", help="size of the model, a key of studies.bench.byte_gpt.SIZES")
     parser.add_argument(
-        "--host-gib",
-        type=float,
-        help="host memory, where the system does not yet show all of it; plans are made for it",
+        "--model-b", type=float, help="size of the model in billions of parameters: 1.3, 3 or 7, instead of --size"
+    )
+    parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
+    parser.add_argument(
+        "--host-gib", type=float, help="host memory in GiB for which plans are made (default: as the system reports it)"
     )
     parser.add_argument("--subgroup", type=int, default=100_000_000, help="sub_group_size")
     parser.add_argument(
-        "--device", choices=["cuda", "emulated"], default="cuda", help="emulated: the same as --rehearse"
+        "--device",
+        choices=["cuda", "emulated"],
+        default="cuda",
+        help="device that trains. emulated has the effect of --rehearse",
     )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -46,16 +46,22 @@ Outcomes = list[bool | None]  # by step: whether early updates were right; None:
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one sequence of training steps. Times are in seconds of an iteration.
+    """The results of one sequence of training steps with early updates. Times are in seconds of an iteration.
+
+    An early update starts before the gradient norm is known. `PauseRule` decides for each step whether
+    early updates pause. The sequence is trained in parts, with steps without early updates in between.
 
     Attributes:
-        plain_s: Time without early updates, from the steps between the sequence's parts.
-        rule_s: Time with early updates that are paused by the rule of
-            `ebbtide.simulator.update.pausing`.
-        rule_mean_s: Plain mean of the times that ``rule_s`` is made from.
-        always_s: Time with early updates in every step. 0 if it was not measured.
+        subgroups: ``whole``, or ``pieces`` if subgroups are cut into parts.
+        sequence: Name of the sequence, such as the fraction of its steps that clip.
+        plain_s: Time without early updates, measured in the steps between the parts.
+        rule_s: Time with early updates and pauses: the mean of the medians of steps with right, wrong and
+            no early updates.
+        rule_mean_s: Mean time of all steps from which ``rule_s`` is computed.
+        always_s: Time with early updates in every step. 0 if not measured.
         over_plain: ``rule_s`` divided by ``plain_s``.
-        early, wrong: Fractions of the steps that had early updates, and that had to redo them.
+        early: Fraction of the steps that had early updates.
+        wrong: Fraction of the steps in which early updates were wrong and were redone.
     """
 
     subgroups: str
@@ -84,9 +90,13 @@ def sequences(steps: int) -> Mapping[str, Clips]:
 
 def main() -> None:
     parser = study_parser("guessed_overlap", __doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each sequence")
-    parser.add_argument("--factor", type=float, default=0.04, help="of the layers' times")
-    parser.add_argument("--quick", action="store_true", help="two sequences, for the tests")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="timed steps of each sequence of clipping and other steps"
+    )
+    parser.add_argument(
+        "--factor", type=float, default=0.04, help="factor by which the durations of the emulated layers are multiplied"
+    )
+    parser.add_argument("--quick", action="store_true", help="train only two sequences of steps, for tests")
     args = parser.parse_args()
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -98,7 +108,15 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
-    """Measure early updates for whole subgroups and for subgroups cut into parts. Return all results."""
+    """Measure training with updates that start before the gradient norm is known. Return all results.
+
+    DeepSpeed's subgroups are updated whole at first, and then cut into parts.
+
+    Args:
+        setting: Emulated model and machine.
+        steps: Timed steps of each sequence.
+        asked: Sequences of steps, as functions that tell which steps clip.
+    """
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
         trial = Trial(name, setting, zero)
@@ -141,10 +159,11 @@ class Trial:
         return [self._row(sequence, clips, steps) for sequence, clips in asked.items()]
 
     def _row(self, sequence: str, clips: Clips, steps: int) -> Row:
-        """Train one sequence of steps, and return its row of times.
+        """Train one sequence of steps with early updates, in parts. Return the measured times.
 
-        The parts of the sequence alternate with steps without early updates. For one sequence there are
-        also steps with early updates that are never paused.
+        Before and after each part, some steps without early updates are trained for comparison. For the
+        sequence in which 10% of the steps clip, each part is trained again with early updates that never
+        pause.
         """
         every = sequence == f"{COMPARED:.0%}"
         rule, always = _Steps(self._account()), _Steps(self._account())
@@ -219,9 +238,10 @@ class Trial:
 
 
 class _Watched:
-    """A wrapper around the rule that pauses early updates (before the gradient norm is known).
+    """A wrapper around `PauseRule`, which decides whether the next step has early updates.
 
-    It also notes if the early updates of each step were right.
+    An early update starts before the gradient norm is known. The wrapper also records whether the early
+    updates of each step were right.
     """
 
     def __init__(self, account: PauseRule, outcomes: Outcomes, *, counts: bool) -> None:

@@ -128,11 +128,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = study_parser("memory_wall", __doc__, drawn=True)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
-    parser.add_argument("--steps", type=int, default=5, help=f"after {WARMUP} of warm-up")
+    parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} steps of warm-up")
     parser.add_argument("--sequence", type=int, default=256, help="bytes per sample")
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
     parser.add_argument("--subgroup", type=int, default=10_000_000, help="sub_group_size")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="train a tiny model, only to test this command")
     args = parser.parse_args(arguments)
     for name in ("steps", "sequence", "batch", "subgroup"):
         if getattr(args, name) < 1:
@@ -213,7 +213,7 @@ def phase_row(
     """
     own = [p for p in passages if p.phase == phase]
     if not own:
-        raise ValueError(f"at least one passage through {phase!r} is needed, but got none")
+        raise ValueError(f"the measured steps have no phase {phase!r}. Measure at least one step")
     seconds = sum(p.seconds for p in own)
     moments = [s for s in memory if _within(s.t_s, own)]
     traffic = [s for s in links if _within(s.t_s, own)]
@@ -284,7 +284,9 @@ def _link_share(row: dict[str, float | int | None], capacity: float | None) -> f
 
 def _number(value: float | int | None) -> float:
     if value is None:
-        raise ValueError("a figure must have been measured here, but is None")
+        raise ValueError(
+            "the rate of copies to or from the GPU was not measured (None), but is needed for the share of the link"
+        )
     return float(value)
 
 

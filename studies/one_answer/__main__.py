@@ -92,7 +92,12 @@ class Asked:
 
 def main() -> None:
     parser = study_parser("one_answer", __doc__)
-    parser.add_argument("--jobs", type=int, default=len(JOBS), help="only the first so many")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(JOBS),
+        help="number of training jobs to compare, from the first one on (default: all)",
+    )
     publish("one_answer", parser.parse_args().json, measure(JOBS[: parser.parse_args().jobs]))
 
 

@@ -36,15 +36,20 @@ PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to fi
 
 def main() -> None:
     parser = study_parser("optimality", __doc__)
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
+    parser.add_argument("--pairs", type=int, default=200, help="random pairs of a machine and a workload")
+    parser.add_argument(
+        "--few",
+        type=int,
+        default=20,
+        help="further pairs with few subgroups, for which the best plan is found by exhaustive search",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--real-models",
         action="store_true",
-        help="Llama 8B and 13B and Qwen 3B over links of 55, 20 and 10 GB/s too, and further ones",
+        help="also plan for models that people train, such as Llama 8B and Qwen 3B, over links of 55, 20 and 10 GB/s",
     )
-    parser.add_argument("--machine", default="h100-node", help="preset of the real models' node")
+    parser.add_argument("--machine", default="h100-node", help="machine preset for --real-models")
     args = parser.parse_args()
     figures = measure(args.pairs, args.few, args.seed)
     if args.real_models:

@@ -70,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = study_parser("published_runs", __doc__, drawn=True)
-    parser.add_argument("--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted")
-    parser.add_argument("--predict", metavar="CSV", help="runs to predict; none: those of the repository")
+    parser.add_argument(
+        "--calibrate",
+        metavar="CSV",
+        help="published runs with which the presets are calibrated (default: no calibration)",
+    )
+    parser.add_argument("--predict", metavar="CSV", help="published runs to predict (default: those of the repository)")
     parser.add_argument("--training", metavar="CSV", help="training runs of many kinds to judge by family")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
     parser.add_argument(
@@ -79,9 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="calibrate on so many random triples of the runs as well, and predict the others",
+        help="also calibrate with N random triples of runs, and predict all other runs",
     )
-    parser.add_argument("--before", metavar="PATH", help="figures of an earlier model, put beside these")
+    parser.add_argument(
+        "--before",
+        metavar="PATH",
+        help="result file of this command with an earlier simulator, to compare prediction errors with",
+    )
     return parser
 
 
@@ -91,7 +99,10 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text())["cross_validation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"--before must be figures with 'cross_validation', but got {path}: {error!r}") from None
+        raise RunError(
+            "--before must name a result file (--json) of this command without --quick, which has the key "
+            f"'cross_validation', but {path} cannot be used: {error!r}"
+        ) from None
     return dict(found)
 
 

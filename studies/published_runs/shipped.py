@@ -113,7 +113,10 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def as_logged(run: Run) -> Run:
-    """Return the run with blocking gradient copies, unless its log tells how gradients were copied."""
+    """Return the published run itself if its log tells how gradients were copied.
+
+    Otherwise, return the run with blocking copies of gradients.
+    """
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
 

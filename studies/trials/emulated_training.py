@@ -240,7 +240,10 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Note that the host has waited for the device, so that no work can be prepared for the next kernel."""
+        """Record that the host has waited for the device. It has then prepared no work for the next kernel.
+
+        The next kernel therefore takes its whole duration.
+        """
         self._ended_s = None
 
     @contextmanager

@@ -47,19 +47,26 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
-    parser.add_argument("--plan", type=Path, help="for ebbtide")
+    parser.add_argument("--plan", type=Path, help="plan file for the variant ebbtide")
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after 3 of warm-up")
     parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--offload-param", action="store_true", help="parameters in host memory")
-    parser.add_argument("--keep", type=float, default=0.0, help="ebbtide: this share of them on the device")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.0,
+        help="fraction of the parameters that ebbtide keeps in GPU memory, with --offload-param",
+    )
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
-    parser.add_argument("--workload", type=Path, help="profile the engine and write this instead")
-    parser.add_argument("--timeline", type=Path, help="ebbtide: write the measured trace")
+    parser.add_argument(
+        "--workload", type=Path, help="profile the engine and write this workload file, instead of training"
+    )
+    parser.add_argument("--timeline", type=Path, help="file for the measured timeline of ebbtide's steps")
     return parser
 
 

@@ -40,9 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("verify", __doc__, required=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
-    parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS), help="of defects")
+    parser.add_argument(
+        "--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS), help="groups of artificial defects to test"
+    )
     parser.add_argument("--no-overhead", action="store_true")
-    parser.add_argument("--no-versions", action="store_true", help="the installed DeepSpeed only")
+    parser.add_argument("--no-versions", action="store_true", help="test only the installed version of DeepSpeed")
     options = parser.parse_args(arguments)
     console, overheads = Console(), {}
     cases: list[Case] = []

@@ -49,10 +49,10 @@ class Group:
         self._expected = expected
 
     def cases(self) -> Iterator[Case]:
-        """Yield the judgements of `tune verify` on each defect.
+        """Yield what `tune verify` finds in the training runs with an artificial defect.
 
-        First, each defect is judged by bits, in turn as a defect of the plan's run or of the stock run. Then
-        it is judged by the size of its difference.
+        First, the bits of each run are compared with those of a correct run. The defective run counts in turn
+        as the run under a plan and as the run of DeepSpeed alone. Then the size of the differences is judged.
         """
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):

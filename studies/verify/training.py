@@ -39,8 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", nargs="+", default=list(ROUNDS), help="of defects")
-    parser.add_argument("--overhead", action="store_true", help="measure what recording costs")
+    parser.add_argument("--rounds", nargs="+", default=list(ROUNDS), help="groups of artificial defects to train with")
+    parser.add_argument(
+        "--overhead", action="store_true", help="measure the time that `tune verify` takes to record each step"
+    )
     options = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // RANKS))
     from studies.bench.many_engines import answer_once
