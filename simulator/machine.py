@@ -88,8 +88,8 @@ class Machine(Shown, Page):
             one direction. 1 means full duplex.
         storage_duplex_factor: Rate of reads and writes at once, divided by the sum of the rates of reads alone
             and writes alone, on storage. None if not measured. 1 is assumed then.
-        drives: Rates of folders that were measured for stored optimizer state, by folder. The storage rates
-            above are those of the folder of checkpoints.
+        drives: Rates of folders that were measured for stored optimizer state, by folder. The fields that begin
+            with ``storage_`` are for the folder of checkpoints.
         device_shares_host_cores: True if forward and backward run on the CPU, because there is no GPU.
         dram_bytes_per_s: Host memory traffic of a triad loop on the whole node, reads plus writes.
         rank_shares: By number of concurrent ranks and by capacity, the fraction of the rate alone that each
@@ -199,8 +199,8 @@ class Machine(Shown, Page):
         if self.schema_version > SCHEMA_VERSION:
             raise RuleError(
                 f"machine.schema_version must be at most {SCHEMA_VERSION}, but got "
-                f"{self.schema_version}: it was written by a newer ebbtide. Upgrade, or measure "
-                f"again with `tune profile`",
+                f"{self.schema_version}: the machine file was written by a newer ebbtide. "
+                "Upgrade ebbtide, or measure the machine again with `tune profile`",
                 key="schema_version",
             )
         if not 0.3 <= self.duplex_factor.median <= 1.25:

@@ -556,7 +556,9 @@ class Plan(Shown, Page):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise PlanError(f"not a plan this ebbtide can use: {explain(error, model=cls)}") from None
+            raise PlanError(
+                f"the given fields are not a plan this ebbtide can use: {explain(error, model=cls)}"
+            ) from None
 
 
 def json_schema() -> dict[str, Any]:

@@ -254,7 +254,8 @@ class Workload(Shown, Page):
         if self.schema_version > SCHEMA_VERSION:
             raise RuleError(
                 f"workload.schema_version must be at most {SCHEMA_VERSION}, but got "
-                f"{self.schema_version}: it was written by a newer ebbtide",
+                f"{self.schema_version}: the workload file was written by a newer ebbtide. Upgrade ebbtide, or "
+                "profile again with `tune profile`",
                 key="schema_version",
             )
         return self

@@ -47,8 +47,9 @@ class AnnouncedStep(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Wait until a step's optimizer state has been written to the drive, and make it durable. Keep earlier
-        steps.
+        """Wait until this step's optimizer state has been written to the drive, and make the bytes durable.
+
+        The state of earlier steps is kept.
         """
         ...
 
@@ -66,7 +67,10 @@ class StoredState(Protocol):
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:
-        """Return a context for making state dicts without waiting for writes of optimizer state to a drive."""
+        """Return a context in which the engine's state dicts are made for a checkpoint of state on drives.
+
+        Making them does not wait for writes to a drive, since the checkpoint itself commits the state there.
+        """
         ...
 
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:

@@ -52,7 +52,7 @@ class Device:
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised host memory that copies to and from the GPU use at full speed.
 
-        It has the exact size of the tensor and is not rounded up.
+        The memory has exactly the size of the tensor, and is not rounded up.
         """
         return torch.empty(elements, dtype=dtype)
 
@@ -126,7 +126,7 @@ class Device:
     def training_streams(self) -> list[Any]:
         """Return the CUDA streams on which forward and backward may read parameters.
 
-        Empty on a device without streams, where the calling thread itself reads them.
+        Empty on a device without streams, where the calling thread itself reads the parameters.
         """
         return []
 

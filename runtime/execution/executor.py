@@ -210,8 +210,12 @@ class Executor:
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
         """Start a subgroup's update during backward, before the gradient norm is known.
 
-        It runs after the subgroup's gradient is complete, and writes to spare buffers. If the subgroup's state is
-        staged to the GPU, the update also waits for that copy. `settle` later decides whether ``job`` was right.
+        The update runs after the subgroup's gradient is complete, and writes to spare buffers. If the subgroup's
+        state is copied to the GPU for the update, the update also waits for this copy. `settle` later commits or
+        drops the update.
+
+        Args:
+            job: The update that the step needs if it neither clips nor overflows.
         """
         self._begin_ahead()
         self._ready[subgroup] = job
@@ -550,9 +554,9 @@ class Executor:
         self._outdate(subgroups)
 
     def state_loaded(self) -> None:
-        """Take over the optimizer state of all subgroups after a checkpoint load, as `state_written` does.
+        """Take over the optimizer state of all subgroups after a checkpoint load has written it (see `state_written`).
 
-        State that the load found on the plan's drive is not written there again.
+        State that the load found on the plan's drive is not written to the drive again.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()

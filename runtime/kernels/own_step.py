@@ -24,7 +24,7 @@ from ebbtide.runtime.kernels.step import UpdateStep
 class OwnStep:
     """One step of an optimizer's own code on one master parameter.
 
-    It holds the parameter groups as they were when the step was launched.
+    The object holds the optimizer's parameter groups as they were when the step was launched.
     """
 
     kernel: ClassVar[str] = "own"

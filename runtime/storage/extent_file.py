@@ -15,7 +15,7 @@ from ebbtide.runtime.storage.errors import StorageError
 class ExtentFile(OutputFile):
     """A file of optimizer state on a drive, to which any thread reads and writes aligned blocks.
 
-    Its space is allocated in advance.
+    The space of the file is allocated in advance.
 
     Raises:
         StorageError: Raised by every method. The message has the system's error and the file.

@@ -79,7 +79,7 @@ class Folders:
         than ``wanted``.
 
         Raises:
-            StorageError: The store holds steps but does not match, or its pages cannot be read.
+            StorageError: The store holds steps but has another layout than ``wanted``, or its pages cannot be read.
         """
         pages = [self._read(self._path(d, STORE), StorePage) for d in self._drives]
         self._check_order(pages)

@@ -30,7 +30,7 @@ class StoredSteps:
             state that another run has stored.
         subgroups: Function that returns the subgroups whose state is on a drive now.
         updated: Function that waits until no update writes to a drive any more.
-        apart: True inside `committed_apart`.
+        apart: True while state dicts are made for a checkpoint (`committed_apart`). They then do not wait for writes.
         loading: True if only a checkpoint load reads restored state.
     """
 

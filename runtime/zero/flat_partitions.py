@@ -77,9 +77,9 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Take over changes that other code may have made in DeepSpeed's flat buffers, before a step's updates.
+        """Copy optimizer state from DeepSpeed's flat buffers back to the plan's tensors, before a step's updates.
 
-        Such changes are possible after `publish`.
+        Other code may have changed the flat buffers since `publish` copied the state there.
         """
         if self.published and self.shadows:
             self._copy_back(session)

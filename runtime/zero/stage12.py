@@ -158,7 +158,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether any gradient has an infinity or NaN, which shows in its float64 norm."""
+        """Return whether any gradient has an infinity or NaN. The gradient's norm in float64 is then not finite."""
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
             self.local_overflow = True

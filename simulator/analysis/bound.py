@@ -186,9 +186,15 @@ def _nodes(count: int) -> int:
 def _in_whole_numbers(
     window: Window, nodes: int, fractions: tuple[float, Floats], least_s: float
 ) -> tuple[float, Floats] | None:
-    """Return the least seconds and the solution of a linear program with whole numbers of subgroups, or None.
+    """Solve a lower bound's linear program for whole numbers of subgroups. Return the least seconds and the solution.
 
-    The search stops as soon as it has proven ``least_s``.
+    Args:
+        nodes: Largest number of nodes of the search.
+        fractions: Least seconds and solution if subgroups may be divided.
+        least_s: Seconds at which the search stops. If no solution takes less, these seconds are the result.
+
+    Returns:
+        None if there is no solution.
     """
     window.rows.upper[window.seconds] = least_s
     solved = window.rows.lowest(window.seconds, nodes)

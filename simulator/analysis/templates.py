@@ -189,7 +189,7 @@ class Templates:
     def compiled(self, name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
         """Return the compiled schedule of a strategy for a workload, from a cached template if possible.
 
-        It contains arrays, but no op objects.
+        The compiled schedule contains arrays, but no op objects.
 
         Raises:
             ValueError: `build_strategy` refuses the strategy or an option.

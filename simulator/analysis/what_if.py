@@ -309,7 +309,7 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
     """Return a copy of a workload with other values for some fields.
 
-    If it has more micro-batches per step, its number of tokens per iteration grows accordingly.
+    If the copy has more micro-batches per step, its number of tokens per iteration grows accordingly.
     """
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps

@@ -1,7 +1,7 @@
-"""The compiled simulator. It gives the same results as `simulate`, thousands of times per second.
+"""The compiled simulator, which gives the same results as `simulate`, thousands of times per second.
 
 Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
-numba. Without numba it gives the same results, but slowly.
+numba. Without numba, the simulator gives the same results, but slowly.
 """
 
 from __future__ import annotations

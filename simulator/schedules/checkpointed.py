@@ -110,7 +110,7 @@ class CheckpointedLoop(EbbtideLoop):
     def _save(self) -> None:
         """Append to the schedule a checkpoint save.
 
-        It starts when all updates have ended, and the next forward starts after it.
+        The save starts when all updates have ended, and the next forward starts after the save.
         """
         assert self.step_end is not None
         waits = [self.step_end, *self.parameters_new.values(), *self.ends]

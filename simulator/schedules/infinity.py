@@ -181,7 +181,10 @@ class InfinityLoop(StockLoop):
         return self._parameters_to_device(subgroup, [after, updated])
 
     def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
-        """Return the op after which a subgroup's parameters are new. Parameters in host memory need no copy."""
+        """Append the copy of a subgroup's updated parameters to the GPU. Return the op after which they can be used.
+
+        Parameters that stay in host memory are not copied. They can be used after the last op in ``waits``.
+        """
         if self.where.parameters == "cpu":
             return waits[-1]
         return super()._parameters_to_device(subgroup, waits)

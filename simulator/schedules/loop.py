@@ -132,7 +132,7 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Append to the schedule a gather of a layer's parameters. It starts while the previous layer computes."""
+        """Append to the schedule a gather of a layer's parameters, which starts while the previous layer computes."""
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer

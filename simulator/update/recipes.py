@@ -423,9 +423,9 @@ def recipe_of(
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """Return the number of buffers of each kind that updates under a plan use.
+    """Return, for each kind of buffer, how many buffers the updates under a plan use.
 
-    There are never more than subgroups that use them.
+    They are at most as many as the subgroups that use this kind of buffer.
 
     Args:
         recipes: Ops of the update of each subgroup.

@@ -200,7 +200,7 @@ TABLE = {
     },
     "report": {
         "plan_file": changes("second.json"),
-        "run": Refused(("--run", "m.json"), "--run must be a trace of a run"),
+        "run": Refused(("--run", "m.json"), "--run must be a trace file that training under a plan has written"),
         "output": changes("-o", "other.html"),
     },
     "serve": {

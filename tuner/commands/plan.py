@@ -245,7 +245,7 @@ def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
         return
     click.echo(
         "note: zero_optimization.offload_optimizer.device must be 'cpu' to train under the plan, but is not "
-        "in --ds-config. --emit-deepspeed writes a config in which it is",
+        "in --ds-config. --emit-deepspeed writes a config with this device",
         err=True,
     )
 

@@ -23,8 +23,10 @@ def report(plan_file: str, run: str | None, output: str) -> None:
         try:
             timelines = read_timelines(Path(run).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise BadInputError(f"--run must be a trace of a run, but got {run}: {error}") from None
+            raise BadInputError(
+                f"--run must be a trace file that training under a plan has written, but got {run}: {error}"
+            ) from None
     text = report_html(plan, timelines)
     with written("--output", output):
         write_whole(output, text)
-    click.echo(f"written to {output}")
+    click.echo(f"report written to {output}")

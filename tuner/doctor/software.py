@@ -94,7 +94,7 @@ def compiler() -> list[Finding]:
 
 
 def build_locks() -> list[Finding]:
-    """Find lock files of torch extensions that a killed process left. A next build would wait forever."""
+    """Find lock files of torch extensions that a killed process left. The next build would wait forever."""
     from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
 

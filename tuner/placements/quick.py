@@ -1,6 +1,6 @@
 """A short plan search for use during training: for ``plan="auto"`` and for a new plan while training runs.
 
-It needs neither pandas nor matplotlib.
+The search needs neither pandas nor matplotlib.
 """
 
 from dataclasses import dataclass

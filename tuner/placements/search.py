@@ -511,9 +511,9 @@ class Search:
     def try_first(self, locations: tuple[ParameterLocation, ...] | None = None) -> float:
         """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-        Tried are CPU updates of all subgroups, evenly spread mixtures of placements, and mixtures near the one that
-        has the lower bound. A subgroup that is far larger than the others, such as an embedding's, is tried in every
-        placement, because an exchange with a single small subgroup would not fit into memory.
+        The search tries CPU updates of all subgroups, evenly spread mixtures of placements, and mixtures near the one
+        that has the lower bound. A subgroup that is far larger than the others, such as an embedding's, is tried in
+        every placement, because an exchange with a single small subgroup would not fit into memory.
 
         Args:
             locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.

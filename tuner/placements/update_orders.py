@@ -63,7 +63,7 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the order of CPU updates with which the next forward ends first, by a model of CPU and copies.
+        """Return the order of CPU updates with which the next forward ends first, estimated from CPU and copy times.
 
         Args:
             arrived: Seconds, relative to the moment at which the gradient norm is known, at which the gradient is in

@@ -159,7 +159,8 @@ def _few_subgroups(plan: Any) -> Any:
         walked = [sum(_length(span) for span in spans) for spans in queues]
         if max(placed, *walked) > MOST_SUBGROUPS:
             raise RuleError(
-                f"plan.ways and plan.order must name at most {MOST_SUBGROUPS} subgroups here, but name more", key="ways"
+                f"plan.ways and plan.order must name at most {MOST_SUBGROUPS} subgroups in a request, but name more",
+                key="ways",
             )
     return plan
 

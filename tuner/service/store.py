@@ -63,7 +63,7 @@ class Store:
             if version > SCHEMA_VERSION:
                 raise StoreError(
                     f"--db must be of version {SCHEMA_VERSION} at most, but {path} is of version "
-                    f"{version}: it was written by a newer ebbtide"
+                    f"{version}: the database was written by a newer ebbtide. Upgrade ebbtide, or use another file"
                 )
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version={SCHEMA_VERSION}")

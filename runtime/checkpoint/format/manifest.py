@@ -36,7 +36,7 @@ def stored_name(rank: int) -> str:
 def _inside(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"must name a file inside the checkpoint, but got {path!r}")
+        raise ValueError(f"a path in a manifest must name a file inside the checkpoint, but got {path!r}")
     return path
 
 

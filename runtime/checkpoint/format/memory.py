@@ -1,4 +1,4 @@
-"""The memory from which a checkpoint's bytes are written, and the host buffers that they are copied through."""
+"""The sources of a checkpoint's bytes in host or GPU memory, and the host buffers for bytes that must be copied."""
 
 import contextlib
 import ctypes

@@ -53,7 +53,7 @@ class OutputFile:
                 raise self._explain(error) from error
 
     def make_durable(self) -> None:
-        """Set the file's final length, and wait until its bytes are on disk."""
+        """Set the final length of this checkpoint file, and wait until its bytes are on disk."""
         try:
             descriptor = self._open_buffered()
             self._files.truncate(descriptor, self._size)

@@ -391,7 +391,7 @@ def gather_rules(optimizer: Any) -> GatherRules:
 def gathers(optimizer: Any) -> Gathered | None:
     """Return the parameter gathers of one forward and backward, as DeepSpeed has recorded them.
 
-    None if it has not recorded them yet.
+    None if DeepSpeed has not recorded the gathers yet.
     """
     trace = module_trace(optimizer)
     if trace is None:

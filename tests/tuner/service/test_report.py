@@ -101,7 +101,7 @@ def test_a_run_that_is_none_is_refused(tmp_path, content):
     plan = shipped_example() / "plan.json"
     result = CliRunner().invoke(main, ["report", str(plan), "--run", str(run), "-o", "/dev/null"])
     assert result.exit_code == 2
-    assert "--run must be a trace of a run" in result.output
+    assert "--run must be a trace file that training under a plan has written" in result.output
 
 
 def test_the_headline_says_what_the_plan_brings(plan):
