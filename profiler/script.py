@@ -70,12 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="where workload.json goes")
+    parser.add_argument("--out", type=Path, required=True, help="file for the measured workload, such as workload.json")
     parser.add_argument("--iterations", type=int, default=5, help="optimizer steps to profile")
     parser.add_argument(
         "--continue", dest="go_on", action="store_true", help="let the script run to its end afterwards"
     )
-    parser.add_argument("--report", type=Path, help="a folder for each rank's progress")
+    parser.add_argument("--report", type=Path, help="folder in which each rank reports its progress")
     parser.add_argument(
         "--local_rank", "--local-rank", help="the launcher gives this option, and the training script gets it too"
     )

@@ -69,7 +69,7 @@ INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
 
 def main() -> None:
     parser = study_parser("interleaving", __doc__, drawn=True)
-    parser.add_argument("--quick", action="store_true", help="two models only, for tests")
+    parser.add_argument("--quick", action="store_true", help="simulate only two models, for tests")
     args = parser.parse_args()
     figures = measure([7, 13] if args.quick else list(SIZES))
     publish("interleaving", args.json, figures, draw)

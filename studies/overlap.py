@@ -56,7 +56,7 @@ def main() -> None:
     parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
     parser.add_argument("--clipped-steps", type=int, default=16, help="timed steps at each rate of clipping")
-    parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
+    parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -286,7 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m studies.readme_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="change no file, and exit with 1 if a table is not up to date"
+    )
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results.md")

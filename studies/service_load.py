@@ -282,8 +282,12 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("service_load", __doc__)
-    parser.add_argument("--clients", type=int, default=50, help="at once (50)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of load (60)")
+    parser.add_argument(
+        "--clients", type=int, default=50, help="number of clients that send requests at the same time (default: 50)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seconds for which the clients send requests (default: 60)"
+    )
     args = parser.parse_args(argv)
     if args.clients < 1 or args.seconds <= 0:
         parser.error(f"--clients must be >= 1 and --seconds > 0, but got {args.clients} and {args.seconds}")

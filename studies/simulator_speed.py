@@ -35,7 +35,7 @@ PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
 
 def main() -> None:
     parser = study_parser("simulator_speed", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
+    parser.add_argument("--quick", action="store_true", help="measure only small models, for tests")
     args = parser.parse_args()
     publish("simulator_speed", args.json, measure(SIZES[:3] if args.quick else SIZES))
 

@@ -222,7 +222,7 @@ class GradientBuffers(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Note the factor that unscales and clips an optimizer step's gradients. None if the step is skipped."""
+        """Record the factor that unscales and clips an optimizer step's gradients. None if the step is skipped."""
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Return the ranges of a subgroup's elements, each with the gradient and the scale for its update."""

@@ -352,7 +352,7 @@ class Session:
     # -- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note the beginning of an optimizer step, for the measured timeline.
+        """Record the beginning of an optimizer step, for the measured timeline.
 
         Raises:
             BackgroundError: An earlier update or checkpoint failed in the background.

@@ -43,7 +43,7 @@ class FlatState:
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:
-        """Note whether training uses DeepSpeed's flat buffers for a subgroup's state, or other tensors."""
+        """Record whether training uses DeepSpeed's flat buffers for a subgroup's state, or other tensors."""
         flat = self.state(state.index)
         if state.p.data_ptr() == flat[0].data_ptr():
             self.shadows.pop(state.index, None)

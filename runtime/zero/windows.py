@@ -267,7 +267,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Note the factor that unscales and clips a step's gradients, and apply it to the kept gradients as DeepSpeed
+        """Record the factor that unscales and clips a step's gradients, and apply it to the kept gradients as DeepSpeed
         does.
 
         Each kept gradient is replaced by a scaled copy, because the latest update of an unused parameter may still

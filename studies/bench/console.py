@@ -32,7 +32,7 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
-    where = "the record; a .png goes beside" if drawn else "where the figures go"
+    where = "file for the results. A picture is written beside it" if drawn else "file for the results"
     parser.add_argument("--json", type=Path, required=required, help=where)
     return parser
 

@@ -263,10 +263,12 @@ def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("checkpoint_interval", __doc__, drawn=True)
-    parser.add_argument("--mtbf", type=float, default=25.0, help="seconds between failures")
-    parser.add_argument("--failures", type=int, default=5, help="kills per interval")
+    parser.add_argument("--mtbf", type=float, default=25.0, help="mean seconds between failures")
+    parser.add_argument("--failures", type=int, default=5, help="number of kills with each checkpoint interval")
     parser.add_argument("--folder", help="where a temporary folder for checkpoints is made (default: TMPDIR)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one interval, one kill")
+    parser.add_argument(
+        "--quick", action="store_true", help="use a tiny model, one checkpoint interval and one kill, for tests"
+    )
     args = parser.parse_args(arguments)
     if not 0 < args.mtbf < math.inf or args.failures < 1:
         parser.error(f"--mtbf must be > 0 and --failures >= 1, but got {args.mtbf} and {args.failures}")

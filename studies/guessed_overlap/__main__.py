@@ -254,7 +254,7 @@ class _Watched:
         return self._account.on
 
     def stepped(self, right: bool | None) -> None:
-        """Note if the early updates of a finished step were right. None if the step had none."""
+        """Record whether the early updates of a finished step were right. None if the step had none."""
         self._outcomes.append(right)
         if self._counts:
             self._account.stepped(right)

@@ -76,8 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         help="published runs with which the presets are calibrated (default: no calibration)",
     )
     parser.add_argument("--predict", metavar="CSV", help="published runs to predict (default: those of the repository)")
-    parser.add_argument("--training", metavar="CSV", help="training runs of many kinds to judge by family")
-    parser.add_argument("--quick", action="store_true", help="no cross-validation")
+    parser.add_argument(
+        "--training",
+        metavar="CSV",
+        help="published training runs whose prediction errors are shown by family, such as A100",
+    )
+    parser.add_argument("--quick", action="store_true", help="leave out the cross-validation")
     parser.add_argument(
         "--triples",
         type=int,

@@ -54,14 +54,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
-    parser.add_argument("--offload-param", action="store_true", help="parameters in host memory")
+    parser.add_argument("--offload-param", action="store_true", help="keep parameters in host memory")
     parser.add_argument(
         "--keep",
         type=float,
         default=0.0,
         help="fraction of the parameters that ebbtide keeps in GPU memory, with --offload-param",
     )
-    parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
+    parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument(
         "--workload", type=Path, help="profile the engine and write this workload file, instead of training"

@@ -22,7 +22,7 @@ _notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
 
 
 def remember(save_dir: Path) -> None:
-    """Note that this process has saved or loaded a checkpoint in a folder. If it is deleted, its files must be kept."""
+    """Record that this process has saved or loaded a checkpoint in a folder, so that deleting it keeps the files."""
     _used.add(Path(os.path.realpath(save_dir)))
 
 
