@@ -512,14 +512,17 @@ class Plan(Shown, Page):
 
     @staticmethod
     def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
-        """Return placements of subgroups in the form of plan files of schema 2: placement, and number of neighbors."""
+        """Return placements of subgroups in the form of plan files of schema 2.
+
+        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their number.
+        """
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return parameter locations in the form of plan files of schema 2.
+        """Return parameter locations of subgroups in the form of plan files of schema 2.
 
-        Each row has a location (``home``) and the number of neighboring subgroups with this location (``count``).
+        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their number.
         """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 

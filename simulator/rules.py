@@ -223,6 +223,9 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name in lower case letters and digits, without an organization or a maker ("nvidia", "geforce")."""
+    """Return the name of a machine or model for comparisons: lower case letters and digits only.
+
+    An organization before a slash, and "nvidia" and "geforce", are left out.
+    """
     last = name.rsplit("/", 1)[-1]
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())

@@ -88,7 +88,11 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, adjusted so that they follow the order of the updates."""
+    """Return the times at which updates overwrite subgroups, raised so that they follow the order of the updates.
+
+    Simulated times may not follow this order. One update overwrites state while it computes, another one when it
+    copies state back to host memory. So each time is raised to that of the previous update in its queue.
+    """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
     for one in sorted(due, key=lambda d: rank[d.subgroup]):
@@ -123,11 +127,11 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
 
 
 def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds that training waits in a save while state is copied to DeepSpeed's own tensors.
+    """Return the seconds that a checkpoint save waits while state is copied to DeepSpeed's own tensors.
 
-    This is needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Then two kinds
-    of state are missing from DeepSpeed's tensors: resident state, and after every second step the state that is
-    updated early.
+    The copies are needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Resident
+    state is then in GPU memory instead. Early updates, which start before the gradient norm is known, write to
+    DeepSpeed's tensors and to spare buffers in turn. So half of their state is copied on average.
     """
     if workload.zero_stage < 3 or not workload.state_stays:
         return 0.0
@@ -226,7 +230,10 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate training with a save that writes nothing. Only the training thread waits for it."""
+        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite state.
+
+        The order of writing the checkpoint is planned from these times. The save delays only the training thread.
+        """
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
 

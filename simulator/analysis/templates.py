@@ -182,7 +182,12 @@ class Templates:
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
-        """Create an empty cache of schedule templates. ``build`` builds a schedule, such as `build_strategy`."""
+        """Create an empty cache of schedule templates, which are compiled schedules with replaceable times.
+
+        Args:
+            build: Function that builds the schedule of a strategy for a workload, such as `build_strategy`.
+            most_bytes: Bytes of host memory that the cached templates may take together.
+        """
         self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 

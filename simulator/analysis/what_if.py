@@ -44,7 +44,7 @@ _IN_WORKLOAD = {
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a what-if: one strategy with one GPU memory size and one value for each changed field."""
+    """A combination of values to simulate for `what_if`: a strategy, a GPU memory size, and changed fields."""
 
     strategy: str
     options: Mapping[str, Any]
@@ -271,7 +271,10 @@ class _Bar:
 
 
 def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
-    """Simulate one point of a what-if, and return its row of the table."""
+    """Simulate one combination of a strategy, a GPU memory size and changed fields (`Point`).
+
+    Return the row of this combination in the table of `what_if`.
+    """
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
     decides = planner is not None and point.strategy == "ebbtide" and not point.options

@@ -122,12 +122,14 @@ def _waits(step: Step) -> list[int]:
 
 
 class Program(NamedTuple):
-    """A recorded training iteration as arrays. Its entries are ops, and places where a plan's ops are added.
+    """A recorded training iteration as arrays. An entry is an op, or a marker for ops that depend on the plan.
 
     Attributes:
-        places: One row for each entry and one for the end: shape (entries + 1, X_COLUMNS), see the constants X_*.
-            Entry p waits for refs[places[p, X_REFS]:places[p + 1, X_REFS]].
-        rows: Op of each entry: shape (entries, OP_COLUMNS).
+        places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
+            entry's kind, the part of a gradient that a marker stands for, and the position in ``refs`` where the
+            numbers of the entries that it waits for begin. They end where those of the next row begin.
+        refs: Numbers of the entries that entries wait for (`Place.refs`), one entry's after the other's.
+        rows: Op of each entry: shape (entries, OP_COLUMNS). Zeros for markers.
         parts: Number of gradient parts. A part is one layer's contribution to one subgroup's gradient.
     """
 
@@ -164,9 +166,10 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
+    """Return the number of subgroups, their elements, and the largest one's elements, for each of `plain_ways`.
 
-    The shape is (2, 3, ways): first for subgroups that wait for the gradient norm, then for early updates.
+    These are the combinations of a placement and a parameter location. The shape is (2, 3, ways): first for subgroups
+    that wait for the gradient norm, then for early updates.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):

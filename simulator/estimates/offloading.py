@@ -75,9 +75,10 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return the key of an offload in a DeepSpeed config other than optimizer state in host memory.
+        """Return the key in a DeepSpeed config that offloads more than optimizer state to host memory.
 
-        The result is empty if there is none.
+        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is empty if the
+        config has no such key.
         """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
@@ -128,7 +129,10 @@ class Offloading:
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options for simulating ZeRO-1 or 2 offload: by DeepSpeed's version, pinning and the optimizer."""
+        """Return the options for simulating ZeRO-1 or 2 offload that depend on three things in the DeepSpeed config.
+
+        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates on the CPU.
+        """
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
             found["parameters"] = "fresh_16_bit"

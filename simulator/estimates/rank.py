@@ -376,7 +376,10 @@ class Rank:
         return parts
 
     def whole_elements(self, block: Block) -> int:
-        """Return the number of a block's elements on all data-parallel ranks together."""
+        """Return the number of a block's parameter elements that all data-parallel ranks hold together.
+
+        Each rank's partition is rounded up, so the number includes padding.
+        """
         return sum(self.partitions(block)) * self.job.data_parallel
 
     def held_elements(self, blocks: Sequence[Block]) -> int:

@@ -107,7 +107,11 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather the parameters of one module that are not gathered yet."""
+        """Gather the parameters of one module that are not gathered yet.
+
+        Args:
+            step: Position of the module in the order in which a forward and its backward use modules.
+        """
         self._gather({key: n for key, n in module if key not in self.there})
         missed = {key for key, _ in module if self.seen.get(key, -1) < step}
         popped: set[Hashable] = set()
@@ -133,7 +137,11 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release the gathered parameters of a module, except those that a module after position ``step`` uses soon."""
+        """Release the gathered parameters of a module, except those that are used again soon.
+
+        Args:
+            step: Position from which later uses count, in the order in which a forward and its backward use modules.
+        """
         for key, _ in module:
             if key in self.there and not self._kept(key, step):
                 self.available -= self.there.pop(key)

@@ -61,7 +61,10 @@ class InfinityOptions:
 
     @property
     def gradients(self) -> Gradients:
-        """Return the way of copying gradients to the host, as a value of `StockOptions.gradients`."""
+        """Return how the simulated DeepSpeed run copies gradients to the host, as a value of `StockOptions.gradients`.
+
+        The value follows from the options ``pinned`` and ``async_gradients``.
+        """
         if self.pinned:
             return "stock" if self.async_gradients else "widened_on_host"
         return "unpinned" if self.async_gradients else "unpinned_widened_on_host"

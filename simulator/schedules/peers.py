@@ -267,7 +267,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
-        """Append to the schedule the kernels for a layer's gradients.
+        """Append to the schedule the GPU kernels that compute the norm of a layer's gradients and convert them to fp32.
 
         They run at the same time as backward of the next layers.
         """

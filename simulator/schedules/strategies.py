@@ -69,7 +69,10 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
-    """Check the type of a strategy's option. The strategy itself checks texts that must be one of a few."""
+    """Check that the value of a strategy's option has the option's type.
+
+    Options that accept only certain strings are not checked here, but by the strategy itself.
+    """
     kind = next((t for t in types if t in _KINDS), None)
     if kind is None or (value is None and type(None) in types):
         return

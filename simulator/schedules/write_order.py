@@ -108,7 +108,7 @@ def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
 
 @dataclass
 class _Writer:
-    """The writer threads of a checkpoint, simulated as one writer with the rate of all."""
+    """The writer threads of a checkpoint, simulated as one writer with the sum of the threads' rates."""
 
     pace: Pace
     free_bytes: float  # of the budget

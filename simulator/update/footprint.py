@@ -238,8 +238,8 @@ class Holding:
 
         Args:
             amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
-            updated_early: The same numbers for subgroups that are updated before the gradient norm is known. If
-                given, ``amounts`` does not include these subgroups.
+            updated_early: ``amounts`` of the subgroups that are updated before the gradient norm is known. If given,
+                ``amounts`` does not include these subgroups.
             summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only
                 their gradients of the previous accumulation window.
         """
@@ -282,11 +282,11 @@ class Holding:
     def sending_bytes(self, sent: float, summed: float) -> float:
         """Return the bytes of GPU memory for gradients that are later copied to the host.
 
-        It holds the gradients that are being copied, and the sums that are accumulated on the GPU.
+        This memory holds the gradients that are being copied, and the sums that are accumulated on the GPU.
 
         Args:
-            sent: Number of elements of all these subgroups.
-            summed: Number of elements whose gradients are accumulated on the GPU.
+            sent: Number of elements of all subgroups whose gradients are copied to the host.
+            summed: Number of these elements whose gradients are accumulated on the GPU.
         """
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
@@ -336,7 +336,7 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return a plan's numbers and sizes of subgroups by way of updating, as `tally` does.
+    """Return a plan's numbers and sizes of subgroups by placement and parameter location, as `tally` does.
 
     The first value is for updates that wait for the gradient norm, the second for early ones.
     """
@@ -366,9 +366,12 @@ def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
 def tally(
     sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return, for each way of updating, the number of subgroups, their elements, and the largest one's elements.
+    """Return the number of subgroups, their elements, and the largest subgroup's elements, for each of `plain_ways`.
+
+    These are the combinations of a placement and a parameter location.
 
     Args:
+        sizes, placements: Elements and placement of each subgroup.
         locations: Memory that holds each subgroup's parameters. Empty: GPU memory for all.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
@@ -381,9 +384,9 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of steps to keep stored state for on drives, given the number of checkpoints to keep.
+    """Return the number of finished steps whose stored state the drives hold, for a number of checkpoints to keep.
 
-    It is at least one, because a step never overwrites the state of the last checkpoint.
+    It is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
     """
     return max(1, keep)
 

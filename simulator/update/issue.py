@@ -54,7 +54,7 @@ class Issue(Generic[Op]):
         """Begin training under a plan with no op issued and all buffers free.
 
         Args:
-            recipes: For each subgroup, the ops (recipe) of its update under the plan.
+            recipes: For each subgroup, the recipe (sequence of ops) of its update under the plan.
             order: Order of the updates after the gradient norm is known.
             arrival: Order in which subgroups' gradients become complete.
             slots: Number of buffers of each kind.
@@ -63,8 +63,8 @@ class Issue(Generic[Op]):
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
             arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
                 update reads it.
-            redo: For each subgroup, the ops of its update if it is not updated early, or was updated early in vain.
-                Empty if no early update can be wrong.
+            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
+                update was wrong. Empty if no early update can be wrong.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -181,7 +181,16 @@ class Issue(Generic[Op]):
             self.early[subgroup] = begun, previous
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Yield the subgroups that take a buffer before the gradient norm is known, and hold it until then."""
+        """Yield the subgroups that get a buffer for their state before the gradient norm is known.
+
+        Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
+        that
+        are updated early are not included.
+
+        Args:
+            ahead: True for buffers that are given already at the end of the previous step (`Slot.ahead`), False for
+                those that are given during backward.
+        """
         left = dict(self.limits)
         for subgroup in self.order:
             recipe = self._now[subgroup]

@@ -70,7 +70,11 @@ def _walk(first: int, last: int) -> range:
 
 
 def compact(sequence: Sequence[int]) -> Direction | Spans:
-    """Return an order of subgroups in its shortest form: ``forward``, ``arrival``, or a few spans (first, last)."""
+    """Return an order of subgroups in its shortest form.
+
+    ``forward`` is the order of the layers, ``arrival`` is the reverse. Any other order is returned as spans: pairs of
+    the first and the last of consecutive subgroups.
+    """
     rank = {subgroup: i for i, subgroup in enumerate(sorted(sequence))}
     ranks = [rank[subgroup] for subgroup in sequence]
     if ranks == list(range(len(ranks))):

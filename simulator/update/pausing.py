@@ -89,7 +89,7 @@ class PauseRule:
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Add the time that a finished step's early updates saved to the account, or subtract the time that they cost.
+        """Record in the account of time what the early updates of a finished step saved or cost.
 
         Args:
             right: True if the early updates were right, False if they were redone. None if the step had none.

@@ -182,7 +182,7 @@ class Recipe:
 
     @cached_property
     def parameters_on_host(self) -> Recipe:
-        """Return the ops (recipe) of the same update for a subgroup with its parameters in host memory.
+        """Return the recipe (the sequence of ops) of this update for a subgroup with its parameters in host memory.
 
         An update on the CPU writes these parameters in place. After an update on the GPU they are copied to the host
         before the state, because the next forward waits for them.
@@ -199,11 +199,12 @@ class Recipe:
 
     @cached_property
     def updated_early(self) -> Recipe | None:
-        """Return the ops (recipe) of an update that starts before the gradient norm is known.
+        """Return the recipe (the sequence of ops) of an update that starts before the gradient norm is known.
 
-        The result is None if the placement does not allow it. The update starts when the gradient is complete, and
-        assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so that a wrong
-        update can be dropped. New parameters stay in a buffer of their own until the gradient norm is known.
+        The result is None if the placement does not allow such an early update. The update starts when the gradient is
+        complete, and assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so
+        that
+        a wrong update can be dropped. New parameters stay in a buffer of their own until the gradient norm is known.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:
@@ -223,7 +224,7 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the ops (recipe) of a subgroup with gradient accumulation on the GPU.
+        """Return the recipe (the sequence of ops) for a subgroup with gradient accumulation on the GPU.
 
         The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
         never leave the GPU.
@@ -408,7 +409,7 @@ UNFUSED_HOST = Recipe(
 def recipe_of(
     placement: Placement, location: Memory, *, fused: bool = True, updated_early: bool = False, summed: bool = False
 ) -> Recipe:
-    """Return the ops (recipe) of a subgroup's update, for a placement and a parameter location.
+    """Return the recipe (the sequence of ops) of a subgroup's update, for a placement and a parameter location.
 
     Args:
         location: Memory that holds the subgroup's parameters between their uses.
@@ -425,7 +426,7 @@ def recipe_of(
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
     """Return, for each kind of buffer, how many buffers the updates under a plan use.
 
-    They are at most as many as the subgroups that use this kind of buffer.
+    There are never more buffers of a kind than subgroups that use this kind.
 
     Args:
         recipes: Ops of the update of each subgroup.
@@ -435,7 +436,10 @@ def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int =
 
 
 def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
-    """Return the number of buffers of one kind under a plan. It is at most the number of subgroups that use them."""
+    """Return the number of buffers of one kind under a plan.
+
+    There are never more buffers than subgroups that use them (``users``).
+    """
     planned = {Slot.STAGING: staging_slots, Slot.STATE: host_slots}
     return min(planned.get(slot, PARAMETER_SLOTS), users)
 

@@ -41,28 +41,36 @@ class Way(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return a number below 128 that encodes this way of updating a subgroup: placement, location and flags."""
+        """Return a number below 128 that encodes a way of updating a subgroup: placement, parameter location and
+        flags.
+        """
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe (the sequence of ops) of the update of a subgroup with this placement and these flags."""
+        """Return the recipe (the sequence of ops) of a subgroup's update with this placement, location and flags."""
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
-        """Return the ops (recipe) of this update with DeepSpeed's separate CPU passes instead of the fused kernel."""
+        """Return the recipe (the sequence of ops) of this update, by DeepSpeed's separate CPU passes if it can.
+
+        Such passes replace ebbtide's fused kernel for the placement ``host``. Recipes of other placements do not
+        change.
+        """
         return recipe_of(
             self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
         )
 
     @property
     def redo(self) -> Recipe:
-        """Return the ops (recipe) of a subgroup's update in a step without an early update, or after a wrong one.
+        """Return the recipe (the sequence of ops) of a subgroup's update that waits for the gradient norm.
 
-        An early update starts before the gradient norm is known. This one waits for it. On the CPU the new parameters
-        then always have a buffer of their own.
+        A plan with early updates needs this recipe in two cases: in steps without early updates, and if a step clips or
+        overflows, so that its early update is discarded. On the CPU the new parameters then always have a buffer of
+        their
+        own.
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]
@@ -86,7 +94,10 @@ class Way(NamedTuple):
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return the same way of updating a subgroup, without the flags that its placement does not allow."""
+        """Return this way of updating a subgroup, with each flag off that the placement does not allow.
+
+        The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
+        """
         return self._replace(
             early=self.early and self.can_be_early, sum_on_device=self.sum_on_device and self.can_sum_on_device
         )
@@ -114,5 +125,5 @@ _BY_CODE = {way.code: way for way in ways()}
 
 
 def of_codes(codes: Iterable[int]) -> tuple[Way, ...]:
-    """Return the ways of updating subgroups that given numbers encode (see `Way.code`)."""
+    """Return the ways of updating subgroups (placement, parameter location and flags) for numbers from `Way.code`."""
     return tuple(_BY_CODE[int(code)] for code in codes)

@@ -1,4 +1,4 @@
-"""Tests of ranks that measure at the same time: with real processes, and of what is made of their samples."""
+"""Tests of ranks (processes) that measure a machine at the same time, and of the rates from their samples."""
 
 import itertools
 import multiprocessing

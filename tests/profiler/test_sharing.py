@@ -1,4 +1,4 @@
-"""Tests that compare measured contention with what the simulator assumes for the same two ops."""
+"""Tests that compare the contention measured between two concurrent ops with the simulator's assumption."""
 
 import pytest
 from ebbtide.profiler.rates.sharing import differences, simulated_share, with_writer_cost
@@ -8,8 +8,9 @@ from tests.machines import node
 
 
 def machine(**contention):
-    """Return a machine with 60 GB/s of DRAM bandwidth, of which host Adam uses 56. A copy at the same time asks
-    for 20 more, and each gets 60/76 of its speed.
+    """Return a machine with 60 GB/s of DRAM bandwidth, and the given measurements of contention.
+
+    Host Adam alone uses 56 GB/s. A copy at the same time needs 20 GB/s more, so both reach 60/76 of their speed.
     """
     measured = {name: Quantity.exact(value, "measured") for name, value in contention.items()}
     return node(
@@ -46,8 +47,10 @@ def writing(share, thread_s=1e-10):
 
 
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
-    """Check that the cost of a storage writer is raised until the simulator gives host Adam the share of its
-    speed that was measured beside the writer.
+    """Check how `with_writer_cost` finds the CPU time that a storage writer takes per byte.
+
+    The input is a measurement of the share of its speed that host Adam keeps beside a writer. The CPU time must be
+    raised until the simulator predicts this share.
     """
     for share in (0.9, 0.92):
         found = with_writer_cost(writing(share))
@@ -72,9 +75,11 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 
 
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
-    """Check that the cost of a storage writer follows from what forward and backward on the cores lose, and not
-    from host Adam's loss. At 1 GB/s of writes, a loss of 3% of 16 cores is 0.48 s of core time per GB.
-    A loss of 25% is 4 s, more than two writers can use, so that their full time counts: 1 s per GB.
+    """Check the CPU time that a storage writer takes per byte if forward and backward run on CPU cores.
+
+    It must follow from the speed that forward and backward lose beside the writer, and not from host Adam's loss. At
+    1 GB/s of writes, a loss of 3% of 16 cores is 0.48 s of core time per GB. A loss of 25% would be 4 s per GB, more
+    than the two writer threads can use. The result is then their full time, 1 s per GB.
     """
     found = with_writer_cost(
         machine(

@@ -291,7 +291,11 @@ class Allocator:
         return name
 
     def given_away(self, name, stream):
-        """End a `hold`. Return True if the memory block was freed, so that a later owner may already write to it."""
+        """Release a reference that `hold` made to a memory block.
+
+        Return True if the block has been freed, was not allocated on ``stream``, and was not recorded as used by
+        ``stream``. The allocator may then have given the block to a new owner, who already writes to it.
+        """
         with self._lock:
             block = self.block(name)
             # Uses that do not count: references made by `hold`, and torch's own wrapper of the storage.

@@ -154,7 +154,12 @@ def ops_of(executor):
 
 
 def simulated(workload, plan):
-    """Return the waits and lanes of the simulator's schedule as `executed` does, without the training loop's ops."""
+    """Return the ops that the simulator schedules, in the form in which `executed` returns submitted ops.
+
+    Returns:
+        Two dicts: the ops and events that each op waits for, and the ops of each lane in order. Ops of the training
+        loop, such as forwards, are left out.
+    """
     ops = build_schedule(workload, plan, iterations=STEPS).ops
     waits, lanes, names, seen = {}, {}, {}, Counter()
     for op in ops:
@@ -261,10 +266,11 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that a gradient sum is set apart only after its copy to host memory has ended.
+    """Check that a gradient sum is saved to another buffer only after its copy to host memory has ended.
 
-    After a skipped step no gradient has been waited for, so the copy may still be under way. In this test
-    a copy runs only when something waits for it.
+    It is saved because DeepSpeed does not add the next gradient to this sum. After a skipped step nothing has waited
+    for the gradients, so the copy may still be in progress. In this test a copy runs only when something waits for
+    it.
     """
     under_way, wait_host = {}, Completion.wait_host
 

@@ -48,8 +48,10 @@ def _words(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and sign of each element's position, as digest.cpp computes them. int64 wraps around as
-    uint64 does.
+    """Return the hash key and the random sign of each position in a tensor, as digest.cpp computes them.
+
+    The digest multiplies the bits of each element by the key of its position, and its value by the sign. int64 wraps
+    around as uint64 does.
     """
     places = np.arange(start, start + count, dtype=np.uint64)
     inner = _mixed(places % np.uint64(TABLE)) | np.uint64(1)

@@ -1,5 +1,7 @@
-"""Tests of simulated checkpoints: exact costs of small cases, equal results of both engines, and updates
-that never overwrite state before it is saved.
+"""Tests of simulated checkpoints.
+
+The costs of small cases are exact, the reference simulator and the compiled one agree, and no update overwrites
+state before the state is saved.
 """
 
 import pytest
@@ -258,8 +260,11 @@ def _not_torn(schedule, fast, subgroup, placement):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """Check how long a save waits for copies into DeepSpeed's own tensors, if a plan cuts DeepSpeed's subgroups.
-    All resident state is copied to the host, and on the average half of the state that is updated early.
+    """Check how long a save waits until all state is in DeepSpeed's own tensors, if a plan cuts DeepSpeed's subgroups.
+
+    The save copies all resident state from the GPU to the host. Of the state that is updated before the gradient norm
+    is
+    known, it copies half on average, because every second early update leaves its result in a spare buffer.
     """
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)

@@ -20,7 +20,12 @@ def planned(speculate, placement="host", **fields):
 
 
 def over_plain(times, clips):
-    """Return the total time of steps under the pause rule, relative to the same steps without early updates."""
+    """Return the total time of steps if `PauseRule` pauses early updates, relative to steps without early updates.
+
+    Args:
+        times: Times of a step with right, with wrong, and without early updates (`StepTimes`).
+        clips: For each step, whether it clips, so that an early update is wrong.
+    """
     rule, total_s = PauseRule(times), 0.0
     for clipped in clips:
         early = rule.on

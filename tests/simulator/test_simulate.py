@@ -328,8 +328,10 @@ def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
 
 
 def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
-    """Check that without offloading the norm allocates memory for one gradient in float64 at a time: 60
-    elements of 8 bytes for the largest gradient, freed afterwards.
+    """Check the GPU memory of the gradient norm for training without offload.
+
+    One gradient at a time is copied to float64. The largest gradient has 60 elements, so 60 * 8 bytes are allocated and
+    freed again.
     """
     from ebbtide.simulator.schedules.peers import DeviceLoop
 

@@ -109,8 +109,11 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """Check that no schedule template is used for a strategy that has a layer's time where templates do not
-    expect it, here in the duration of its host updates.
+    """Check that no schedule is made from a template if a strategy uses a time where templates do not replace it.
+
+    A template is a compiled schedule with replaceable times. The strategy in this test adds a layer's forward time to
+    the
+    duration of host updates, where no template replaces it.
     """
     built = []
 

@@ -1,5 +1,7 @@
-"""Tests that the bytes of each memory are counted in one place, so that a new placement is one more table
-row and no engine has to know its name.
+"""Tests that one module counts the bytes of each memory.
+
+A new placement of optimizer state then needs a new row in the simulator's tables of placements, and no change of the
+engines that simulate schedules.
 """
 
 import random

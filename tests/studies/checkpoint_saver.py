@@ -5,9 +5,12 @@ from pathlib import Path
 
 
 def save(folder, commits, stop=False):
-    """Commit checkpoints of 8 MiB. Then write another one without committing it, or stop after the first.
+    """Write ``commits`` checkpoints of 8 MiB and commit each, then write another one without committing it.
 
     Writing is slow, so that an observer sees a partial checkpoint.
+
+    Args:
+        stop: True to end after the first committed checkpoint instead.
     """
     folder = Path(folder)
     for number in range(1, commits + 2):

@@ -1,5 +1,6 @@
-"""Tests of the GPU suite without a GPU. It is rehearsed on the emulated device, so that GPU time is not lost
-to mistakes.
+"""Tests of the GPU suite (`studies.gpu`) on machines without a GPU.
+
+They rehearse the suite: it runs on the emulated device, so that no GPU time is lost to mistakes.
 """
 
 import argparse
@@ -23,8 +24,10 @@ REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs 
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_ops, capsys):
-    """Check the records and pictures of a rehearsal of the GPU suite, whose sections and trials run as processes
-    of their own. All records are marked as emulated.
+    """Check the records and pictures of the GPU suite if it is rehearsed, which means run on the emulated device.
+
+    Each section of the suite, and each trial run of a section, is a process of its own. All records must say that the
+    device was emulated.
     """
     arguments = ["--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
     try:
@@ -50,9 +53,7 @@ def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_op
 
 
 def _goes_on_where_it_was(folder, names):
-    """Run the rehearsal of the GPU suite a second time, and check that no section with a complete record runs
-    again.
-    """
+    """Rehearse the GPU suite a second time, and check that no section with a complete record runs again."""
     before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
     command.main(["--rehearse", "--out", str(folder), "--part", *REHEARSED])
     assert before == {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
@@ -272,7 +273,10 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 
 @pytest.fixture
 def short_contract(monkeypatch):
-    """Reduce the section that compares bits to three configurations, with one placement."""
+    """Shorten the GPU suite's comparison of training results with stock DeepSpeed, bit for bit.
+
+    It then has three training configurations, each with one pattern of placements.
+    """
     monkeypatch.setattr(contract, "IN_REHEARSAL", ("clips hard", "frozen parameters", "parameters in host memory"))
     monkeypatch.setattr(contract, "PLACEMENTS", {"all three": ["host", "device", "resident"]})
     monkeypatch.setattr(contract, "settle", lambda: None)
@@ -296,8 +300,10 @@ def test_stored_state_and_auto_have_stocks_bits(only_rank):
 def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no_others(
     suite, short_contract, monkeypatch
 ):
-    """Check that finished rows of the bit comparison are saved if a stock run fails or the section is killed.
-    Once, either of them lost all rows.
+    """Check that the GPU suite's bit comparison with stock DeepSpeed saves the results that it has.
+
+    They must be in the record if a run of stock DeepSpeed fails, and if the comparison is killed. In an earlier version
+    either event lost all results.
     """
     asked = []
 

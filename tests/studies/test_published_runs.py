@@ -68,8 +68,12 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 
 
 def test_subgroups_are_those_of_fused_matrices(runs):
-    """Check the number of subgroups against the gradients that published runs left on the GPU after backward. Of
-    21 subgroups, two are updated on the GPU at strides 8 and 10, and ten at stride 2.
+    """Check the number of subgroups that ebbtide computes for published runs of Deep Optimizer States.
+
+    Deep Optimizer States updates one subgroup per stride on the GPU, and published runs tell how many bytes of these
+    subgroups' gradients stay on the GPU after backward. Of 21 subgroups, two are updated on the GPU at strides 8 and
+    10,
+    and ten at stride 2.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
@@ -327,8 +331,11 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check that the assumed spread between campaigns is the spread between nodes of different makers. No run
-    that judges the intervals is used for it.
+    """Check the spread between measurement campaigns on different nodes that prediction intervals assume.
+
+    It must equal the spread of MLPerf times between nodes of different makers. The published runs on which the
+    intervals
+    are judged are not used for it.
     """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD
@@ -336,8 +343,9 @@ def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
 
 
 def test_the_spread_between_two_nodes_by_hand(tmp_path):
-    """Check the spread between two nodes whose times are 10% apart. A third node ran another batch size and
-    does not count.
+    """Check the spread of benchmark times between nodes of different makers against a value worked out by hand.
+
+    The times of two nodes are 10% apart. A third node does not count, because it ran another batch size.
     """
     names = "gpus,benchmark,global_batch,maker,system,runs,s_per_epoch"
     rows = ["8 SXM4,bert,448,A,a,5,1.0", "8 SXM4,bert,448,B,b,5,1.1", "8 SXM4,bert,512,C,c,5,9.0"]

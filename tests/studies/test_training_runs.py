@@ -1,5 +1,7 @@
-"""Tests of the study of published training runs: reading the rows, and predictions by machine presets for
-rows that no figure was fitted to.
+"""Tests of the study of published training runs.
+
+They check the table of runs, and predictions by machine presets for runs to which no constant of the simulator was
+fitted.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ def test_every_row_has_a_source_and_a_preset(runs):
 
 
 def quick(run):
-    """Predict the time and memory of a run without an interval."""
+    """Predict the iteration time and GPU memory of a published run, without the interval of the prediction."""
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     return Prediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)
@@ -100,8 +102,10 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted(judged):
-    """Check that the GPU memory of held-out runs is predicted with a median error of at most 8%. For rows that
-    include memory outside PyTorch, one figure per preset is added.
+    """Check that peak GPU memory is predicted with a median error of at most 8%, for runs held out of all fits.
+
+    Runs that report the memory of the whole GPU are left out. Their prediction would add a preset's constant for memory
+    outside PyTorch.
     """
     seen = [(run, said) for run, said in judged if run.fields["memory_kind"] != "device"]
     assert families.memory(seen)["held_out"]["median_abs_pct_error"] <= 8

@@ -65,8 +65,9 @@ def test_update_phase(tmp_path, only_rank, run):
 
 @pytest.mark.slow
 def test_interleaving(tmp_path, run, monkeypatch):
-    """Check the interleaving study with evenly spread plans. The plan search itself is tested in
-    `tests/tuner/test_search.py`.
+    """Check the study of interleaved updates on CPU and GPU (`studies.interleaving`), with evenly spread placements.
+
+    The study itself searches the placements. `tests/tuner/test_search.py` tests that search.
     """
 
     def even(work, machine, *, device_memory_bytes):

@@ -25,7 +25,10 @@ LETTERS = {"host": "h", "device": "d", "resident": "r"}
 
 @dataclass(frozen=True)
 class Row:
-    """The recorded plan of one case. Its placements are written in short form, e.g. ``12h1d3h``."""
+    """A row of golden.json: the plan that the search once found for a numbered case, and the plan's prediction.
+
+    The plan's placements are written in short form, e.g. ``12h1d3h``.
+    """
 
     placement: str
     staging_slots: int
@@ -57,7 +60,7 @@ class Row:
 
 
 def case(number):
-    """Return the workload and machine of a numbered case. The number alone decides both."""
+    """Return the workload and machine of a numbered test case. The number alone decides both."""
     rng = random.Random(f"golden {number}")
     workload = _workload(rng, number)
     return workload, _machine(rng, number, workload)
@@ -137,7 +140,10 @@ def encode(plan):
 
 
 def planned(number):
-    """Plan a numbered case with today's search and return the row to record."""
+    """Search a plan for the workload and machine of a numbered test case, and return it as a row of golden.json.
+
+    The row also has the plan's predicted time and memory, and the lower bound.
+    """
     workload, machine = case(number)
     made = search(workload, machine)
     limit = Limits.of(workload, machine).device_bytes
@@ -155,7 +161,10 @@ def planned(number):
 
 
 def recorded():
-    """Return the recorded row of each case, in the order of the cases' numbers."""
+    """Return the rows of golden.json, one for each numbered test case.
+
+    A row is the plan that the search found when the file was last written, with its predicted time and memory.
+    """
     return [Row(**fields) for fields in json.loads(PATH.read_text())["rows"]]
 
 

@@ -22,8 +22,9 @@ GIB = 2**30
 
 
 def begun(seed=0):
-    """Return a plan search over twenty subgroups, eight of which could be resident. The only plan so far
-    updates all of them on the host.
+    """Return a search for a plan of twenty subgroups, which has simulated only the plan that updates all on the host.
+
+    The GPU memory could hold the optimizer state of eight subgroups throughout training (placement ``resident``).
     """
     work, on = workload(), machine(device_memory_bytes=9 * GIB, host_adam_params_per_s=1e9)
     search = Search(work, on, Limits.of(work, on), seed)

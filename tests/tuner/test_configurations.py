@@ -136,8 +136,10 @@ def test_the_least_that_is_missing_is_told():
 
 @pytest.mark.parametrize("gib", [None, 20])
 def test_the_search_finds_what_simulating_everything_finds(gib):
-    """Check that `tune search` matches an exhaustive simulation of all configurations with fewer simulations:
-    the fastest one, the cost of each knob's values, and the remarks.
+    """Check that `tune search` finds the same as simulating every configuration, with fewer simulations.
+
+    Compared are the fastest configuration, the cost of each value of a setting, the configurations that trade speed for
+    memory, and the remarks.
     """
     little = question(device_memory_bytes=gib and gib * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
@@ -160,8 +162,9 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """Return the subject of each remark of `tune search`, without the prediction error. Remarks of an exhaustive
-    simulation have no such error.
+    """Return the subject of each remark that `tune search` prints.
+
+    A prediction error in the subject is cut off, because remarks on an exhaustive simulation have none.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 

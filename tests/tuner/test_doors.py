@@ -77,8 +77,10 @@ def _peaks(row):
 
 
 def test_an_estimate_is_the_quick_answer_of_every_other_door():
-    """Check that `ebbtide.estimate` predicts the time and host memory of the quick plan that other entry
-    points make, with the same subgroup sizes, early updates and margins.
+    """Check that `ebbtide.estimate` predicts the time and host memory of `even_plan`, the plan of a quick search.
+
+    Other entry points answer with this plan too. Its subgroup sizes, early updates and memory margins must be the
+    same.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)
@@ -96,8 +98,9 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
 
 
 def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
-    """Check that `what_if` in Python and over HTTP predict the quick plan's time, for each GPU memory size and
-    clip rate.
+    """Check that `what_if` in Python and over HTTP predict the time of `even_plan`, the plan of a quick search.
+
+    The values of GPU memory size and clip rate are varied.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine)

@@ -110,14 +110,21 @@ def expected_s(work, on, plan):
 
 
 def comes_in(work, plan):
-    """Return the bytes of parameters that are copied to the GPU for the passes, and the plan's GPU memory by kind."""
+    """Return the bytes of parameters that a simulated schedule copies to the GPU for its forwards and backwards.
+
+    Return also the plan's bytes of GPU memory, by kind.
+    """
     ops = build_schedule(work, plan).ops
     fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
     return fetched, footprint_by_kind(work, plan)["device"]
 
 
 def outcomes(work, on, plan=None):
-    """Return all results that a field may change: predictions, limits, fingerprints and the output of `tune show`."""
+    """Return every result that a field of a workload, machine or plan may change.
+
+    These are predicted times, memory and limits, the fingerprints (hashes) of workload and machine, and the output of
+    `tune show`.
+    """
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
     if work.zero_stage == 3:
@@ -372,8 +379,9 @@ def test_every_field_of_a_workload(name, plain):
 
 
 def allowed(build, *names):
-    """Call ``build`` and return its result, or None if it raises an error. The error must contain one of the
-    names.
+    """Call ``build`` and return its result, or None if it refuses a field with an error.
+
+    The error must contain one of the field names ``names``.
     """
     try:
         return build()
@@ -416,7 +424,10 @@ def test_every_field_of_a_plan(name):
 
 @pytest.mark.parametrize("name", sorted(CheckpointPlan.model_fields))
 def test_every_field_of_a_checkpoint_plan(name):
-    """Check that each field of a checkpoint plan is given a value in the test file of its feature."""
+    """Check that the tests give a value to each checkpoint setting of a plan (`CheckpointPlan`).
+
+    Of each setting, `CHECKPOINT` names the folder of tests that must do so.
+    """
     assert re.search(rf'\b{name}\b"?[=:]', read(CHECKPOINT[name]))
 
 

@@ -1,4 +1,4 @@
-"""Tests of monotonicity: more memory, bandwidth or freedom for a plan never makes the answer slower."""
+"""Tests of monotonicity: with more memory, bandwidth or freedom, the plan search never finds a slower plan."""
 
 import random
 from functools import cache

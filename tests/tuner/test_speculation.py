@@ -118,8 +118,9 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
 
 
 def test_one_figure_everywhere():
-    """Check that a plan's prediction, its row in the comparison and a new simulation of the plan give the same
-    iteration time.
+    """Check that a plan's predicted iteration time equals the time in the plan's row of `compare`.
+
+    That table compares the plan with other ways to train, and with variants of the plan. No variant may be faster.
     """
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)

@@ -49,7 +49,10 @@ def update(name, step):
 
 
 class Trained:
-    """A synthetic training run in the recorder's format, with an optional change of its state at given steps."""
+    """A synthetic training run that writes the files of a run of `tune verify`.
+
+    A test may change the run's state at given steps.
+    """
 
     def __init__(self, folder, name, ranks=1, noise=0.0, **about):
         self.folder, self.name, self.ranks, self.noise = folder / name, name, ranks, noise
@@ -185,8 +188,9 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Check that `tune verify` recognizes a run with a defect by that run's own state, even if it is the more
-    trusted run and all other differences are rounding.
+    """Check that `tune verify` blames a run with a defect by that run's own state.
+
+    The defective run is the reference of the comparison here, and all other differences are rounding.
     """
     rounded = Trained(tmp_path, "plan", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(4, change).run()
@@ -251,8 +255,9 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
     ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"), (0.001, 1e-8, "rounding")]
 )
 def test_equal_gradients_that_make_another_update_are_no_rounding(tmp_path, stock, off, sums, verdict):
-    """Check that `tune verify` calls an update 3% too large a defect if the gradient norms agree. The difference
-    is rounding if the norms differ as well, or if it is 0.1%.
+    """Check that `tune verify` reports a defect if one run's update is 3% larger although the gradient norms agree.
+
+    The difference counts as rounding if the gradient norms differ as well, or if the update is only 0.1% larger.
     """
 
     def other_rate(state, wire, old, facts):
@@ -286,8 +291,11 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """Check that `tune verify` blames a single wrong bit on the right run, although a third run rounds
-    differently. It trains both sides again, and only one of them fails to repeat its result.
+    """Check that `tune verify` blames a single wrong bit on the right run, also beside a third run that rounds
+    otherwise.
+
+    `tune verify` trains the two runs that differ a second time. Only the run with the wrong bit then gives another
+    result.
     """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()
@@ -322,8 +330,10 @@ def test_what_recurs_is_blamed_as_without_running_it_again(tmp_path, stock):
 
 @pytest.mark.parametrize(("off", "verdict"), [(2e-4, "rounding"), (1.5e-3, "defect")])
 def test_a_loss_is_measured_by_what_a_flipped_bit_makes_of_losses(tmp_path, stock, off, verdict):
-    """Check that `tune verify` judges a different loss by the effect of a flipped bit on losses. That effect is
-    far smaller than the rounding of a sum in 16 bits.
+    """Check that `tune verify` judges a difference in loss by how much a flipped bit in the state changes losses.
+
+    Here the flipped bit changes the loss of step 4 by 0.004%. A difference of 0.02% between two runs then counts as
+    rounding, and one of 0.15% as a defect.
     """
 
     def jitter(step):

@@ -21,7 +21,7 @@ OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 
 
 def changed(job, machine, changes):
-    """Return the workload and the machine with the given changes, which were offered because nothing fitted."""
+    """Return a workload and a machine with the changes that ebbtide offered because no plan fitted into memory."""
     memory = {k: v for k, v in changes.items() if k in OF_MACHINE}
     machine = machine.with_rates(**memory) if memory else machine
     bought = (*memory, "storage_bytes")

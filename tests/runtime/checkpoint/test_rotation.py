@@ -440,7 +440,11 @@ def make(folder):
 
 
 def make_folder(root, then):
-    """Make a checkpoint folder from a frame of the Trainer, which does so long before `save_checkpoint`."""
+    """Make a checkpoint folder as the Trainer does, and then call ``then``.
+
+    The folder is made by a function whose module is named ``transformers.trainer``. The Trainer makes the folder long
+    before it calls `save_checkpoint`.
+    """
     library = {"__name__": "transformers.trainer"}
     exec(TRAINERS, library)
     library["make"](root / "checkpoint-20")

@@ -77,10 +77,10 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """Check that training copies the gradients that the simulated schedule copies.
+    """Check that training copies the same gradients between host and GPU as the simulated schedule.
 
-    DeepSpeed itself accumulates on the device under ZeRO-1, and if the sums have a wider dtype than the
-    gradients that are reduced.
+    Under ZeRO-1, and if gradient sums have a wider dtype than the reduced gradients, DeepSpeed itself accumulates
+    gradients on the GPU. Both cases are included.
     """
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)

@@ -223,9 +223,9 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that a script may change optimizer state while a copy of it on the GPU waits for the gradient norm.
+    """Check that a script may change optimizer state of which a copy on the GPU waits for the gradient norm.
 
-    The state of the subgroup's part moves from a spare buffer to DeepSpeed's tensor meanwhile.
+    While the copy waits, the state in host memory moves from a spare buffer to DeepSpeed's tensor.
     """
     engine, _ = updating_early(whole(), ["device"])
     backwards = []

@@ -61,10 +61,12 @@ def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, pl
 
 
 def steps_with(engine, change):
-    """Train with ``change`` called between backward and step, and publish and close the engine at the end.
+    """Train with ``change`` called between backward and step, wait for all updates, and close the training session.
 
-    Return the number of updates begun before each step, the state and the losses. If ``change`` returns a true
-    value, it has skipped the step itself.
+    If ``change`` returns a true value, ``change`` has skipped the optimizer step, and no step follows.
+
+    Returns:
+        The number of early updates begun before each step, the optimizer state, and the losses.
     """
     losses, begun = [], []
     for number in range(STEPS):

@@ -77,10 +77,10 @@ def test_right_guesses(case, overlap, pattern):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
-    """Check that updates before the gradient norm are redone if the step clips, and are then no longer started.
+    """Check that early updates, which start before the gradient norm is known, are redone if the step clips.
 
-    Here every step clips, which the norms of the first gradients prove, so that no early update starts. If this
-    proof is turned off, early updates stop after the second wrong step.
+    Every step of this test clips. By default the norms of the first gradients already show that the step will clip, so
+    that no early update starts. If this check is turned off, early updates start in two steps and are then paused.
     """
     engine, counts = pausing(engine_for("clips_hard"), pattern)
     count = updated_early(engine)
@@ -137,9 +137,9 @@ def test_overflows(monkeypatch, pattern):
 
 
 def assert_overflows_are_redone(engine, counts, stock):
-    """Compare 24 steps with stock DeepSpeed's. Some of the steps must overflow.
+    """Compare 24 training steps with stock DeepSpeed's.
 
-    In others, updates begun before the gradient norm is known must be kept.
+    Some of the steps must overflow. In other steps, updates begun before the gradient norm is known must be kept.
     """
     never_pause(engine)
     assert_same(outcome(engine, 24), stock)
@@ -230,10 +230,10 @@ def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
 def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
-    """Check that changes in place of DeepSpeed's fp32 tensors between backward and step count under ZeRO-2.
+    """Check in-place changes of DeepSpeed's fp32 tensors between backward and step under ZeRO-2.
 
-    State in a staging buffer is copied to the GPU again. State that lives on the GPU is copied back from
-    DeepSpeed's tensor, but not in steps without a change.
+    The changes must have the same effect as with stock DeepSpeed. State in a staging buffer is copied to the GPU again.
+    State that lives on the GPU is copied back from DeepSpeed's tensor, but not in steps without a change.
     """
 
     def change(engine, number):

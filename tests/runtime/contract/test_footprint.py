@@ -172,7 +172,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
 
 
 class Copying(DEVICES[DEVICE]):
-    """A device that copies every host buffer it takes over, as a device does that page-locks memory."""
+    """A device that copies every host buffer that it takes over. A device that page-locks memory must do so."""
 
     def host_adopt(self, tensor):
         return tensor.clone()
@@ -198,7 +198,11 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """A device that copies host buffers of others, and counts the sources of earlier copies that still exist then."""
+    """A device that copies each host buffer that it takes over, unless the device itself allocated the buffer.
+
+    With each copy it counts the sources of earlier copies that are not freed yet. A test uses this count to check that
+    one large buffer is freed before the next one is copied.
+    """
 
     def __init__(self):
         super().__init__()

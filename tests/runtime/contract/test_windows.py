@@ -48,9 +48,10 @@ def loop_of(engine, actions):
 
 
 def reads_in_a_window():
-    """Return whether DeepSpeed can gather a parameter between micro-batches, as `follow` does at its end.
+    """Return whether the installed DeepSpeed can gather a ZeRO-3 parameter between the micro-batches of a step.
 
-    DeepSpeed 0.18.6 cannot: parameters stay marked as in use after a backward without a gradient at its input.
+    A test needs such a gather to read the training state. DeepSpeed 0.18.6 raises an error: parameters stay marked as
+    in use after a backward without a gradient at its input.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as module
 
@@ -171,9 +172,10 @@ MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
-    """Check 16-bit masters below ZeRO-3, where DeepSpeed adds up gradients in the tensor that it applies.
+    """Check that training with 16-bit masters under ZeRO-1 and 2 equals stock DeepSpeed's, bit for bit.
 
-    The gradient of a parameter that a step does not use stays there scaled, and a later one is added to it.
+    DeepSpeed sums gradients in the tensor from which the optimizer reads them. If a step does not use a parameter, the
+    parameter's scaled gradient stays in this tensor, and the next gradient is added to it.
     """
 
     def new():

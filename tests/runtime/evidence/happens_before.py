@@ -60,7 +60,9 @@ class Order:
                 mine[other] = max(mine[other], tick)
 
     def issued(self, stream):
-        """Record that further work on a stream comes after everything that the issuing thread has seen."""
+        """Record that further work on a stream is ordered after all work that the issuing thread has done or waited
+        for.
+        """
         self.after(stream, self.snapshot(_host()))
 
     # -- memory ------------------------------------------------------------------------------
@@ -239,7 +241,10 @@ class Order:
 
     @contextmanager
     def watching(self):
-        """Check torch's own ops as well, as work of the current stream, inside a ``with`` block."""
+        """Record memory accesses of torch's own ops too, inside a ``with`` block.
+
+        They count as work of the current stream, and races with them are found.
+        """
         self.on = True
         try:
             with _Ops(self, self._fake):

@@ -181,7 +181,14 @@ def nothing(*args, **kwargs):
 
 
 def deaf(owner, name, method):
-    """Return a patch with which one method runs while a method of `CudaDevice` does nothing."""
+    """Return a patch that turns a method of `CudaDevice` off while a given function of the runtime runs.
+
+    The method orders work on CUDA streams. So the patch simulates a runtime that lacks this order.
+
+    Args:
+        owner, name: Class and name of the function that runs without the order.
+        method: Name of the method of `CudaDevice` that does nothing meanwhile.
+    """
     whole = getattr(owner, name)
 
     def without(*args, **kwargs):
@@ -314,7 +321,10 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
-    """Check on two ranks with different placements that no accesses race, and that both find missing waits."""
+    """Check the order of memory accesses on two ranks with different placements.
+
+    On each rank no accesses may race. If a wait is left out on purpose, each rank must report a race.
+    """
     done = launch("tests.runtime.evidence.two_ranks", tmp_path, child_environment)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"

@@ -165,10 +165,10 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
 
 
 def mutable(opcodes):
-    """Return the position and opcode of the PTX instructions that are to be mutated.
+    """Return the PTX instructions that the test mutates, as a dict from position to opcode.
 
-    An instruction is repeated eight times, or four times with pairs, for the elements of a thread. Only the
-    first of each such row is returned.
+    The compiler repeats an instruction for the eight elements of a thread, or four times if it handles a pair of
+    elements. Only the first of these repeated instructions is mutated.
     """
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}

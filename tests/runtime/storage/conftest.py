@@ -36,8 +36,10 @@ def equal(one, other):
 
 
 def write_all(store, version, number=None):
-    """Write every subgroup's state to the store under the given version. The content is the state numbered
-    ``number``, by default that of the version.
+    """Write the state of every subgroup to a store as a given version.
+
+    Args:
+        number: Number of the state to write (`state`). None: the version.
     """
     for subgroup in ELEMENTS:
         store.write(subgroup, state(subgroup, version if number is None else number), version)

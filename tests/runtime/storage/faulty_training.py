@@ -53,7 +53,10 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """Return False for a read or write of less than 4096 bytes, such as that of a page file, and True otherwise."""
+    """Return whether a file operation may get the drive's fault.
+
+    Reads and writes of less than 4096 bytes may not, because they do not belong to optimizer state.
+    """
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
 

@@ -313,8 +313,9 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
-    """Check that the timeline of stock DeepSpeed lasts as long as its table row says, for a model with 8e9
-    parameters on a 24 GB GPU. Parameters have to be in host memory there.
+    """Check that the service's timeline of stock DeepSpeed lasts as long as the answer's row of stock DeepSpeed says.
+
+    The model has 8e9 parameters, which must be in host memory because the GPU has 24 GB.
     """
     asked = {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 2048, "peers": False}
     answer = server.post("/answer", asked).json()

@@ -353,7 +353,10 @@ def _most_accumulation(scenario, quota):
 
 
 def _arrays(sweep):
-    """Return the numpy arrays that a plan sweep owns or works in."""
+    """Return the numpy arrays of a plan sweep (`PlanSweep`), whose memory a test adds up.
+
+    These are the sweep's own arrays, and the scratch arrays that sweeps of a thread share.
+    """
     own = [*vars(sweep).values(), *vars(many_plans._SCRATCH).values()]
     return [kept for kept in own if isinstance(kept, np.ndarray)]
 

@@ -121,7 +121,7 @@ def _answers(response, slider, asked):
 
 
 def asked_of(page):
-    """Return the scenario of the web page, read from its address."""
+    """Return the settings that the web page's address holds: model, machine, and the values of the form."""
     query = {key: values[0] for key, values in parse_qs(urlsplit(page.url).query).items()}
     numbers = {key: float(value) for key, value in query.items() if key not in ("model", "machine")}
     return {**query, **{k: int(v) if v.is_integer() else v for k, v in numbers.items()}}
