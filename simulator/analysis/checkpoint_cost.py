@@ -90,8 +90,8 @@ class _Run:
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
     """Return the times at which updates overwrite subgroups, raised so that they follow the order of the updates.
 
-    Simulated times may not follow this order. One update overwrites state while it computes, another one when it
-    copies state back to host memory. So each time is raised to that of the previous update in its queue.
+    Simulated times may not follow this order. One update overwrites state while it computes, another one when it copies
+    state back to host memory. So each time is raised to that of the previous update in its queue.
     """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
@@ -129,9 +129,10 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
 def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
     """Return the seconds that a checkpoint save waits while state is copied to DeepSpeed's own tensors.
 
-    The copies are needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Resident
-    state is then in GPU memory instead. Early updates, which start before the gradient norm is known, write to
-    DeepSpeed's tensors and to spare buffers in turn. So half of their state is copied on average.
+    The copies are needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Two kinds of
+    state are then missing from DeepSpeed's tensors. Resident state is in GPU memory. Early updates, which start before
+    the gradient norm is known, write to DeepSpeed's tensors and to spare buffers in turn, so that half of their state
+    is missing on average.
     """
     if workload.zero_stage < 3 or not workload.state_stays:
         return 0.0

@@ -126,9 +126,9 @@ class Program(NamedTuple):
 
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
-            entry's kind, the part of a gradient that a marker stands for, and the position in ``refs`` where the
-            numbers of the entries that it waits for begin. They end where those of the next row begin.
-        refs: Numbers of the entries that entries wait for (`Place.refs`), one entry's after the other's.
+            entry's kind, the part of a gradient that a marker stands for, and the position in ``refs`` at which this
+            entry's numbers begin.
+        refs: For each entry in order, the numbers of the entries that it waits for (`Place.refs`), in one array.
         rows: Op of each entry: shape (entries, OP_COLUMNS). Zeros for markers.
         parts: Number of gradient parts. A part is one layer's contribution to one subgroup's gradient.
     """

@@ -238,10 +238,10 @@ class Holding:
 
         Args:
             amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
-            updated_early: ``amounts`` of the subgroups that are updated before the gradient norm is known. If given,
-                ``amounts`` does not include these subgroups.
-            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only
-                their gradients of the previous accumulation window.
+            updated_early: Numbers from `tally` for the subgroups that are updated before the gradient norm is known. If
+                given, ``amounts`` does not include these subgroups.
+            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only their
+                gradients of the previous accumulation window.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -384,9 +384,9 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of finished steps whose stored state the drives hold, for a number of checkpoints to keep.
+    """Return the number of finished steps whose stored state the drives hold, if ``keep`` checkpoints are kept.
 
-    It is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
+    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
     """
     return max(1, keep)
 

@@ -58,11 +58,11 @@ class Issue(Generic[Op]):
             order: Order of the updates after the gradient norm is known.
             arrival: Order in which subgroups' gradients become complete.
             slots: Number of buffers of each kind.
-            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known.
-                Early updates are not counted.
+            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known. Early
+                updates are not counted.
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
-            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
-                update reads it.
+            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the update
+                reads it.
             redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
                 update was wrong. Empty if no early update can be wrong.
         """
@@ -184,8 +184,7 @@ class Issue(Generic[Op]):
         """Yield the subgroups that get a buffer for their state before the gradient norm is known.
 
         Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
-        that
-        are updated early are not included.
+        that are updated early are not included.
 
         Args:
             ahead: True for buffers that are given already at the end of the previous step (`Slot.ahead`), False for

@@ -203,8 +203,8 @@ class Recipe:
 
         The result is None if the placement does not allow such an early update. The update starts when the gradient is
         complete, and assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so
-        that
-        a wrong update can be dropped. New parameters stay in a buffer of their own until the gradient norm is known.
+        that a wrong update can be dropped. New parameters stay in a buffer of their own until the gradient norm is
+        known.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:

@@ -54,9 +54,9 @@ class Way(NamedTuple):
 
     @property
     def unfused(self) -> Recipe:
-        """Return the recipe (the sequence of ops) of this update, by DeepSpeed's separate CPU passes if it can.
+        """Return the recipe (the sequence of ops) of this update with DeepSpeed's separate CPU passes.
 
-        Such passes replace ebbtide's fused kernel for the placement ``host``. Recipes of other placements do not
+        These passes replace ebbtide's fused kernel for the placement ``host``. The recipes of other placements do not
         change.
         """
         return recipe_of(
@@ -69,8 +69,7 @@ class Way(NamedTuple):
 
         A plan with early updates needs this recipe in two cases: in steps without early updates, and if a step clips or
         overflows, so that its early update is discarded. On the CPU the new parameters then always have a buffer of
-        their
-        own.
+        their own.
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]

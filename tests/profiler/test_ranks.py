@@ -1,4 +1,4 @@
-"""Tests of ranks (processes) that measure a machine at the same time, and of the rates from their samples."""
+"""Tests of ranks (processes) that measure a machine at the same time, and of the rates computed from their samples."""
 
 import itertools
 import multiprocessing

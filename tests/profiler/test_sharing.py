@@ -49,8 +49,8 @@ def writing(share, thread_s=1e-10):
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
     """Check how `with_writer_cost` finds the CPU time that a storage writer takes per byte.
 
-    The input is a measurement of the share of its speed that host Adam keeps beside a writer. The CPU time must be
-    raised until the simulator predicts this share.
+    A measurement gives the share of its speed that Adam on the CPU keeps while a storage writer runs. The writer's CPU
+    time must be raised until the simulator predicts this share.
     """
     for share in (0.9, 0.92):
         found = with_writer_cost(writing(share))
@@ -77,9 +77,9 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
     """Check the CPU time that a storage writer takes per byte if forward and backward run on CPU cores.
 
-    It must follow from the speed that forward and backward lose beside the writer, and not from host Adam's loss. At
-    1 GB/s of writes, a loss of 3% of 16 cores is 0.48 s of core time per GB. A loss of 25% would be 4 s per GB, more
-    than the two writer threads can use. The result is then their full time, 1 s per GB.
+    It must follow from the speed that forward and backward lose beside the writer, and not from host Adam's loss. At 1
+    GB/s of writes, a loss of 3% of 16 cores is 0.48 s of core time per GB. A loss of 25% would be 4 s per GB, more than
+    the two writer threads can use. The result is then their full time, 1 s per GB.
     """
     found = with_writer_cost(
         machine(

@@ -269,8 +269,7 @@ def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
     """Check that a gradient sum is saved to another buffer only after its copy to host memory has ended.
 
     It is saved because DeepSpeed does not add the next gradient to this sum. After a skipped step nothing has waited
-    for the gradients, so the copy may still be in progress. In this test a copy runs only when something waits for
-    it.
+    for the gradients, so the copy may still be in progress. In this test a copy runs only when something waits for it.
     """
     under_way, wait_host = {}, Completion.wait_host
 

@@ -19,8 +19,8 @@ def run_together(pacer, jobs):
     """Run jobs on the pacer of an emulated device from the same moment on. Return the seconds until each job ends.
 
     Args:
-        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity, such as
-            memory bandwidth, that it uses per second.
+        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity, such as memory
+            bandwidth, that it uses per second.
     """
     ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
     begun = []

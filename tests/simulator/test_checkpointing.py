@@ -1,7 +1,7 @@
 """Tests of simulated checkpoints.
 
-The costs of small cases are exact, the reference simulator and the compiled one agree, and no update overwrites
-state before the state is saved.
+The costs of small cases are exact, the reference simulator and the compiled one agree, and no update overwrites state
+before the state is saved.
 """
 
 import pytest
@@ -263,8 +263,7 @@ def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
     """Check how long a save waits until all state is in DeepSpeed's own tensors, if a plan cuts DeepSpeed's subgroups.
 
     The save copies all resident state from the GPU to the host. Of the state that is updated before the gradient norm
-    is
-    known, it copies half on average, because every second early update leaves its result in a spare buffer.
+    is known, it copies half on average, because every second early update leaves its result in a spare buffer.
     """
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)

@@ -112,8 +112,7 @@ def test_times_where_no_template_looks_are_always_built():
     """Check that no schedule is made from a template if a strategy uses a time where templates do not replace it.
 
     A template is a compiled schedule with replaceable times. The strategy in this test adds a layer's forward time to
-    the
-    duration of host updates, where no template replaces it.
+    the duration of host updates, where no template replaces it.
     """
     built = []
 

@@ -1,7 +1,7 @@
 """Tests of the model of the optimizer's update that simulator and runtime share.
 
-It consists of the order of updates, the optimizer state, the ops of an update for each placement, and the memory
-that a plan needs.
+It consists of the order of updates, the optimizer state, the ops of an update for each placement, and the memory that a
+plan needs.
 """
 
 import random

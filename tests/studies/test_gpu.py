@@ -275,7 +275,7 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 def short_contract(monkeypatch):
     """Shorten the GPU suite's comparison of training results with stock DeepSpeed, bit for bit.
 
-    It then has three training configurations, each with one pattern of placements.
+    The comparison then has three training configurations, each with one pattern of placements.
     """
     monkeypatch.setattr(contract, "IN_REHEARSAL", ("clips hard", "frozen parameters", "parameters in host memory"))
     monkeypatch.setattr(contract, "PLACEMENTS", {"all three": ["host", "device", "resident"]})
@@ -302,8 +302,8 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
 ):
     """Check that the GPU suite's bit comparison with stock DeepSpeed saves the results that it has.
 
-    They must be in the record if a run of stock DeepSpeed fails, and if the comparison is killed. In an earlier version
-    either event lost all results.
+    The results of finished runs must be in the record if another run of stock DeepSpeed fails, and if the comparison is
+    killed. In an earlier version either event lost all results.
     """
     asked = []
 

@@ -70,10 +70,9 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 def test_subgroups_are_those_of_fused_matrices(runs):
     """Check the number of subgroups that ebbtide computes for published runs of Deep Optimizer States.
 
-    Deep Optimizer States updates one subgroup per stride on the GPU, and published runs tell how many bytes of these
-    subgroups' gradients stay on the GPU after backward. Of 21 subgroups, two are updated on the GPU at strides 8 and
-    10,
-    and ten at stride 2.
+    Deep Optimizer States updates every n-th subgroup on the GPU, where n is the stride. The runs tell how many bytes of
+    these subgroups' gradients stay on the GPU after backward. Of 21 subgroups, two are updated on the GPU at strides 8
+    and 10, and ten at stride 2.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
@@ -331,11 +330,10 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check the spread between measurement campaigns on different nodes that prediction intervals assume.
+    """Check the spread that prediction intervals assume between measurement campaigns on different nodes.
 
-    It must equal the spread of MLPerf times between nodes of different makers. The published runs on which the
-    intervals
-    are judged are not used for it.
+    This spread must equal that of MLPerf times between nodes of different makers. The published runs on which the
+    intervals are judged are not used for the spread.
     """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD

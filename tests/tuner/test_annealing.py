@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def begun(seed=0):
-    """Return a search for a plan of twenty subgroups, which has simulated only the plan that updates all on the host.
+    """Return a search for a plan of twenty subgroups. So far it has only simulated updates of all subgroups on the CPU.
 
     The GPU memory could hold the optimizer state of eight subgroups throughout training (placement ``resident``).
     """

@@ -426,7 +426,7 @@ def test_every_field_of_a_plan(name):
 def test_every_field_of_a_checkpoint_plan(name):
     """Check that the tests give a value to each checkpoint setting of a plan (`CheckpointPlan`).
 
-    Of each setting, `CHECKPOINT` names the folder of tests that must do so.
+    For each setting, `CHECKPOINT` names the folder of tests that must do so.
     """
     assert re.search(rf'\b{name}\b"?[=:]', read(CHECKPOINT[name]))
 

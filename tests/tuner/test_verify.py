@@ -188,7 +188,7 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Check that `tune verify` blames a run with a defect by that run's own state.
+    """Check that `tune verify` finds the defective one of two runs by that run's own state.
 
     The defective run is the reference of the comparison here, and all other differences are rounding.
     """
@@ -291,11 +291,10 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """Check that `tune verify` blames a single wrong bit on the right run, also beside a third run that rounds
-    otherwise.
+    """Check that `tune verify` blames a single wrong bit on the right run, even if a third run rounds differently.
 
     `tune verify` trains the two runs that differ a second time. Only the run with the wrong bit then gives another
-    result.
+    result than before.
     """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()

@@ -243,7 +243,7 @@ class Order:
     def watching(self):
         """Record memory accesses of torch's own ops too, inside a ``with`` block.
 
-        They count as work of the current stream, and races with them are found.
+        These accesses count as work of the current stream, and races with them are found.
         """
         self.on = True
         try:

@@ -313,9 +313,9 @@ def compare(name: str, **options: Any) -> list[str]:
 
 
 def settle_imports() -> None:
-    """Prepare this process so that engines are built fast: import the Trainer, and cache what engines look up.
+    """Prepare this process for building many engines fast.
 
-    Cached is the processor's name. Objects that exist now are excluded from garbage collections.
+    Import the Trainer, cache the processor's name, and exclude the present objects from garbage collections.
     """
     remember_processor()
     import_module("transformers.trainer")

@@ -39,7 +39,7 @@ def write_all(store, version, number=None):
     """Write the state of every subgroup to a store as a given version.
 
     Args:
-        number: Number of the state to write (`state`). None: the version.
+        number: Number that selects the content, see `state`. None: the number of the version.
     """
     for subgroup in ELEMENTS:
         store.write(subgroup, state(subgroup, version if number is None else number), version)
