@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import FIRST
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies", "ebbtide")
 
@@ -284,3 +286,7 @@ def test_what_catches_every_exception_raises_it_or_says_why():
             if isinstance(node, ast.ExceptHandler) and (node.type is None or ast.unparse(node.type) in BROAD):
                 silent += [] if _says_why(node, lines) else [f"{module}:{node.lineno}"]
     assert silent == []
+
+
+def test_files_of_tests_that_run_first_exist():
+    assert [name for name in FIRST if not (ROOT / "tests" / name).exists()] == []
