@@ -50,8 +50,8 @@ def profile_engine(
 class SampledProfile:
     """A profile of a live DeepSpeed engine from chosen steps. The other steps run without measurement.
 
-    It is for comparing a prediction with measurements on a machine that becomes faster or slower over time.
-    Profiled steps and undisturbed timed steps then alternate.
+    Such a profile serves to compare a prediction with measurements on a machine that becomes faster or slower over
+    time. Profiled steps and undisturbed timed steps then alternate.
 
     Raises:
         ValueError: The engine's configuration cannot be profiled.

@@ -23,9 +23,9 @@ class _Counters:
 
 @dataclass
 class HostWatch:
-    """A watch over this computer during a measurement. It reports other programs and limits that disturb it.
+    """A watch over this computer during a measurement, for other programs and limits that disturb the measurement.
 
-    It is a context manager that compares the operating system's counters before and after.
+    As a context manager it compares the operating system's counters before and after the measurement.
 
     Args:
         root: Folder that contains ``proc`` and ``sys``. Tests use another folder than ``/``.

@@ -1,4 +1,7 @@
-"""Progress of the ranks of a training script that is profiled. They write it to files in a shared folder."""
+"""Progress of the ranks of a training script while the script is profiled.
+
+Each rank writes its progress to a file in a shared folder.
+"""
 
 import json
 import time

@@ -2,11 +2,11 @@
 
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
-It can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script
-...`` or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
+This module can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script ...``
+or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
 
-It wraps ``deepspeed.initialize`` in order to profile the first steps of the script's engine. Then rank 0
-writes the workload, and the script is stopped.
+The module wraps ``deepspeed.initialize`` in order to profile the first steps of the script's engine. Then rank 0 writes
+the workload, and the script is stopped.
 """
 
 import argparse

@@ -50,14 +50,14 @@ class Trace:
 class Watcher:
     """A recorder of times and memory in the steps of a DeepSpeed engine.
 
-    It puts hooks on the model's modules and wraps the engine's functions, until `remove`. A thread samples
-    memory between the hooks. It only reads counters and appends to the current record. Everything else runs on
+    The recorder puts hooks on the model's modules and wraps the engine's functions, until `remove`. A thread samples
+    memory between the hooks. This thread only reads counters and appends to the current record. Everything else runs on
     the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
 
     Args:
         engine: DeepSpeed engine.
-        first: True for the engine's first recorder. Counting activations and sampling memory may slow down
-            training. In that case only the first recorder's first record has them.
+        first: True for the engine's first recorder. Counting activations and sampling memory may slow down training. In
+            that case only the first recorder's first record has them.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:

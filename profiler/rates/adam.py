@@ -20,7 +20,7 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 class AdamBuffers:
     """Buffers for a measured Adam update: the optimizer state of one subgroup, a bf16 gradient and a parameter.
 
-    They are in host memory or on CUDA.
+    The buffers are in host memory or on CUDA.
     """
 
     def __init__(self, elements: int, device: str = "cpu") -> None:

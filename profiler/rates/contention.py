@@ -48,14 +48,14 @@ def measure_contention(
 ) -> dict[str, Quantity]:
     """Measure how much activities of a training plan slow each other down when they run at the same time.
 
-    The pairs of activities are CPU Adam with copies in each direction, copies with GPU work, and storage writes
-    with CPU Adam. Without CUDA, a copy is one within host memory and the GPU's work runs on a CPU core. These
-    results are marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also paired
-    with storage writes.
+    The pairs of activities are CPU Adam with copies in each direction, copies with GPU work, and storage writes with
+    CPU Adam. Without CUDA, a copy is one within host memory and the GPU's work runs on a CPU core. Results of such
+    copies and work are marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also
+    paired with storage writes.
 
     Returns:
-        By name ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. Both activities of
-        each pair are measured.
+        By name ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. Both activities of each pair
+        are measured.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"

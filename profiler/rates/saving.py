@@ -1,7 +1,7 @@
 """Measurement of the time that saving a checkpoint takes per tensor, independent of the tensors' sizes.
 
-ebbtide's runtime lets ``torch.save`` write a checkpoint's file without the tensors' bytes, which are written
-later. It then reads the file once with empty tensors, to check that torch will be able to load it.
+ebbtide's runtime lets ``torch.save`` write a checkpoint's file without the tensors' bytes, which are written later. The
+runtime then reads the file once with empty tensors, to check that torch will be able to load it.
 """
 
 import os

@@ -178,8 +178,8 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Check that a measurement of simultaneous reads and writes never reads what it has just written. It goes
-    through the file part after part, and each write comes from another place in memory.
+    """Check that a measurement of simultaneous reads and writes never reads what it has just written. The measurement
+    goes through the file part after part, and each write comes from another place in memory.
     """
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:

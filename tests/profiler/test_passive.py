@@ -1,5 +1,5 @@
-"""Tests of a profile of an engine that a script trains: it is taken step by step, and the engine is left
-as it was.
+"""Tests of a profile of an engine that a script trains: the profile is taken step by step, and the engine is left
+unchanged.
 """
 
 from collections import defaultdict
@@ -33,8 +33,8 @@ def train(engine, steps, first=0):
 
 
 def test_each_step_is_filed_in_its_own_trace(engine):
-    """Check that each step's time is in the trace of this step. It once went into the next trace, and the
-    first trace had none.
+    """Check that each step's time is in the trace of this step. In an earlier version the time was in the next step's
+    trace, and the first trace had none.
     """
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)

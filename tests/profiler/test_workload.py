@@ -63,8 +63,8 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
 
 @pytest.mark.parametrize("reuse", [0, 10**9])
 def test_what_a_live_engine_gathers_again(only_rank, reuse):
-    """Check which parameters a live ZeRO-3 engine gathers again for the backward. Norms and biases stay until
-    the end of the step, and the others stay if DeepSpeed uses them again soon enough.
+    """Check which parameters a live ZeRO-3 engine gathers again for the backward. Norms and biases stay until the end
+    of the step, and other parameters stay if DeepSpeed uses them again soon enough.
     """
     engine = start(
         stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1

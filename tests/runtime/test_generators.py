@@ -41,8 +41,8 @@ def draws_of(path):
 
 
 def test_no_module_draws_from_a_default_generator():
-    """Check in the source code that no module draws from a default random generator. This also covers code
-    that runs only on a GPU, which other tests cannot reach.
+    """Check in the source code that no module draws from a default random generator. The check also covers code that
+    runs only on a GPU, which other tests cannot reach.
     """
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [line for path in modules for line in draws_of(path) if str(path.relative_to(ROOT)) not in MAY_DRAW]

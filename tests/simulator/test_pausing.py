@@ -119,7 +119,7 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
 
 
 def test_updates_move_under_backward():
-    """Check that early updates overlap with backward. They take twice as long as forward, so without early
+    """Check that early updates overlap with backward. Updates take twice as long as forward here, so without early
     updates the next forward has to wait.
     """
     work = workload(forward_s=1.0, backward_s=3.0)

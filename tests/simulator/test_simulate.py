@@ -386,7 +386,7 @@ def test_a_missing_rate_is_named():
 
 
 def simpy_ends(schedule):
-    """Return the end of each op as simpy computes it. This is an independent oracle: each lane is an in-order
+    """Return the end of each op as simpy computes it. simpy is an independent reference: each lane is an in-order
     resource, and no bandwidth is shared.
     """
     import simpy

@@ -196,8 +196,8 @@ def test_the_oldest_go_and_a_large_one_is_not_kept():
 
 
 def test_plans_that_are_shown_alike_have_schedules_of_their_own():
-    """Check that two plans with the same repr do not share a schedule. A plan's repr counts its subgroups and
-    does not tell which of them are updated early.
+    """Check that two plans with the same repr do not share a schedule. A plan's repr counts its subgroups and does not
+    tell which subgroups are updated early.
     """
     templates, early = Templates(build_strategy), PLAN.with_bits(early=True)
     assert repr(early) == repr(PLAN)

@@ -115,7 +115,7 @@ def test_torchaos_engine_trains_a_model_as_plain_torch_does():
 
 
 def in_this_process(monkeypatch):
-    """Replace `Suite.run`, which starts a process, by a call in this process. That saves five imports of
+    """Replace `Suite.run`, which starts a process, by a call in this process. So the test saves five imports of
     DeepSpeed.
     """
 

@@ -123,8 +123,8 @@ def test_guesses_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """Check that the search sets the number of host threads and the overlap with forward to the best values.
-    Here one thread is faster than all threads.
+    """Check that the search sets the number of host threads and the overlap with forward to the best values. In this
+    test one thread is faster than all threads.
     """
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}

@@ -1,4 +1,4 @@
-"""Tests that branch and bound finds the same optimum as trying every plan, and that the search finds it too."""
+"""Tests that branch and bound, and the plan search, find the same optimum as trying every plan."""
 
 import random
 from itertools import product

@@ -263,7 +263,7 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Check the report of a calibration on runs that no rates explain together. It states the ratio between
+    """Check the report of a calibration on runs that no rates explain together. The report states the ratio between
     measured and predicted time that is left, and the runs that contradict each other.
     """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}

@@ -145,9 +145,9 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
 def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
     """Check that a save succeeds if rank 0 commits while rank 1 is still in the call that publishes its vote.
 
-    With its vote a rank reports that its files are on disk. It used to sync the hidden folder after that. If
-    rank 0 had renamed the folder by then, the rank took the checkpoint for failed, and the other ranks waited
-    in their collectives for ever.
+    With its vote a rank reports that its files are on disk. In an earlier version the rank synced the hidden folder
+    after its vote. If rank 0 had renamed the folder by then, the rank took the checkpoint for failed, and the other
+    ranks waited in their collectives for ever.
     """
     gate = Gate("vote_renamed")
     folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})

@@ -1,8 +1,8 @@
-"""A test of a training run that is killed and restarted many times: it never resumes from an older step than
-stock DeepSpeed would.
+"""A test of a training run that is killed and restarted many times: it never resumes from an older step than stock
+DeepSpeed would.
 
-Each run resumes from its newest checkpoint as the Trainer does, saves a few, and deletes the older ones.
-It is killed by SIGKILL before a random change of the filesystem: in a save, in a deletion or in the resume.
+Each run resumes from its newest checkpoint as the Trainer does, saves a few checkpoints, and deletes the older ones.
+The run is killed by SIGKILL before a random change of the filesystem: in a save, in a deletion or in the resume.
 """
 
 import os

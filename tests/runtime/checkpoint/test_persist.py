@@ -210,7 +210,7 @@ def test_blocks_cover_each_file_once(bench):
 class Busy(Files):
     """File operations of a slow disk: no write of a block ends until the test allows it.
 
-    They count the writes in progress and the largest number at any time.
+    The object counts the writes in progress and the largest number at any time.
     """
 
     def __init__(self):

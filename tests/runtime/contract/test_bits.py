@@ -239,7 +239,7 @@ def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, monkeypatch)
 
 
 class Switching(torch.nn.Module):
-    """A model that uses one of two branches per batch, so that the parameters of the other get no gradient."""
+    """A model that uses one of two branches per batch, so that the parameters of the other branch get no gradient."""
 
     def __init__(self):
         super().__init__()

@@ -51,9 +51,9 @@ def whole(**options):
 
 
 def updating_early(engine, pattern, **fields):
-    """Attach a plan that cuts DeepSpeed's subgroups into parts and updates some before the gradient norm is known.
+    """Attach a plan that cuts DeepSpeed's subgroups and updates some parts before the gradient norm is known.
 
-    Return the engine and a list. Each step appends the number of early updates begun and the number kept.
+    Return the engine and a list. Each step appends to the list the number of such updates begun, and the number kept.
     """
     engine, counts = pausing(engine, pattern, pieces=True, **fields)
     assert len(engine.optimizer.sizes()) > len(engine.optimizer.fp16_groups)
@@ -181,7 +181,7 @@ def test_what_changes_between_backward_and_step(change, pattern):
 def every_second(change):
     """Return a function that makes a change of the optimizer state in every second step.
 
-    It first checks that early updates have left some state outside DeepSpeed's tensors.
+    The function first checks that early updates have left some state outside DeepSpeed's tensors.
     """
 
     def changes(engine, number):
@@ -205,8 +205,8 @@ def publish_alone(engine, number):
 def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, pattern, monkeypatch):
     """Check that a script may change optimizer state while an early update writes to DeepSpeed's tensors.
 
-    Updates that start before the gradient norm is known write to these tensors in every second step, and to
-    spare buffers in the others. They are slowed down here, so that the change comes before they end.
+    Updates that start before the gradient norm is known write to these tensors in every second step, and to spare
+    buffers in the others. Such updates are slowed down here, so that the change comes before they end.
     """
     engine, _ = updating_early(whole(), pattern)
     rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)

@@ -42,7 +42,7 @@ def pattern(request):
 def pausing(engine, pattern=("host",), **fields):
     """Attach a plan in which updates may start before the gradient norm is known. Return the engine and a list.
 
-    Each step appends the number of these early updates that were begun and the number that were kept.
+    Each step appends to the list the number of such updates that were begun, and the number that were kept.
     """
     attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []

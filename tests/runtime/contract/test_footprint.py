@@ -251,7 +251,7 @@ def measured(tmp_path_factory, deepspeed_ops):
 def test_both_memories_are_within_3_percent_of_what_a_process_takes(case, measured):
     """Check the predicted host and device memory against the resident set of a training process.
 
-    The model has 50 million parameters. They live in host memory, partly there, or on the GPU.
+    The model has 50 million parameters. They are kept in host memory, in both memories, or in GPU memory.
     """
     for memory, (told, taken) in json.loads((measured / f"{case}.json").read_text()).items():
         assert taken == pytest.approx(told, rel=0.03), memory

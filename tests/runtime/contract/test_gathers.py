@@ -182,7 +182,7 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Train the same steps with and without a plan, and load each one's checkpoint in the other.
+    """Train the same steps with and without a plan, and load the checkpoint of each run in the other run.
 
     Return the positions and names of all values that differ.
     """

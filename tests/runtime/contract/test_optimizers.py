@@ -119,8 +119,9 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
 def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
     """Check that parameters without a gradient are updated by Adagrad as in stock DeepSpeed.
 
-    DeepSpeed's scalar loop overwrites the gradient with the update, and applies that again if no new gradient
-    comes. Here this affects the last elements of a subgroup: the bias of a branch in batches without it.
+    DeepSpeed's scalar loop overwrites the gradient with the update, and uses the update as the next step's gradient if
+    no new gradient comes. Here this affects the last elements of a subgroup: the bias of a branch in batches without
+    it.
     """
 
     def new():

@@ -225,9 +225,10 @@ def test_sums_in_another_precision_than_the_parameters(monkeypatch):
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
 @pytest.mark.parametrize("sums", [0, 99])
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
-    """Check experts that some micro-batches do not use. Their gradients of an earlier step are applied again.
+    """Check training with experts that some micro-batches do not use, against stock DeepSpeed.
 
-    Stock DeepSpeed does so, and a plan must give the same results.
+    Stock DeepSpeed applies the gradients that such experts have from an earlier step again. Under a plan the results
+    must be the same.
     """
 
     def new():

@@ -1,9 +1,8 @@
 """A happens-before check by vector clocks on the fake CUDA, which does not depend on timing.
 
-Actors are the streams, including the default stream, which is as asynchronous here as on CUDA,
-and the host's threads. Two accesses to the same memory, at least one of them a write, are a race
-if no event, wait or synchronization orders them. They are a race even if the fake happened to run
-them one after the other.
+Actors are the streams, including the default stream, which is as asynchronous here as on CUDA, and the host's threads.
+Two accesses to the same memory, at least one of them a write, are a race if no event, wait or synchronization orders
+them. Two such accesses are a race even if the fake happened to run them one after the other.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
     """Check that the kernels' PTX has no approximate instructions and does not flush subnormal numbers to zero.
 
-    It must also name the GPU generation for which it was compiled.
+    The PTX must also name the GPU generation for which it was compiled.
     """
     for form, asm in kernels.items():
         assert not [op for op in ptx_to_cpp.opcodes(asm["ptx"]) if "approx" in op or "ftz" in op]
@@ -141,7 +141,7 @@ def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
 def test_ptx_that_computes_otherwise_shows(kernels, capsys):
     """Check that a wrong instruction in a kernel changes the results.
 
-    Each mutant replaces one instruction by an inexact version: it rounds twice, cuts bits off or divides by a
+    Each mutant replaces one instruction by an inexact version, which rounds twice, cuts bits off or divides by a
     reciprocal.
     """
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]

@@ -33,7 +33,7 @@ Outcome = tuple[dict[str, torch.Tensor], list[Any]]
 
 
 def model(**fields: Any) -> Any:
-    """Return a tiny Llama with the same random weights each time. ZeRO-3 partitions it while it is made."""
+    """Return a tiny Llama with the same random weights each time. ZeRO-3 partitions the model while it is made."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)

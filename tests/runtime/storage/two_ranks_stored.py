@@ -105,7 +105,7 @@ def replanned(folder, expected):
 def stored_on_one(folder, expected):
     """Save a checkpoint although one of the two ranks stores nothing on the drive.
 
-    This once blocked, because one rank waited for the other in a gather.
+    In an earlier version the save blocked, because one rank waited for the other in a gather.
     """
     ours = start(accumulation=ACCUMULATION, clipping=0.01, stage3_param_persistence_threshold=1000)
     pattern = ["host"] if torch.distributed.get_rank() else ["stored"]

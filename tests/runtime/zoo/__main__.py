@@ -1,7 +1,6 @@
-"""Training of every published DeepSpeed config, with stock DeepSpeed and under a plan:
-``python -m tests.runtime.zoo``.
+"""Training of every published DeepSpeed config, with stock DeepSpeed and under a plan: ``python -m tests.runtime.zoo``.
 
-A run takes minutes. It prints differences, configs that only one side refuses, wrong predictions of
+A run takes minutes. The command prints differences, configs that only one side refuses, wrong predictions of
 `tune doctor`, and the counts.
 """
 
