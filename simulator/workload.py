@@ -38,6 +38,8 @@ class Layer(Page):
         persistent_params: Number of elements in ``params`` that stay gathered until the end of the step.
         regathered_params: Number of elements that the backward of one micro-batch gathers again. Some elements
             may count twice. None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
+        params_of_others: Number of the layer's parameter elements whose optimizer state other ranks hold under
+            ZeRO-1 and 2, and whose gradients they copy to the host while this rank waits for the next reduction.
     """
 
     name: str = ""
@@ -49,6 +51,7 @@ class Layer(Page):
     network_reduce_bytes: int = Field(0, ge=0)
     persistent_params: int = Field(0, ge=0)
     regathered_params: int | None = Field(None, ge=0)
+    params_of_others: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

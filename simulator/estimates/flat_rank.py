@@ -36,8 +36,14 @@ class FlatRank(Rank):
         for layer, elements in flat:
             counts[layer] += min(left, elements)
             left -= min(left, elements)
+        others = [
+            0 if self.job.round_robin else whole - own for whole, own in zip(self._whole(flat), counts, strict=True)
+        ]
         counts[-1] += left  # what pads the slice goes with the last layer
-        layers = [layer.model_copy(update={"params": count}) for layer, count in zip(made.layers, counts, strict=True)]
+        layers = [
+            layer.model_copy(update={"params": own, "params_of_others": other})
+            for layer, own, other in zip(made.layers, counts, others, strict=True)
+        ]
         waiting = self.waiting_bytes(made)
         fields = {
             "layers": tuple(layers),
@@ -50,6 +56,13 @@ class FlatRank(Rank):
             "device_base_parts": {**made.device_base_parts, "gradients": waiting},
         }
         return Workload.model_validate({**dict(made), **fields})
+
+    def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the number of elements of each layer in a flat buffer, in the slices of all ranks together."""
+        counts = [0] * len(self.stage_blocks)
+        for layer, elements in flat:
+            counts[layer] += elements
+        return counts
 
     def _laid_out(self) -> list[tuple[int, int]]:
         """Return the (layer, elements) of each parameter, in the order of DeepSpeed's flat buffer for ZeRO-1 and 2.

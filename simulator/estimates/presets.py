@@ -174,6 +174,8 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
     """
     core, whose = sheet.core
     said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
+    if sheet.numa_nodes > 1:
+        core, said = core / _UNBOUND, f"{said}, less by {_UNBOUND:g} where nobody binds ranks to a socket"
     rate = min(core, drawn_bytes_per_s) / STOCK_UPDATE_BYTES
     return _value(rate, "assumed", said, _CORE_SPREAD)
 
@@ -197,7 +199,8 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
-        return _value(node, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter")
+        said = f"{sheet.alone:.0%} of one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
+        return _value(sheet.alone * node, "assumed", said)
     ranks = min(sheet.stock_update)
     low, high, said = sheet.stock_update[ranks]
     drawn = min(_passes_bytes_per_s(math.sqrt(low * high)), node)

@@ -226,13 +226,26 @@ class Rank:
     def backward_s(self, block: Block) -> float:
         """Return the seconds of a block's backward for one micro-batch.
 
-        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
+        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap, unless
+        `host_waits_for_gathers`.
         """
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         reduced, beside = self.reduce_s(block), self.reduced_beside
         beside_s = self.parameters_s(block) + beside * reduced
-        computed = overlapped_s(run_ahead_s(self.device_backward_s(block), issued), beside_s)
+        computed_s = run_ahead_s(self.device_backward_s(block), issued)
+        computed = computed_s + beside_s if self.host_waits_for_gathers else overlapped_s(computed_s, beside_s)
         return computed + self.averaging_s(block) + (1 - beside) * reduced
+
+    @property
+    def host_waits_for_gathers(self) -> bool:
+        """Return True if backward launches no module before the gather of its parameters has ended.
+
+        It does so if several ranks keep parameters in host memory. DeepSpeed copies a rank's part to the GPU with a
+        blocking copy on the stream that waits for the previous gather (``_all_gather_dtype``). In backward that gather
+        follows a reduction on the same NCCL stream, and the reduction waits for the module before. A single rank's
+        copies do not block (``NoGatherCoalescedHandle``).
+        """
+        return self.job.offload.parameters == "cpu" and self.job.data_parallel > 1
 
     def averaging_s(self, block: Block) -> float:
         """Return the seconds of GPU memory traffic that reducing a block's gradients causes."""

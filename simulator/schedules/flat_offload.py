@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from ebbtide.simulator.machine import RateName
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.schedule import Kind, OpKind, Schedule
+from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.peers import FRESH_PASSES, PAGEABLE_PASSES, StockLoop, StockOptions
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -81,6 +82,7 @@ class FlatOffloadLoop(StockLoop):
 
         After the last micro-batch the sum is copied to the host in fp32. The copies run on the stream of backward.
         """
+        after = self._others_copy(layer, micro_step, after)
         elements = self.workload.layers[layer].params
         if not elements:
             return after
@@ -93,6 +95,25 @@ class FlatOffloadLoop(StockLoop):
         if micro_step == self.boundary:
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved)
+
+    def _others_copy(self, layer: int, micro_step: int, after: int) -> int:
+        """Append to the schedule the copies of a layer's gradients by the other ranks. Return the op that ends them.
+
+        A slice of DeepSpeed's flat buffer holds consecutive parameters. So the ranks copy one after the other, each
+        on the stream of its reductions, and all wait at the next bucket's reduction. With ``overlap_comm`` that
+        stream is not the one of backward.
+        """
+        elements = self.workload.layers[layer].params_of_others
+        width = FP32_BYTES if micro_step == self.boundary else 0
+        if not self.workload.adds_on_device:
+            width += self.workload.grad_bytes_per_param * ((micro_step > 0) + (self.boundary > 0))
+        if not elements * width:
+            return after
+        beside = self.workload.reduced_beside > 0
+        lane = Lane.DEVICE_UPDATE if beside else Lane.COMPUTE
+        rate: RateName = "d2h_bytes_per_s" if self.flat.pinned else "pageable_d2h_bytes_per_s"
+        waits = [after, *self.stream] if beside else [after]
+        return self.out.add(OpKind.GRADIENT_PASS, lane, elements * width, rate, waits, layer=layer)
 
     def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
         """Append to the schedule the copy of updated parameters to the GPU.

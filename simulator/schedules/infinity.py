@@ -82,6 +82,7 @@ class InfinityLoop(StockLoop):
         self.where = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
+        self.ranks = workload.ranks_per_node * workload.nodes
 
     def schedule(self, iterations: int, name: str) -> Schedule:
         made, w, where = super().schedule(iterations, name), self.workload, self.where
@@ -106,7 +107,8 @@ class InfinityLoop(StockLoop):
     # -- passes ------------------------------------------------------------------------------
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        ahead = self.passes[-2:-1] if self.where.pinned_parameters else self.passes[-1:]
+        blocks = not self.where.pinned_parameters or (backward and self.ranks > 1 and self.where.parameters == "cpu")
+        ahead = self.passes[-1:] if blocks else self.passes[-2:-1]
         of = self.workload.layers[layer]
         fetched = fetched_for(of, of.params, self.micro_step, backward=backward)
         if self.where.parameters == "cpu" and fetched:

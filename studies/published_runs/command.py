@@ -279,6 +279,7 @@ def _print_training(console: Any, found: dict[str, Any]) -> None:
         if figures["rows"]:
             table.add_row("device memory", side, *_spread(figures), "-", "-")
             table.add_row("  from published cells alone", side, *_spread(figures["as_published"]), "-", "-")
+            table.add_row("  and without slack", side, *_spread(figures["without_slack"]), "-", "-")
     console.print(table)
 
 

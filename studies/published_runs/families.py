@@ -13,6 +13,7 @@ from ebbtide.simulator.quantity import NINETY_PERCENT
 from studies.published_runs.training import Prediction, TrainingRun
 
 Judged = tuple[TrainingRun, Prediction]
+ENOUGH_SOURCES = 10  # for an interval that may miss one in ten of them
 SIDES: dict[str, Callable[[TrainingRun], bool]] = {
     "fitted": lambda run: not run.held_out,
     "held_out": lambda run: run.held_out,
@@ -53,29 +54,32 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
     """Return how far predictions of a family of training runs are off, and how wide an interval must be.
 
-    Only fitted rows are used. Both results are spreads of the logarithm of the time. The interval is
-    meant to hold nine further rows in ten. Rows of one source share a machine and its software, so each
-    source counts as one value. With few sources, the spread itself is uncertain. So the interval is made
-    wider: Student's t replaces the quantile of the normal distribution, and the spread of one further
-    source is added.
+    Only fitted rows are used. All results but the number of sources are spreads of the logarithm of the time. The
+    interval is meant to hold nine in ten further sources, whose rows share a machine and its software. Of fewer than
+    ten sources it may miss none, so the largest error of any row decides. Of ten or more, Student's t replaces the
+    quantile of the normal distribution, and the spread of one further source is added.
     """
     from scipy.stats import t
 
-    squares: dict[str, list[float]] = {}
+    misses: dict[str, list[float]] = {}
     for run, said in judged:
         if run.family == family and not run.held_out:
             source = run.fields["source"].split("/blob/")[0]
-            squares.setdefault(source, []).append(math.log(said.seconds / run.measured_s) ** 2)
-    sources = len(squares)
-    root_mean_square = math.sqrt(float(np.mean([np.mean(own) for own in squares.values()])))
-    wider = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources)
-    return {"sources": sources, "root_mean_square": root_mean_square, "needed": wider * root_mean_square}
+            misses.setdefault(source, []).append(abs(math.log(said.seconds / run.measured_s)))
+    sources = len(misses)
+    root_mean_square = math.sqrt(float(np.mean([np.mean(np.square(own)) for own in misses.values()])))
+    largest = max(max(own) for own in misses.values())
+    needed = largest / NINETY_PERCENT
+    if sources >= ENOUGH_SOURCES:
+        needed = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources) * root_mean_square
+    return {"sources": sources, "root_mean_square": root_mean_square, "largest": largest, "needed": needed}
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
     """Return the errors of predicted device memory, for fitted and for held-out rows of all families.
 
-    Errors of predictions that use only published settings, without inferred ones, are given too.
+    Errors of predictions that use only published settings, without inferred ones, are given too. So are those
+    without `ALLOCATOR_SLACK` too, which was found on fitted rows.
     """
     found: dict[str, Any] = {}
     for side, belongs in SIDES.items():
@@ -83,6 +87,11 @@ def memory(judged: Sequence[Judged]) -> dict[str, Any]:
         found[side] = errors(said.gib / (run.measured_gib or 1) - 1 for run, said in own)
         told = [(run, said.gib if said.told_gib is None else said.told_gib) for run, said in own]
         found[side]["as_published"] = errors(gib / (run.measured_gib or 1) - 1 for run, gib in told)
+        bare = [
+            (run, gib if said.bare_gib is None else said.bare_gib)
+            for (run, said), (_, gib) in zip(own, told, strict=True)
+        ]
+        found[side]["without_slack"] = errors(gib / (run.measured_gib or 1) - 1 for run, gib in bare)
     return found
 
 

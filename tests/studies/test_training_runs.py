@@ -57,7 +57,8 @@ def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged)
     all of them would be predicted too fast.
     """
     figures = families.by_family(judged)["offloaded"]["held_out"]
-    assert figures["median_abs_pct_error"] <= 20
+    assert figures["median_abs_pct_error"] <= 16
+    assert abs(figures["median_pct_error"]) <= 5
     newest = [
         dataclasses.replace(run, fields={**run.fields, "deepspeed": "0.19.8", "optimizer": "", "pinned": "1"})
         for run in runs
@@ -77,17 +78,22 @@ def test_rows_without_the_columns_of_the_build_are_read_as_runs_before_0_19_5(ru
 
 def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
     found = families.spread(judged)
-    assert found["sources"] == 4
+    assert found["sources"] == 7
     assert found["needed"] == pytest.approx(OFFLOAD_SPREAD, abs=0.02)
 
 
-def test_a_spread_by_hand(judged):
+def test_a_spread_by_hand(judged, monkeypatch):
     """Check the spread of prediction errors between two sources of runs: one is predicted exactly, and the other
-    takes half of its predicted time. With two degrees of freedom the quantile is 2.92 instead of 1.645.
+    takes half of its predicted time. Of two sources the interval misses none. If two were enough, Student's quantile
+    for two degrees of freedom, 2.92, would replace 1.645.
     """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
     pair = [(run, Prediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
+    assert families.spread(pair)["needed"] == pytest.approx(math.log(2) / 1.6449, rel=1e-3), (
+        "two sources: none is missed"
+    )
+    monkeypatch.setattr(families, "ENOUGH_SOURCES", 2)
     expected = math.log(2) / math.sqrt(2) * 2.92 / 1.6449 * math.sqrt(1.5)
     assert families.spread(pair)["needed"] == pytest.approx(expected, rel=1e-3)
 
@@ -101,14 +107,19 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
     assert found["as_published"]["median_pct_error"] == pytest.approx(100 * (said.told_gib / run.measured_gib - 1))
 
 
-def test_device_memory_of_rows_held_out_is_predicted(judged):
-    """Check that peak GPU memory is predicted with a median error of at most 8%, for runs held out of all fits.
+def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(runs):
+    """Check that peak GPU memory is predicted from published settings alone, with a median error of at most 8%.
 
-    Runs that report the memory of the whole GPU are left out. Their prediction would add a preset's constant for memory
-    outside PyTorch.
+    The runs were held out of all fits. The allocator's slack was found on fitted runs. The prediction includes it only
+    for runs that report the memory of the whole GPU.
     """
-    seen = [(run, said) for run, said in judged if run.fields["memory_kind"] != "device"]
-    assert families.memory(seen)["held_out"]["median_abs_pct_error"] <= 8
+    seen = [(run, predict_training(run)) for run in runs if run.measured_gib]
+    found = families.memory(seen)["held_out"]
+    assert found["as_published"]["median_abs_pct_error"] <= 8 < found["without_slack"]["median_abs_pct_error"]
+    assert abs(found["as_published"]["median_pct_error"]) <= 5
+    for run, said in seen:
+        slack = (said.told_gib - said.bare_gib) / said.bare_gib
+        assert (slack > 0.2) == (run.fields["memory_kind"] == "device")
 
 
 def test_intervals_hold_nine_in_ten_of_each_family_held_out(runs):

@@ -275,6 +275,7 @@ LAYER = {
     "network_reduce_bytes": 10**9,
     "persistent_params": 1_000_000,
     "regathered_params": 0,
+    "params_of_others": 1_000_000,
 }
 PLAN = {
     "schema_version": 99,

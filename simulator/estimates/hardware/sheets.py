@@ -61,8 +61,10 @@ class Sheet:
         ranks_per_uplink: Number of neighboring GPUs that share one PCIe path to the host.
         stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank. They
             include the copy of new parameters to the GPU. For each number of concurrent ranks: the lowest rate,
-            the highest rate, and the source. Empty: DRAM bandwidth limits the update.
+            the highest rate, and the source. Empty: the update uses ``alone`` of a NUMA node's bandwidth.
         stock_source: ``assumed`` if the rates in ``stock_update`` were published for a similar machine.
+        alone: Fraction of a NUMA node's memory bandwidth that the update of one rank alone uses, if ``stock_update``
+            is empty. A server's many channels: half, as published for the A100 node. A desktop's two channels: all.
     """
 
     device_name: str
@@ -83,6 +85,7 @@ class Sheet:
     ranks_per_uplink: int = 1
     stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
     stock_source: Source = "published"
+    alone: float = 0.5
     network: tuple[float, Source, str] | None = None
     nvlink: tuple[float, str] | None = None
     nvlink_pair: tuple[float, str] | None = None
@@ -113,6 +116,7 @@ _AM4: Fields = {
     "dram_bytes_per_s": 51.2e9,
     "dram_detail": "two channels of DDR4-3200 (51.2 GB/s)",
     "core": (30e9, "a desktop's Zen 3 core"),
+    "alone": 1.0,
     **_DRIVE,
 }
 _AM5: Fields = {
@@ -123,13 +127,35 @@ _AM5: Fields = {
     "dram_bytes_per_s": 89.6e9,
     "dram_detail": "two channels of DDR5-5600 (89.6 GB/s)",
     "core": (35e9, "a desktop's core"),
+    "alone": 1.0,
     **_DRIVE,
+}
+# Rates of DeepSpeed's update by ranks that share a socket of eight DDR4-3200 channels. For four ranks two figures are
+# published: how they were bound to cores and memory differs. Their geometric mean is taken, and between both lie eight
+# cases in ten.
+_SOCKET = {
+    1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
+    2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
+    4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for each of four"),
+}
+# Two such sockets. Two ranks: iterations of 2.9 s unbound (Qwen2.5-3B) and 1.37 s bound (1.5B), without computation
+# and copies.
+_TWO_SOCKETS = {
+    1: (1.4e9, 2.8e9, "1.4 G params/s with one rank on one socket, and twice as many on both"),
+    2: (
+        0.72e9,
+        0.89e9,
+        "0.72 (unbound) and 0.89 G params/s (bound) for each of two: DeepSpeed, blogs/zenflow-corebinding",
+    ),
+    8: _SOCKET[4],
 }
 _ROME: Fields = {
     "dram_kind": "DDR4",
     "numa_nodes": 2,
     "dram_bytes_per_s": 409.6e9,
     "dram_detail": "two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
+    "stock_update": _TWO_SOCKETS,
+    "stock_source": "assumed",
 }
 # Hosts of four cards on one socket and of eight on two, a full slot each (AMD, EPYC 7003 and 9004 data sheets: 128
 # lanes a socket, of which two sockets give up 48 to 64 for the link between them).
@@ -141,6 +167,8 @@ _MILAN: Mapping[int, Fields] = {
         "dram_bytes_per_s": 204.8e9,
         "dram_detail": "one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
         "core": (20e9, "a Zen 3 core"),
+        "stock_update": _SOCKET,
+        "stock_source": "assumed",
         **_DRIVE,
     },
     8: {"cores": 64, "host_gib": 512, "core": (20e9, "a Zen 3 core"), **_ROME, **_DRIVE},
@@ -223,13 +251,7 @@ SHEETS: Mapping[str, Sheet] = {
         link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
         storage=(2e9, "assumed", "one NVMe drive"),
         core=(20e9, "a Zen 3 core"),
-        # Two figures are published for four ranks: how they were bound to cores and memory
-        # differs. Their geometric mean is taken; between both lie eight cases in ten.
-        stock_update={
-            1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
-            2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
-            4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for each of four"),
-        },
+        stock_update=_SOCKET,
         network=(
             8.3e9,
             "assumed",
@@ -246,10 +268,7 @@ SHEETS: Mapping[str, Sheet] = {
         gpus=8,
         cores=128,
         host_gib=2048,
-        dram_kind="DDR4",
-        numa_nodes=2,
-        dram_bytes_per_s=409.6e9,
-        dram_detail="two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
+        **_ROME,
         ranks_per_uplink=2,
         link_raw_bytes_per_s=31.5e9,
         link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
@@ -333,6 +352,8 @@ SHEETS: Mapping[str, Sheet] = {
         **_PCIE4,
         storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
         core=(20e9, "a Zen 3 core"),
+        stock_update=_SOCKET,
+        stock_source="assumed",
     ),
     "rtxpro6000": Sheet(
         device_name="NVIDIA RTX PRO 6000 Blackwell",
@@ -402,6 +423,7 @@ SHEETS: Mapping[str, Sheet] = {
         link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
         storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
         core=(30e9, "a Neoverse V2 core"),
+        alone=1.0,  # SuperOffload, arXiv 2509.21271: DeepSpeedCPUAdam takes 0.1 s for a billion parameters
         network=(50e9, "datasheet", "one 400 Gbit/s port"),
     ),
     "a100-40gb": Sheet(
