@@ -170,6 +170,7 @@ FIGURES: dict[str, dict[str, str]] = {
         },
         "training.memory.held_out.median_abs_pct_error": "memory, held out: {:.1f}%",
         "training.memory.held_out.as_published.median_abs_pct_error": "(from published cells alone: {:.1f}%)",
+        "training.memory.held_out.without_slack.median_abs_pct_error": "(and without slack: {:.1f}%)",
         f"{UNSEEN}.a100.runs_left_out.median_abs_pct_error": "calibrated on 3 runs (200 random "
         "choices) of other campaigns: A100 {:.1f}%",
         f"{UNSEEN}.a100.runs_left_out.p90_abs_pct_error": "p90 {:.0f}%",
