@@ -213,7 +213,8 @@ def _rule(optimizer: Any) -> str:
     found = [rule for rule in sorted(OPTIMIZERS, key=len, reverse=True) if rule in name.lower()]
     if not found:
         raise RuleError(
-            f"The optimizer must be one of {', '.join(OPTIMIZERS)}, but got {name!r}. Others keep other state.",
+            f"The optimizer must be one of {', '.join(OPTIMIZERS)}, but got {name!r}. ebbtide knows the state of "
+            "these optimizers only.",
             key="optimizer",
         )
     return found[0]

@@ -29,9 +29,10 @@ def profile_engine(
             optimizer step.
     """
     profile = PassiveProfile(engine, iterations)
+    # fp16's loss scaler skips some of the first steps: those are not counted.
+    calls = 2 * profile.needed + 20
     try:
-        # fp16's loss scaler skips some of the first steps: those are not counted.
-        for _ in range(2 * profile.needed + 20):
+        for _ in range(calls):
             train_step(engine)
             if profile.problem is not None:
                 raise profile.problem
@@ -41,8 +42,8 @@ def profile_engine(
         profile.stop()
     if profile.workload is None:
         raise ValueError(
-            "train_step must take an optimizer step (forward, backward and step at a gradient "
-            f"accumulation boundary), but {profile.steps} of {profile.needed} were taken"
+            "each call of train_step must take one optimizer step: forward, backward and step, at a gradient "
+            f"accumulation boundary. The profile needs {profile.needed} steps, but {calls} calls took {profile.steps}"
         )
     return profile.workload.model_copy(update={"name": name or profile.workload.name})
 

@@ -106,7 +106,7 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], Non
     """
     out = out.resolve()
     if not out.parent.is_dir():
-        raise LaunchError(f"the workload must go to a folder that exists, but got {out} (-o)")
+        raise LaunchError(f"the workload file (-o) must lie in a folder that exists, but got {out}")
     with tempfile.TemporaryDirectory() as scratch:
         fresh, log = Path(scratch) / "workload.json", Path(scratch) / "output.txt"
         code = _run(run, fresh, log, progress)

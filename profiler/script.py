@@ -70,16 +70,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="file for the measured workload, such as workload.json")
-    parser.add_argument("--iterations", type=int, default=5, help="optimizer steps to profile")
+    parser.add_argument("--out", type=Path, required=True, help="path of the workload file to write")
+    parser.add_argument("--iterations", type=int, default=5, help="number of optimizer steps to profile")
     parser.add_argument(
-        "--continue", dest="go_on", action="store_true", help="let the script run to its end afterwards"
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="let the training script run to its end after the profiled steps, instead of stopping it",
     )
-    parser.add_argument("--report", type=Path, help="folder in which each rank reports its progress")
     parser.add_argument(
-        "--local_rank", "--local-rank", help="the launcher gives this option, and the training script gets it too"
+        "--report",
+        type=Path,
+        help="folder in which each rank writes a file with the number of optimizer steps that it has taken",
     )
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- the training script and its arguments")
+    parser.add_argument(
+        "--local_rank", "--local-rank", help="local rank from the launcher, passed on to the training script"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- and then the training script and its arguments")
     return parser
 
 

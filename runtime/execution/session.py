@@ -455,8 +455,9 @@ class Session:
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
             raise PlanError(
-                "plan.ways must have placement 'host' for all subgroups of an optimizer that runs its own "
-                f"step(), but only {plan.count('host')} of {plan.subgroup_count} have it"
+                "plan.ways must have placement 'host' for all subgroups, because this optimizer runs its own step() "
+                f"in host memory, but only {plan.count('host')} of {plan.subgroup_count} subgroups have it. Give a "
+                "plan that keeps all optimizer state in host memory"
             )
         stored = stored_sizes(plan, self.engine.sizes())
         tensors = 1 + len(self.engine.update_rule().moments)

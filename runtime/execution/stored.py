@@ -80,9 +80,11 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     number = held or kept_steps(limit.most if limit is not None and limit.most else 1 + best)
     if best and number < 2:
         raise PlanError(
-            "The Trainer loads its best checkpoint at the end of training. With checkpoint.keep = 1 the "
-            "stored state of that checkpoint may be overwritten by then. Set checkpoint.keep to 2 or more"
-            + ("." if keep else ", and give the state an empty folder.")
+            "The Trainer loads its best checkpoint at the end of training. "
+            + ("checkpoint.keep is 1" if keep else "The folder in plan.storage_dir has room for one checkpoint only")
+            + ", so the stored state of the best checkpoint may be overwritten before the end. "
+            + "Set checkpoint.keep to 2 or more"
+            + ("." if keep else ", and plan.storage_dir to an empty folder.")
         )
     most = None if limit is None else limit.most
     # Without a trainer, `keep` alone decides which checkpoints are left.
@@ -90,8 +92,8 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     if not covered and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
             "ebbtide: %s, but the drives hold the stored state of %d checkpoint%s only%s. "
-            "Older ones cannot be loaded any more. Set checkpoint.keep before the first save of a folder, or copy "
-            "a checkpoint with `tune checkpoint export` before the next save.",
+            "Older checkpoints cannot be loaded any more. Set checkpoint.keep before the first save to a new folder, "
+            "or copy a checkpoint with `tune checkpoint export` before the next save.",
             f"the trainer keeps {most or 'all'} checkpoints" if limit is not None else "checkpoint.keep is 0",
             number,
             "s" * (number > 1),
@@ -124,8 +126,10 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
     if opened is not None and opened.unclaimed:
         opened.close()
         raise StorageError(
-            "plan.storage_dir must hold no checkpoints of another run if state moves there during training, "
-            f"but {plan.drives} hold those of steps {opened.unclaimed}: set another plan.storage_dir"
+            "plan.storage_dir must hold no checkpoints of another run when a running training moves optimizer state "
+            f"to drives, but {', '.join(map(str, plan.drives))} holds the state of checkpoints of steps "
+            f"{', '.join(map(str, opened.unclaimed))}. This run would overwrite this state. Set another "
+            "plan.storage_dir"
         )
     return opened
 

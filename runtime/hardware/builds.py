@@ -51,10 +51,10 @@ def told(lock: Path) -> str:
     except OSError:
         since = "a moment ago"
     if is_stale(lock):
-        state = f"no process on this machine is building it: delete the file (rm {lock})"
+        state = f"No process on this machine is building the extension any more: delete the file (rm {lock})"
     else:
         state = "The build is running"
-    return f"the build of {lock.parent.name} has held {lock} since {since}. {state}"
+    return f"the build of the extension {lock.parent.name} has held its lock file {lock} since {since}. {state}"
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _watch(thread: int, over: threading.Event, every_s: float) -> None:
     while not over.wait(every_s):
         lock = _waited_for(thread)
         if lock is not None and (text := told(lock)) != said:
-            logger.warning("waiting for a build: %s", text)
+            logger.warning("waiting for another process that compiles a PyTorch extension: %s", text)
             said = text
 
 

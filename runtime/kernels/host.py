@@ -230,6 +230,8 @@ def copy(to: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
 
 def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
     if to.nbytes != source.nbytes or not (to.is_contiguous() and source.is_contiguous()):
+        kinds = ["contiguous" if t.is_contiguous() else "not contiguous" for t in (source, to)]
         raise ValueError(
-            f"both tensors must be contiguous and of the same size, but got {to.nbytes} and {source.nbytes} bytes"
+            "source and target of a copy must be contiguous tensors of the same size, but the source is "
+            f"{kinds[0]} with {source.nbytes} bytes and the target is {kinds[1]} with {to.nbytes} bytes"
         )

@@ -73,8 +73,8 @@ def recounts(op: Any) -> bool:
     ]
     if len(equal) != 1:
         raise UnknownRoundingError(
-            "DeepSpeed's cpu_adam op must count steps as its releases from 0.18.6 on do, but "
-            f"{getattr(op, '__file__', op)} matches {len(equal)} of the two known ways. "
+            "DeepSpeed's cpu_adam op must compute Adam's bias correction as DeepSpeed 0.18.6 does or as later "
+            f"releases do, but {getattr(op, '__file__', op)} matches {'both' if equal else 'neither'}. "
             "Delete that file so that DeepSpeed builds it again, or train without a plan"
         )
     return equal[0]

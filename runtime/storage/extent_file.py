@@ -35,9 +35,9 @@ class ExtentFile(OutputFile):
             free = folder.f_bavail * folder.f_frsize + held
             if free < self._size:
                 raise StorageError(
-                    f"{self.path.parent} must have {self._size} bytes free for the state that the plan stores "
-                    f"there, but has {free}: make room, give another directory, store fewer "
-                    "subgroups, or keep fewer steps"
+                    f"{self.path.parent} must have {self._size} bytes free for the optimizer state that the plan "
+                    f"stores in this folder, but has {free}. Free space, set another plan.storage_dir, store fewer "
+                    "subgroups, or lower checkpoint.keep"
                 )
             descriptor = self._open_buffered()
             self._files.truncate(descriptor, self._size)

@@ -115,11 +115,13 @@ class Folders:
     def _check_order(self, pages: Sequence[StorePage | None]) -> None:
         there = [page.drive for page in pages if page is not None]
         if there != list(range(len(there))):
-            names = [str(drive.directory) for drive in self._drives]
+            found = [
+                f"{drive.directory} {'is empty' if page is None else f'was number {page.drive + 1}'}"
+                for drive, page in zip(self._drives, pages, strict=True)
+            ]
             raise StorageError(
-                "the directories of stored state must have the order in which they were first used, "
-                f"but {names} hold the drives {[page and page.drive for page in pages]}. Put them in that "
-                "order, or give empty directories"
+                "the folders of stored optimizer state must be given in the order in which they were first used, but "
+                f"of the given folders {', '.join(found)}. Give the folders in their first order, or empty folders"
             )
 
     def _write(self, page: StorePage) -> None:

@@ -81,15 +81,15 @@ class StepReader:
         if steps is None or steps.nonce != self._page.store:
             raise StorageError(
                 f"the checkpoint's state must be in {self._directories[0]}, but there is "
-                f"{'none' if steps is None else 'that of another run'}: move the directory back "
-                "to where it was"
+                f"{'none' if steps is None else 'only the state of another run'} in this folder. Move the folder with "
+                "the checkpoint's state back"
             )
         found = next((s for s in steps.steps if s.name == self._page.name), None)
         if found is None:
             raise StorageError(
                 f"the state of step {self._page.step} in {self._directories[0]} was overwritten "
-                f"by later steps. Load one of the steps {[s.step for s in steps.steps]} instead, and "
-                "raise checkpoint.keep to keep more"
+                f"by later steps. Load the checkpoint of one of the steps {[s.step for s in steps.steps]} instead, and "
+                "raise checkpoint.keep to keep more checkpoints"
             )
         return found
 
@@ -97,7 +97,10 @@ class StepReader:
         path = file_of(self._directories[0], self._page.rank, STORE)
         store = read_page(path, StorePage, self._files)
         if store is None:
-            raise StorageError(f"{path} is missing: restore it")
+            raise StorageError(
+                f"{path} is missing. Without this file, which describes the layout of the optimizer state on the "
+                "drives, the state cannot be read. Restore the file from a backup"
+            )
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:

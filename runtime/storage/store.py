@@ -546,7 +546,10 @@ class ExtentStore:
         with self._condition:
             asked = self._announced.get(version)
             if asked is None:
-                raise StorageError(f"a version must be announced before it is committed, but {version} was not")
+                raise StorageError(
+                    "a version of the stored state must be announced with announce() before commit() is called, but "
+                    f"version {version} was not"
+                )
             held, waiting = self._subgroups, self._telling(f"the writing of version {version}")
             while late := [s for s in sorted(asked.subgroups) if held[s].of(asked) is None]:
                 self._wait(waiting, f"version {version} must be written", f"subgroups {late[:5]} are not")

@@ -250,8 +250,16 @@ def _attach_automatically(
 
 
 def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
-    whole = stores or rule.own_step or swapped(optimizer)
+    whole = _why_whole(optimizer, rule, stores=stores)
     return getattr(optimizer, "sub_group_size", 1) if whole else 1
+
+
+def _why_whole(optimizer: Any, rule: UpdateRule, *, stores: bool) -> str:
+    if stores:
+        return "the plan keeps optimizer state on a drive"
+    if rule.own_step:
+        return "ebbtide has no kernel for the optimizer"
+    return "DeepSpeed keeps parameters on a drive" if swapped(optimizer) else ""
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
@@ -280,9 +288,9 @@ def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
 def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
     if _finest(optimizer, rule, stores=plan.stores) > plan.subgroup_size:
         raise PlanError(
-            "plan.deepspeed_subgroup_size must be absent for this engine: DeepSpeed's subgroups cannot be divided if "
-            "ebbtide has no kernel for the optimizer, if state is on a drive, or if DeepSpeed keeps parameters on "
-            "a drive. Plan again with `tune plan --subgroup-size auto`",
+            "plan.deepspeed_subgroup_size must be absent for this engine: DeepSpeed's subgroups cannot be divided, "
+            f"because {_why_whole(optimizer, rule, stores=plan.stores)}. Plan again with "
+            "`tune plan --subgroup-size auto`",
             key="deepspeed_subgroup_size",
         )
 

@@ -54,5 +54,5 @@ def test_a_start_that_waits_says_for_what_and_since_when(lock, caplog):
     finally:
         builds.logger.removeHandler(handler)
         lock.unlink(missing_ok=True)
-    assert f"the build of cpu_adam has held {lock} since" in caplog.text
+    assert f"the build of the extension cpu_adam has held its lock file {lock} since" in caplog.text
     assert f"rm {lock}" in caplog.text

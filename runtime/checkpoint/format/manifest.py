@@ -36,7 +36,7 @@ def stored_name(rank: int) -> str:
 def _inside(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"a path in a manifest must name a file inside the checkpoint, but got {path!r}")
+        raise ValueError(f"each path in a manifest must name a file inside the checkpoint's folder, but got {path!r}")
     return path
 
 
@@ -62,7 +62,10 @@ class FileRecord(Page):
     def _check(self) -> Self:
         blocks = -(-self.size_bytes // self.block_bytes)
         if len(self.hashes) != blocks:
-            raise ValueError(f"{self.path} has {blocks} blocks, but got {len(self.hashes)} hashes")
+            raise ValueError(
+                f"the manifest's entry for {self.path} must have one hash per block, but has {len(self.hashes)} hashes "
+                f"for {blocks} blocks"
+            )
         return self
 
 
@@ -113,7 +116,10 @@ class GlobalManifest(Page):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.ranks) != self.world_size:
-            raise ValueError(f"world_size={self.world_size}, but got {len(self.ranks)} ranks")
+            raise ValueError(
+                f"the manifest must list as many ranks as its world_size, which is {self.world_size}, but lists "
+                f"{len(self.ranks)} ranks"
+            )
         return self
 
 

@@ -88,7 +88,9 @@ def enum_member(kind: Any, name: Any) -> enum.Enum:
     """
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]
-    raise TypeError(f"getattr may only return a member of an enum, but got {kind}.{name}")
+    raise TypeError(
+        f"the checkpoint file's pickle may call getattr only for members of enums, but asks for {kind}.{name}"
+    )
 
 
 def _numpy_classes() -> Iterator[Allowed]:

@@ -72,10 +72,9 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
         refused = refused_names(path)
         why = f"it holds {refused}" if refused else _gist(error)
         raise CheckpointError(
-            f"{path} must hold tensors and plain data only, readable by "
-            f"torch.load(weights_only=True), but {why}. "
-            "Allow your own classes in client_state with "
-            "torch.serialization.add_safe_globals, if you trust the file"
+            f"{path} must hold tensors and plain data only, readable by torch.load(weights_only=True), but {why}. "
+            "If you trust the file, allow your own classes in client_state with "
+            "torch.serialization.add_safe_globals"
         ) from error
 
 
@@ -199,7 +198,7 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
     while len(view):
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
-            raise ValueError(f"the file ends at byte {offset}, inside a tensor")
+            raise ValueError(f"the checkpoint file was truncated: it ends at byte {offset}, in the middle of a tensor")
         view, offset = view[count:], offset + count
 
 

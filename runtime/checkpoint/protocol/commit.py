@@ -256,10 +256,12 @@ class Commit:
         voted = (manifest.nonce, manifest.tag, manifest.step, manifest.world_size)
         expected = (a.nonce, a.tag, a.step, a.world_size)
         if voted != expected:
+            theirs, ours = (
+                f"step {step} as {tag!r} on {n} ranks (save {nonce})" for nonce, tag, step, n in (voted, expected)
+            )
             raise CheckpointError(
-                "all ranks must save the same step under the same tag, but rank "
-                f"{manifest.rank} voted for (attempt, tag, step, world size) {voted} and rank 0 for "
-                f"{expected}"
+                f"all ranks must save the same step under the same tag, but rank {manifest.rank} saves {theirs} and "
+                f"rank 0 saves {ours}. Call save_checkpoint with the same tag on every rank, at the same step"
             )
 
     def _publish(self) -> None:
@@ -283,7 +285,11 @@ class Commit:
                 return
             self._raise_aborts()
             if not a.staging.exists() and not self.is_committed():
-                raise CheckpointError(f"rank 0 abandoned checkpoint {a.tag!r}")
+                raise CheckpointError(
+                    f"checkpoint {a.tag!r} was not committed: its temporary folder {a.staging} was removed, mostly "
+                    "because rank 0 gave up the save. See the error of rank 0. Checkpoints that were committed before "
+                    "are intact"
+                )
 
     def _await_latest(self) -> None:
         a, begin_s = self._attempt, time.monotonic()

@@ -115,7 +115,7 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
         try:
             data = (folder / seal.path).read_bytes()
             if block_hash(data) != seal.hash:
-                raise ManifestError("its bytes do not match the global manifest")
+                raise ManifestError("the bytes of this rank's manifest do not match the hash in the global manifest")
             manifest = parse(data, RankManifest, seal.path)
             belongs_to = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
             expected = (rank, page.nonce, page.step, page.tag)
@@ -138,7 +138,7 @@ def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
             return [Problem(record.path, reason)]
         return list(_differing(folder, record))
     except OSError as error:
-        return [Problem(record.path, f"cannot be read: {error.strerror}")]
+        return [Problem(record.path, f"the file cannot be read: {error.strerror}")]
 
 
 def _differing(folder: Path, record: FileRecord) -> Iterator[Problem]:
@@ -148,7 +148,7 @@ def _differing(folder: Path, record: FileRecord) -> Iterator[Problem]:
             count = _fill(file, buffer)
             if block_hash(buffer[:count]) != expected:
                 start = number * record.block_bytes
-                yield Problem(record.path, f"bytes {start} to {start + count} were altered")
+                yield Problem(record.path, f"bytes {start} to {start + count} of the file were altered")
 
 
 def _fill(file: Any, buffer: memoryview) -> int:

@@ -122,7 +122,10 @@ class Note:
         """
         with self._keeping:
             if self._over.is_set():
-                raise FileNotFoundError("this checkpoint has ended, so its files are no longer kept")
+                raise FileNotFoundError(
+                    "the files of a deleted checkpoint are kept only while a save runs, but the save of "
+                    f"{self._tag!r} has ended"
+                )
             number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
             place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
             temporary = place.with_name(f".{place.name}")

@@ -167,9 +167,10 @@ class BlockWriter:
         self._notice_dead_writers()
         if waited > self._deadline_s:
             raise CheckpointError(
-                f"the drive must write a block within {self._deadline_s:g} s (checkpoint.deadline_s), but "
-                f"made no progress for {waited:.1f} s. An optimizer update waits for it. Check the drive, "
-                "or raise checkpoint.copy_budget_bytes"
+                f"the drive must write a block of the checkpoint within {self._deadline_s:g} s "
+                f"(checkpoint.deadline_s), but wrote none for {waited:.1f} s while an optimizer update waited. Check "
+                "the drive. If the drive is only slow, raise checkpoint.copy_budget_bytes: more unwritten state is "
+                "then copied to host memory, so that updates wait less"
             )
 
     # -- the writers' side
@@ -311,7 +312,7 @@ class BlockWriter:
             self._failure = CheckpointError("every writer thread of the checkpoint died")
 
     def _stop(self) -> None:
-        self._fail(CheckpointError("this checkpoint has ended"))
+        self._fail(CheckpointError("the save of this checkpoint has ended"))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout=self._deadline_s)

@@ -62,13 +62,17 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.runtime.zoo", description=__doc__)
-    parser.add_argument("--table", type=Path, default=TABLE, help="a JSON file of such rows")
+    parser.add_argument("--table", type=Path, default=TABLE, help="JSON file with the published configs to try")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument(
-        "--streams", action="store_true", help="on emulated streams, all placements in turn after the watched steps"
+        "--streams",
+        action="store_true",
+        help="train on emulated streams, with all placements in turn after the watched steps",
     )
-    parser.add_argument("--part", default="1/1", help="I/N: the I-th of N parts, from 1")
-    parser.add_argument("--only", default="", help="a part of the names of those to try")
+    parser.add_argument(
+        "--part", default="1/1", help="part of the configs to try, as I/N: the I-th of N parts, counted from 1"
+    )
+    parser.add_argument("--only", default="", help="text that the names of the configs to try contain")
     return parser.parse_args()
 
 
