@@ -84,9 +84,10 @@ LAUNCHER_OPTIONS = (
     ),
     click.option("--omp-threads", type=click.IntRange(min=1), help="OMP_NUM_THREADS of each rank, for any launcher."),
 )
+MODEL_FILE = "a Hugging Face config.json, or a JSON file with the keys layers, hidden, heads and vocabulary"
 _WORKLOAD_OPTIONS = (
     click.option("--workload", help="Workload file of the training run (workload.json of `tune profile`)."),
-    click.option("--model", help="Hugging Face config.json, or a plain description of a model, instead of --workload."),
+    click.option("--model", help=f"Model to train, instead of --workload: {MODEL_FILE}."),
     click.option("--ds-config", help='With --model: DeepSpeed config. May contain "auto".'),
     click.option(
         "--sequence", type=click.IntRange(min=1), help="With --model: number of tokens per sample (default: 2048)."

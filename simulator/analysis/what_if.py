@@ -27,18 +27,18 @@ Strategy = str | tuple[str, Mapping[str, Any]]
 Planner = Callable[[Workload, Machine, Limits], Plan | None]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip", "clip_rate")
 _LAID_OUT = (
-    "it changes what each rank holds and sends",
-    "estimate a workload for each (workload_from_model(data_parallel=...)) or profile it there",
+    "the work of each rank in a workload depends on the number of ranks",
+    "estimate a workload for each value (workload_from_model(data_parallel=...)), or profile one on that many GPUs",
 )
-# Fields of the machine that a workload has in it already: why, and what to do instead.
+# Fields of the machine that a workload depends on: why they cannot change, and what to do instead.
 _IN_WORKLOAD = {
     "nodes": _LAID_OUT,
     "gpus_per_node": _LAID_OUT,
     "device_flops_per_s": (
-        "the workload's forward and backward are seconds already",
-        "estimate a workload for each (workload_from_model(model, machine.with_rates(device_flops_per_s=...)))",
+        "the workload has fixed times for forward and backward",
+        "estimate a workload for each value (workload_from_model(model, machine.with_rates(device_flops_per_s=...)))",
     ),
-    "device_memory_bytes": ("the memory per rank is an argument of its own", "give gpu_memory_bytes=[...]"),
+    "device_memory_bytes": ("GPU memory has an argument of its own", "give gpu_memory_bytes=[...]"),
 }
 
 
@@ -121,7 +121,10 @@ def _table(
     table = pd.DataFrame(rows)
     table.attrs["interrupted"] = interrupted
     if interrupted:
-        warnings.warn(f"interrupted: {len(rows)} of {points} points are finished", stacklevel=3)
+        warnings.warn(
+            f"the what-if was interrupted: {len(rows)} of {points} simulations are finished and in the table",
+            stacklevel=3,
+        )
     else:
         _tell_without_effect(table, changes)
     return table
@@ -152,8 +155,9 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
             known = [field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD]
             raise RuleError(
-                f"a what-if can change {', '.join(known)}, but got {name!r}{suggestion(name, known)}: for other shapes "
-                "estimate a workload for each (workload_from_model)",
+                f"a what-if can change {', '.join(known)}, but got {name!r}{suggestion(name, known)}. To change the "
+                "model, its sequence length or micro-batch size, estimate a workload for each value with "
+                "workload_from_model",
                 key=f"changes.{name}",
             )
         if not values:
@@ -195,7 +199,7 @@ def grid(
         strategies = [strategies]
     named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]
     if not named:
-        raise RuleError(f"strategies must name at least one, but got {strategies!r}", key="strategies")
+        raise RuleError(f"strategies must name at least one strategy, but got {strategies!r}", key="strategies")
     for name, _ in named:
         if name not in STRATEGIES:
             raise RuleError(

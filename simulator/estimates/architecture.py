@@ -102,10 +102,14 @@ def _read(path: Path) -> Mapping[str, Any]:
         result = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a model must be a JSON file with its config (--model), but got {file}: {error}", key="model"
+            "the model (--model) must be given as a JSON file, such as a Hugging Face config.json, but reading "
+            f"{file} failed: {error}",
+            key="model",
         ) from None
     if not isinstance(result, dict):
-        raise ModelError(f"{file} must hold a JSON object, but holds a {type(result).__name__}", key="model")
+        raise ModelError(
+            f"the model's file {file} must hold a JSON object, but holds a {type(result).__name__}", key="model"
+        )
     return result
 
 
@@ -185,8 +189,8 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
     unknown = sorted(set(config) - known)
     if unknown:
         raise ModelError(
-            f"a plain description takes {', '.join(sorted(known))}, but got {unknown[0]!r}; a "
-            "Hugging Face config must have model_type",
+            f"a model without the key model_type may have the keys {', '.join(sorted(known))}, but got "
+            f"{unknown[0]!r}. If the model is a Hugging Face config, give its model_type too",
             key=f"model.{unknown[0]}",
         )
     numbers = _numbers(config) | {k: config[k] for k in flags if k in config}

@@ -173,7 +173,8 @@ class _Resolver:
             value = given
         elif given is not None and given != value:
             raise ModelError(
-                f"{key} is {value} in the DeepSpeed config, but {given} was given: remove one of the two",
+                f"{key} is {value} in the DeepSpeed config, but the option or argument with the same meaning is "
+                f"{given}. Remove one of the two values",
                 key=f"ds_config.{key}",
             )
         if value is None:
@@ -222,8 +223,8 @@ class _Resolver:
             stage = 3 if given is None else given
         elif given is not None and given != stage:
             raise ModelError(
-                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was given (--zero-stage): "
-                "remove one of the two",
+                f"zero_optimization.stage is {stage} in the DeepSpeed config, but the option --zero-stage is {given}. "
+                "Remove one of the two values",
                 key="ds_config.zero_optimization.stage",
             )
         if isinstance(stage, bool) or stage not in (1, 2, 3):

@@ -121,10 +121,14 @@ def read_file(path: str | Path) -> dict[str, Any]:
             config = hjson.loads(text)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}", key="ds_config"
+            f"a DeepSpeed config must be a JSON file (--ds-config), but reading {path} failed: {error}", key="ds_config"
         ) from None
     if not isinstance(config, dict):
-        raise ModelError(f"--ds-config must hold a JSON object, but got {path}", key="ds_config")
+        raise ModelError(
+            f"the DeepSpeed config (--ds-config) must be a file that holds a JSON object, but {path} holds a "
+            f"{type(config).__name__}",
+            key="ds_config",
+        )
     return dict(config)
 
 

@@ -94,8 +94,8 @@ class Job(Training):
     def _checked(cls, fields: Mapping[str, Any]) -> Self:
         if unknown := sorted(set(fields) - set(cls.model_fields)):
             raise ModelError(
-                f"a job has the fields {', '.join(cls.model_fields)}, "
-                f"but got {unknown[0]!r}{suggestion(unknown[0], cls.model_fields)}"
+                f"a training job is described by the fields {', '.join(cls.model_fields)}, "
+                f"but got the field {unknown[0]!r}{suggestion(unknown[0], cls.model_fields)}"
             )
         try:
             return cls.model_validate(fields)

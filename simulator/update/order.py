@@ -47,9 +47,11 @@ class UpdateOrder(BaseModel):
         if len(named) != len(wanted) or set(named) != wanted:
             twice = sorted({i for i in named if named.count(i) > 1})
             missing = sorted(wanted - set(named))
+            wrong = [f"leave out the subgroups {missing}"] if missing else []
+            wrong += [f"name the subgroups {twice} more than once"] if twice else []
             raise RuleError(
-                f"plan.order.{queue.value} must name each subgroup that is updated there once, but "
-                f"got spans {order} with {missing or 'none'} missing and {twice or 'none'} twice",
+                f"plan.order.{queue.value} must name each subgroup of this queue of updates exactly once, but the "
+                f"ranges {order} {' and '.join(wrong)}",
                 key=f"order.{queue.value}",
             )
         return named

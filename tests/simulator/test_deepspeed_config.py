@@ -324,7 +324,7 @@ def test_a_changed_job_is_the_one_that_its_own_config_describes(knobs):
 
 
 def test_a_job_refuses_what_it_has_no_field_for():
-    with pytest.raises(ModelError, match=r"a job has the fields .*, but got 'batch'"):
+    with pytest.raises(ModelError, match=r"a training job is described by the fields .*, but got the field 'batch'"):
         Job.of_deepspeed(GPT, None, batch=3)
     with pytest.raises(ModelError, match="accumulation"):
         Job.of_deepspeed(GPT, None).changed(acumulation=3)

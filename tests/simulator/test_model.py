@@ -357,7 +357,7 @@ BAD = [
     (
         LLAMA,
         {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
-        "stage is 2 in the DeepSpeed config, but 1 was given",
+        "stage is 2 in the DeepSpeed config, but the option --zero-stage is 1",
     ),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
     (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and 3, .* but got 2 under ZeRO-3"),

@@ -107,11 +107,11 @@ def test_host_memory_is_shared_among_the_ranks():
         ({"h2d_bytes_per_s": [1e20]}, "h2d_bytes_per_s must lie within a factor"),
         ({"warp_speed": [9]}, "but got 'warp_speed'"),
         ({"ranks_per_node": [0]}, "ranks_per_node"),
-        ({"strategies": []}, r"strategies must name at least one, but got \[\]"),
+        ({"strategies": []}, r"strategies must name at least one strategy, but got \[\]"),
         ({"gpu_memory_bytes": []}, "gpu_memory_bytes must have at least one value"),
         ({"h2d_bytes_per_s": []}, "h2d_bytes_per_s must have at least one value"),
         ({"device_memory_bytes": [1e9]}, r"device_memory_bytes must not .*: give gpu_memory_bytes"),
-        ({"device_flops_per_s": [1e14, 9e14]}, "seconds already.*: estimate a workload"),
+        ({"device_flops_per_s": [1e14, 9e14]}, "fixed times.*: estimate a workload"),
         ({"cpu_cores": [1, 64]}, "cpu_cores must not .* stock_host_adam_params_per_s"),
         ({"micro_batch": [2]}, "workload_from_model"),
         ({"gpus_per_node": [2]}, "gpus_per_node must not .* estimate a workload"),
@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
 
     monkeypatch.setattr(code, "evaluate", interrupted)
     rates = [1e10 + i * 1e8 for i in range(3 * code.POINTS_PER_TASK)]
-    with pytest.warns(UserWarning, match="32 of 48 points are finished"):
+    with pytest.warns(UserWarning, match="32 of 48 simulations are finished"):
         table = what_if(workload(), machine(), ["zero3_offload"], h2d_bytes_per_s=rates, progress=False)
     assert len(table) == 2 * code.POINTS_PER_TASK
     assert table.attrs["interrupted"] is True

@@ -248,7 +248,7 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
     arguments = ["calibrate", "h100-node", "--runs", runs, "--model", model, "-o", out]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
-    assert "2 runs: the median error of their phases was" in done.output
+    assert "2 runs: the median error of the predicted phase times was" in done.output
     corrected = Machine.load(out)
     assert corrected.loop_s.median == pytest.approx(0.14, rel=0.01)
     told = json.loads(run(*arguments, "--json").output)

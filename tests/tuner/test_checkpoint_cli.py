@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_found_with_file_and_bytes(folder):
     assert code == 2
     states = {r["tag"]: r["state"] for r in found}
     assert states["step2"] == states["step0"] == "whole"
-    assert "rank0_optim_states.pt: bytes 0 to 16384 were altered" in states["step1"]
+    assert "rank0_optim_states.pt: bytes 0 to 16384 of the file were altered" in states["step1"]
     assert tune("verify", folder, "--tag", "step0").exit_code == 0
     assert tune("verify", folder, "--tag", "step1").exit_code == 2
 

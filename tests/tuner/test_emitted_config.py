@@ -62,7 +62,7 @@ def test_what_cannot_be_read_or_written_is_named(inputs, tmp_path):
     (tmp_path / "given.json").write_text("[]")
     result, _ = emit(*inputs, "--ds-config", "given.json")
     assert result.exit_code == 2
-    assert "--ds-config must hold a JSON object, but got given.json" in result.output
+    assert "must be a file that holds a JSON object, but given.json holds a list" in result.output
     result = CliRunner().invoke(main, ["plan", *inputs, "--emit-deepspeed", "no/ds.json"])
     assert result.exit_code == 2
     assert "--emit-deepspeed must be a file that can be written" in result.output

@@ -54,9 +54,9 @@ def show_machine(machine: Machine, console: Console) -> None:
         )
     for directory, drive in machine.drives.items():
         console.print(
-            f"state in {directory}: {drive.read_bytes_per_s.median / 1e9:.2f} GB/s read, "
-            f"{drive.write_bytes_per_s.median / 1e9:.2f} written, and "
-            f"{drive.duplex_factor.median:.0%} of each while both run",
+            f"the drive of {directory} reads {drive.read_bytes_per_s.median / 1e9:.2f} GB/s and writes "
+            f"{drive.write_bytes_per_s.median / 1e9:.2f} GB/s. While it reads and writes at once, it reaches "
+            f"{drive.duplex_factor.median:.0%} of each rate",
             highlight=False,
         )
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
@@ -97,7 +97,8 @@ def show_workload(workload: Workload, console: Console) -> None:
     console.print(layers)
     if w.memory_curve:
         console.print(
-            f"GPU memory: at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
+            "GPU memory in use during an iteration: "
+            f"at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
             f"at least {min(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB"
         )
     if w.provenance:

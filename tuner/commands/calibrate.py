@@ -31,7 +31,7 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 )
 @click.option("--strategy", default="zero3_offload", show_default=True, help="Strategy that the runs trained with.")
 @click.option("--ratio", type=click.FloatRange(0, 1), help="Twin-Flow's ratio in the runs, if they used it.")
-@click.option("-o", "--out", required=True, help="File to write the corrected machine to.")
+@click.option("-o", "--out", required=True, help="Path of the corrected machine file to write.")
 @workload_options
 @JSON
 @guarded
@@ -88,12 +88,14 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
     for change in calibrated.changes:
         click.echo(
             f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
-            f"(quartiles {change.low:.4g} to {change.high:.4g}: {change.knob})"
+            f"(quartiles {change.low:.4g} to {change.high:.4g}; corrected for: {change.knob})"
         )
     if not calibrated.changes:
-        click.echo("no rate was changed: the runs contain no information beyond the machine file")
+        click.echo("no rate was changed, because the runs add no information to the machine file")
     before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
-    click.echo(f"{runs} runs: the median error of their phases was {before} and is now {left}. Wrote {out}")
+    click.echo(
+        f"{runs} runs: the median error of the predicted phase times was {before} and is now {left}. Wrote {out}"
+    )
 
 
 def _miss(percent: float) -> str:

@@ -5,7 +5,16 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
-from ebbtide.tuner.inputs import MACHINE, BadInputError, check_folder, launched, read_machine, started_by, written
+from ebbtide.tuner.inputs import (
+    MACHINE,
+    MODEL_FILE,
+    BadInputError,
+    check_folder,
+    launched,
+    read_machine,
+    started_by,
+    written,
+)
 from ebbtide.tuner.progress import told_after
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
@@ -16,7 +25,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     "--free micro_batch,accumulation,recompute,offload"
 )
 @MACHINE
-@click.option("--model", required=True, help="Hugging Face config.json, or a plain description of a model.")
+@click.option("--model", required=True, help=f"Model to train: {MODEL_FILE}.")
 @click.option("--ds-config", help='DeepSpeed config, which fixes everything that is not searched. May contain "auto".')
 @click.option(
     "--sequence", type=click.IntRange(min=1), default=2048, show_default=True, help="Number of tokens per sample."

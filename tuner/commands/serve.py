@@ -41,7 +41,9 @@ TOKEN = "EBBTIDE_TOKEN"
     "demo: runs/demo, or a small example that comes with ebbtide.",
 )
 @click.option(
-    "--workers", type=click.IntRange(1, 64), help="Number of processes for quick answers (default: one per core)."
+    "--workers",
+    type=click.IntRange(1, 64),
+    help="Number of processes for short API requests, such as a simulation (default: one per core, at most 8).",
 )
 @guarded
 def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str | None, workers: int | None) -> None:

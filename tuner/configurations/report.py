@@ -22,7 +22,8 @@ def show(answer: Answer, console: Console) -> None:
     console.print(_front(answer))
     console.print(_costs(answer))
     console.print(
-        "A plan never changes results. Another configuration may change the last bits of a sum over micro-batches."
+        "A plan never changes training results. If you train with another configuration than before, such as another "
+        "micro-batch size, the last bits of gradient sums may change."
     )
 
 

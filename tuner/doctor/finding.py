@@ -26,8 +26,8 @@ class Finding:
     def __post_init__(self) -> None:
         if (self.state != "ok") != bool(self.fix):
             raise ValueError(
-                "a finding must have a fix exactly if something is wrong, but got "
-                f"state={self.state!r} and fix={self.fix!r} ({self.name})"
+                "a finding of tune doctor must have a fix if its state is not 'ok', and none if its state is 'ok', "
+                f"but {self.name!r} has state={self.state!r} and fix={self.fix!r}"
             )
 
 

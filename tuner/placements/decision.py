@@ -290,7 +290,7 @@ def check_length(workload: Workload) -> None:
         most = MOST_PASSES // layers
         raise RuleError(
             f"accumulation (--accumulation) must be at most {most} for {layers} layers, but got {micro}. "
-            f"Plan with {most}: the same plan serves longer steps",
+            f"Plan with {most}: the plan also serves steps of more micro-batches",
             key="accumulation",
         )
 

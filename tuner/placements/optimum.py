@@ -67,7 +67,10 @@ def optimum(search: Search) -> Optimum:
                 if seconds < best_s:
                     best, best_s = candidate, seconds
     if math.isinf(best_s):
-        raise ValueError("no plan fits into the limits of memory: see ImpossibleError")
+        raise ValueError(
+            f"no plan fits into {search.limits.device_bytes} bytes of GPU memory and {search.limits.host_bytes} bytes "
+            "of host memory per rank: raise one of these limits"
+        )
     return Optimum(best, best_s, len(search.scores) - before, pruned)
 
 

@@ -117,7 +117,9 @@ def _unknown(app: FastAPI) -> None:
             raise HTTPException(404, f"the path must be one that {API}/openapi.json lists")
         allowed += ["HEAD"] if "GET" in allowed else []
         headers = {"allow": ", ".join(allowed)}
-        raise HTTPException(405, f"the method must be {' or '.join(allowed)} here, but is {request.method}", headers)
+        raise HTTPException(
+            405, f"the method for this path must be {' or '.join(allowed)}, but is {request.method}", headers
+        )
 
 
 class Page(StaticFiles):
@@ -251,28 +253,32 @@ class Guard:
             return
         host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]").lower()
         if "*" not in self._service.hosts and host not in self._service.hosts:
-            raise Refusal(400, "Host", f"must be one of {', '.join(dict.fromkeys(self._service.hosts))}", host)
+            known = ", ".join(dict.fromkeys(self._service.hosts))
+            rule = f"the request's Host header must be one of {known}. `tune serve --allow-host NAME` adds a name"
+            raise Refusal(400, "Host", rule, host)
         token = self._service.token
         if token is None or not scope["path"].startswith("/api/"):
             return
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-            raise Refusal(401, "Authorization", "must be 'Bearer TOKEN' with this server's token")
+            rule = "the request's Authorization header must be 'Bearer TOKEN', with the token of this server as TOKEN"
+            raise Refusal(401, "Authorization", rule)
 
     async def _body(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
         quota = self._service.quota
         most = quota.run_bytes if scope["path"] == f"{API}/runs" else quota.body_bytes
         length = headers.get(b"content-length", "0")
         if not length.isdecimal() or int(length) > most:
-            raise Refusal(413, "Content-Length", f"must be at most {most} bytes for a request body", length)
+            raise Refusal(413, "Content-Length", f"the request body must have at most {most} bytes", length)
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a form on another site can send only other types
-            raise Refusal(415, "Content-Type", "must be application/json", kind)
+            raise Refusal(415, "Content-Type", "the request's Content-Type header must be application/json", kind)
         try:
             async with asyncio.timeout(quota.body_s):
                 body = await _read(receive, most)
         except TimeoutError:
-            raise Refusal(408, "body", f"must be a request body that arrives within {quota.body_s:g} s") from None
+            rule = f"the request body must arrive within {quota.body_s:g} s, but did not"
+            raise Refusal(408, "body", rule) from None
         scope[SENT] = _check_json(body)
         sent = False
 
@@ -291,20 +297,18 @@ async def _read(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(
-                400, "body", "must be a complete request body, but the client closed the connection before its end"
-            )
+            raise Refusal(400, "body", "the request body must be sent to its end, but the client closed the connection")
         part = message.get("body", b"")
         size += len(part)
         if size > most:
-            raise Refusal(413, "body", f"must be a request body of at most {most} bytes")
+            raise Refusal(413, "body", f"the request body must have at most {most} bytes")
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
 
 
 def _constant(name: str) -> float:
-    raise Refusal(422, "body", "numbers must be finite", name)
+    raise Refusal(422, "body", "all numbers in the request body must be finite", name)
 
 
 def _check_json(body: bytes) -> Any:
@@ -317,14 +321,16 @@ def _check_json(body: bytes) -> Any:
         sent = json.loads(body, parse_constant=_constant)
         json.dumps(sent, ensure_ascii=False).encode()
     except RecursionError:
-        raise Refusal(422, "body", "must not be nested so deeply") from None
+        rule = "the JSON of the request body is nested too deeply to be parsed. Send it with fewer levels"
+        raise Refusal(422, "body", rule) from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
-        raise Refusal(422, "body", f"must be JSON, but is not at {place}") from None
+        raise Refusal(422, "body", f"the request body must be valid JSON, but is not at {place}") from None
     except UnicodeEncodeError:
-        raise Refusal(422, "body", "texts must be valid Unicode, but hold half of a character") from None
+        rule = "all texts in the request body must be valid Unicode, but one has half of a surrogate pair"
+        raise Refusal(422, "body", rule) from None
     except ValueError:
-        rule = "must be JSON in UTF-8 without numbers of thousands of digits"
+        rule = "the request body must be JSON in UTF-8, without numbers of thousands of digits"
         raise Refusal(422, "body", rule) from None
     return sent
 

@@ -112,7 +112,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
         raise RuleError(
-            f"spans must last {SHORTEST_S:g} s at least, but an iteration of them lasts {timeline.iteration_s:g}",
+            f"one iteration of the timeline in spans must last at least {SHORTEST_S:g} s, but lasts "
+            f"{timeline.iteration_s:g} s",
             "spans",
         )
     prediction = run.plan.prediction if run.plan else None

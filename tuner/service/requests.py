@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.estimates.modules import DESCRIBE
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, shortened
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
@@ -33,15 +33,18 @@ from pydantic import (
 _NAME = r"^[\w .,:()+/-]+$"
 
 
-def _named(text: str) -> str:
+def _named(text: str, info: ValidationInfo) -> str:
     if not re.fullmatch(_NAME, text):
-        raise RuleError("must be of letters, digits, spaces and . , : ( ) + / - only")
+        raise RuleError(
+            f"the name in the field {info.field_name} must consist of letters, digits, spaces and . , : ( ) + / - "
+            f"only, but got {shortened(text)}"
+        )
     return text
 
 
 def _option(value: Any) -> Any:
     if not isinstance(value, bool | int | float):
-        raise RuleError("must be a number, or true or false")
+        raise RuleError(f"each value in options must be a number, true or false, but got {shortened(value)}")
     return value
 
 
@@ -159,7 +162,7 @@ def _few_subgroups(plan: Any) -> Any:
         walked = [sum(_length(span) for span in spans) for spans in queues]
         if max(placed, *walked) > MOST_SUBGROUPS:
             raise RuleError(
-                f"plan.ways and plan.order must name at most {MOST_SUBGROUPS} subgroups in a request, but name more",
+                f"plan.ways and plan.order must name at most {MOST_SUBGROUPS} subgroups on this server, but name more",
                 key="ways",
             )
     return plan
@@ -260,8 +263,8 @@ class Scenario(Request):
 def _check_size(workload: Workload) -> None:
     if len(workload.layers) > MOST_LAYERS or len(workload.subgroups) > MOST_SUBGROUPS:
         raise RuleError(
-            f"workload must have at most {MOST_LAYERS} layers and {MOST_SUBGROUPS} subgroups here, "
-            f"but got {len(workload.layers)} and {len(workload.subgroups)}",
+            f"workload must have at most {MOST_LAYERS} layers and {MOST_SUBGROUPS} subgroups on this server, but has "
+            f"{len(workload.layers)} layers and {len(workload.subgroups)} subgroups",
             key="workload",
         )
 
@@ -287,7 +290,7 @@ class Simulate(Scenario):
         iterations = self.options.get("iterations", 3)
         if not 2 <= iterations <= MOST_ITERATIONS:
             raise RuleError(
-                f"options.iterations must lie in [2, {MOST_ITERATIONS}] here, but got {iterations}",
+                f"options.iterations must be from 2 to {MOST_ITERATIONS} on this server, but got {iterations}",
                 key="options.iterations",
             )
         return self
@@ -461,21 +464,25 @@ def check_model(config: dict[str, Any]) -> None:
         ValueError: The model has too many layers or experts, or its family is unknown.
     """
     if is_deepspeed(config):
-        raise RuleError("model must be a model's config, but this is DeepSpeed's: send it as ds_config", key="model")
+        raise RuleError(
+            "model must be the config of a model, but is a DeepSpeed config: send a DeepSpeed config as ds_config",
+            key="model",
+        )
     if refusal := quantized(config):
         raise RuleError(refusal, key="model.quantization_config")
     text = language_model(config)
     if "model_type" in text and family_numbers(text) is None:
         raise RuleError(
-            f"model_type must be one of {', '.join(FAMILIES)} here, built as usual, but got "
-            f"{text['model_type']!r}: ask `tune plan --model config.json`, or {DESCRIBE}",
+            f"model_type must be one of {', '.join(FAMILIES)} on this server, with the family's usual layers, but got "
+            f"{text['model_type']!r}. Run `tune plan --model config.json` instead, or {DESCRIBE}",
             key="model.model_type",
         )
     layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
-    if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
+    matrices = layers * (10 + 3 * experts)
+    if layers > MOST_LAYERS or matrices > MOST_BLOCKS:
         raise RuleError(
-            f"model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} matrices here, but "
-            f"got {layers} layers of {experts or 1} experts",
+            f"the model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} weight matrices on this server, but "
+            f"has {layers} layers and about {matrices} matrices",
             key="model",
         )
 

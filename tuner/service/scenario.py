@@ -108,8 +108,8 @@ def _run_so(workload: Workload, scenario: Scenario) -> Workload:
 def _check_cut(params: int, subgroup_size: int) -> None:
     if params > MOST_SUBGROUPS * subgroup_size:
         raise RuleError(
-            f"subgroup_size must divide {params} parameters into at most {MOST_SUBGROUPS} "
-            f"subgroups here, but got {subgroup_size}",
+            f"subgroup_size must divide {params} parameters into at most {MOST_SUBGROUPS} subgroups on this server, "
+            f"but got {subgroup_size}",
             key="subgroup_size",
         )
 
@@ -166,7 +166,10 @@ def job_of(scenario: Scenario) -> Job:
     """
     config = scenario.ds_config
     if config is not None and is_model(config):
-        raise RuleError("ds_config must be DeepSpeed's, but this is a model's config: send it as model", "ds_config")
+        raise RuleError(
+            "ds_config must be a DeepSpeed config, but is the config of a model: send the config of a model as model",
+            "ds_config",
+        )
     if isinstance(scenario, SearchJob):  # its knobs are batches too
         config = {k: v for k, v in (config or {}).items() if k not in BATCHES}
     model = model_of(scenario)
@@ -267,10 +270,14 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
         return
     most = (quota.searched_ops - fixed) // each
     if most < 1:
-        raise RuleError("subgroup_size must be larger for this model here", "subgroup_size")
+        raise RuleError(
+            f"subgroup_size must be larger: a simulation of this model has at least {fixed + each} operations, and a "
+            f"search on this server may use at most {quota.searched_ops} per simulation",
+            "subgroup_size",
+        )
     raise RuleError(
-        f"accumulation must be at most {most} for this model here, but got {micro}. "
-        f"Plan with {most}: the same plan serves longer steps",
+        f"accumulation must be at most {most} for this model on this server, but got {micro}. "
+        f"Plan with {most}: the plan also serves steps of more micro-batches",
         key="accumulation",
     )
 

@@ -73,7 +73,7 @@ def check_search(request: SearchJob, quota: Quota) -> None:
     ops = estimated_ops(request.model_copy(update=asked))
     if ops > quota.searched_ops:
         raise RuleError(
-            f"global_batch and accumulation must make at most {micro_batches * quota.searched_ops // ops} "
-            f"micro-batches of one step here, but may make {micro_batches}",
+            f"a step must have at most {micro_batches * quota.searched_ops // ops} micro-batches in a search on this "
+            f"server, but global_batch or accumulation allows {micro_batches}. Lower this value",
             key="global_batch",
         )

@@ -73,7 +73,7 @@ def test_probes_and_methods(server):
         refused = server.client.request(method, path, json={} if method == "POST" else None)
         assert refused.status_code == 405, (method, path)
         assert allowed in refused.headers["allow"]
-        assert refused.json()["errors"][0]["rule"].startswith("the method must be")
+        assert refused.json()["errors"][0]["rule"].startswith("the method for this path must be")
     assert server.client.get("/nowhere").status_code == 404
 
 

@@ -118,8 +118,12 @@ def test_an_error_names_the_field_that_was_sent(server, path, body, key):
     ("body", "rule", "value"),
     [
         ({"micro_batch": True}, "must be a number", "True"),
-        ({"strategy": "twin_flow", "options": {"ratio": "x"}}, "must be a number, or true or false", "'x'"),
-        ({"machine": "<b>"}, "must be of letters, digits", "'<b>'"),
+        (
+            {"strategy": "twin_flow", "options": {"ratio": "x"}},
+            "each value in options must be a number, true or false, but got 'x'",
+            "'x'",
+        ),
+        ({"machine": "<b>"}, "the name in the field machine must consist of letters, digits", "'<b>'"),
         ({"strategy": "magic"}, "", "'magic'"),
         ({"model": {**HF, "vocab_size": 10**15}}, "at most 999,999,999", "1000000000000000"),
     ],
@@ -392,7 +396,7 @@ def test_too_long_a_step_is_refused_before_any_work(held, monkeypatch, path, lon
     monkeypatch.setattr(service.jobs, "submit", None)
     (first, *_) = client.post(f"/api/v1{path}", json={**LLAMA, **long}).json()["errors"]
     assert first["key"] == "accumulation"
-    assert re.search(r"at most \d+ for this model here, but got (4096|2048)", first["rule"])
+    assert re.search(r"at most \d+ for this model on this server, but got (4096|2048)", first["rule"])
 
 
 def test_a_long_step_without_a_search_is_answered(held):
