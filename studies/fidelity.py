@@ -50,8 +50,8 @@ QUICK = 0.2
 
 def main() -> None:
     parser = study_parser("fidelity", __doc__)
-    parser.add_argument("--plans", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan")
+    parser.add_argument("--plans", type=int, default=20, help="number of plans to execute")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps per plan")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--many-layers",

@@ -159,7 +159,7 @@ def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
         "subgroups": [
             {"subgroup": n, **{w.name: _seconds(replace(_as(base, w), subgroup=n)) for w in ways}} for n in SUBGROUPS
         ],
-        "models": [_model_row(name, own, size) for size in track(models, description=f"planning on {name}")],
+        "models": [_model_row(name, own, size) for size in track(models, description=f"making plans for {name}")],
     }
 
 

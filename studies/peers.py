@@ -55,12 +55,12 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = study_parser("peers", __doc__)
-    parser.add_argument("--size", choices=sorted(SIZES), help="size of the model (default on a GPU: 3b)")
+    parser.add_argument("--size", choices=sorted(SIZES), help="model size (default on a GPU: 3b)")
     parser.add_argument("--cap-gib", type=float, default=24.0, help="limit on GPU memory, in GiB")
-    parser.add_argument("--subgroup", type=int, help="sub_group_size")
-    parser.add_argument("--minutes", type=float, default=30.0, help="minutes after which the command stops")
+    parser.add_argument("--subgroup", type=int, help="elements per subgroup (DeepSpeed's sub_group_size)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes after which the comparison stops")
     parser.add_argument(
-        "--only", nargs="*", choices=PEERS, default=PEERS, help="systems to compare with (default: all)"
+        "--only", nargs="*", choices=PEERS, default=PEERS, help="offloading systems to compare (default: all)"
     )
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     args = parser.parse_args()

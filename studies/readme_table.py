@@ -275,7 +275,11 @@ def replaced(page: str, rows: str, name: str = "results") -> str:
     before, begin, rest = page.partition(opening)
     _, end, after = rest.partition(closing)
     if not begin or not end:
-        raise ValueError(f"the page must have {opening} and {closing} after it, but one is missing")
+        missing = closing if begin else opening
+        raise ValueError(
+            f"the page with the table must have the marker {opening} and after it the marker {closing}, but "
+            f"{missing} is missing"
+        )
     return f"{before}{begin}\n{rows}{end}{after}"
 
 

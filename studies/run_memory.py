@@ -101,7 +101,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = study_parser("run_memory", __doc__)
     parser.add_argument("--size", default="40m", choices=sorted(SIZES))
-    parser.add_argument("--subgroup", type=int, default=1_000_000, help="sub_group_size")
+    parser.add_argument(
+        "--subgroup", type=int, default=1_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
+    )
     return parser.parse_args()
 
 

@@ -42,9 +42,11 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = study_parser("update_phase", __doc__)
     parser.add_argument("--size", default="200m", choices=sorted(SIZES))
-    parser.add_argument("--steps", type=int, default=9, help="timed steps, after 2 of warm-up")
-    parser.add_argument("--sequence", type=int, default=1, help="bytes per sample")
-    parser.add_argument("--subgroup", type=int, default=20_000_000, help="sub_group_size")
+    parser.add_argument("--steps", type=int, default=9, help="number of timed steps, after 2 warm-up steps")
+    parser.add_argument("--sequence", type=int, default=1, help="number of bytes per sample")
+    parser.add_argument(
+        "--subgroup", type=int, default=20_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
+    )
     parser.add_argument("--kernel-elements", type=int, default=64_000_000)
     return parser.parse_args()
 
@@ -62,7 +64,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
     batches = Batches(1, sequence)
     clocks = {name: PhaseClock(device.type == "cuda") for name in ("stock", "ebbtide")}
     losses_equal = True
-    for number in track(range(WARMUP + steps), description="stock and ebbtide in turn"):
+    for number in track(range(WARMUP + steps), description="steps of stock DeepSpeed and ebbtide in turn"):
         batch = batches.at(number, device)
         expected = timed_step(stock, batch, clocks["stock"])
         received = timed_step(ours, batch, clocks["ebbtide"])

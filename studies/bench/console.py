@@ -32,7 +32,7 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
-    where = "file for the results. A picture is written beside it" if drawn else "file for the results"
+    where = "path of the result file; a picture goes to the same path with .png" if drawn else "path of the result file"
     parser.add_argument("--json", type=Path, required=required, help=where)
     return parser
 
@@ -43,15 +43,15 @@ def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentPar
     ``kills`` is the default of the option ``--kills``.
     """
     parser = study_parser(study, doc, required=False)
-    parser.add_argument("--kills", type=whole_number, default=kills)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=whole_number, default=kills, help=f"number of kills (default: {kills})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: 0)")
     return parser
 
 
 def whole_number(text: str) -> int:
     count = int(text)
     if count < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, but got {count}")
+        raise argparse.ArgumentTypeError(f"the number must be >= 1, but got {count}")
     return count
 
 

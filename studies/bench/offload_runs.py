@@ -230,8 +230,8 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
     stride = _number(row, "stride", where, USUAL["stride"])
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
-            f"{where}: stride must be a whole number >= {int(prefetch)} (every so many-th subgroup "
-            f"visits the device), but got {row['stride']!r} with prefetch {int(prefetch)}"
+            f"{where}: stride must be a whole number >= {int(prefetch)} if prefetch is {int(prefetch)}, but got "
+            f"{row['stride']!r}. With stride n, every n-th subgroup is updated on the GPU"
         )
     return int(stride) if prefetch else 0
 

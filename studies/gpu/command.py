@@ -119,7 +119,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--host-gib", type=float, help="host memory in GiB for which plans are made (default: as the system reports it)"
     )
-    parser.add_argument("--subgroup", type=int, default=100_000_000, help="sub_group_size")
+    parser.add_argument(
+        "--subgroup", type=int, default=100_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
+    )
     parser.add_argument(
         "--device",
         choices=["cuda", "emulated"],

@@ -27,7 +27,9 @@ def draw_parts(folder: Path) -> list[Path]:
             continue
         result.append(_drawn(record, draw, path.with_suffix(".png")))
     if not result:
-        raise SystemExit(f"--plot must be a folder with records of studies.gpu, but {folder} has none")
+        raise SystemExit(
+            f"--plot must be a folder with result files of `python -m studies.gpu --out DIR`, but {folder} has none"
+        )
     return result
 
 

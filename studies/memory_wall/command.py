@@ -128,11 +128,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = study_parser("memory_wall", __doc__, drawn=True)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
-    parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} steps of warm-up")
-    parser.add_argument("--sequence", type=int, default=256, help="bytes per sample")
-    parser.add_argument("--batch", type=int, default=4, help="samples per step")
-    parser.add_argument("--subgroup", type=int, default=10_000_000, help="sub_group_size")
-    parser.add_argument("--quick", action="store_true", help="train a tiny model, only to test this command")
+    parser.add_argument("--steps", type=int, default=5, help=f"number of measured steps, after {WARMUP} warm-up steps")
+    parser.add_argument("--sequence", type=int, default=256, help="number of bytes per sample")
+    parser.add_argument("--batch", type=int, default=4, help="number of samples per step")
+    parser.add_argument(
+        "--subgroup", type=int, default=10_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
+    )
+    parser.add_argument("--quick", action="store_true", help="run a quick test with a tiny model")
     args = parser.parse_args(arguments)
     for name in ("steps", "sequence", "batch", "subgroup"):
         if getattr(args, name) < 1:
@@ -179,7 +181,7 @@ def _trained(
     """Train the steps, and return samples of the PCIe traffic. The list is empty without a GPU."""
 
     def train() -> None:
-        for number in track(range(WARMUP, WARMUP + steps), description="stock ZeRO-3 offload"):
+        for number in track(range(WARMUP, WARMUP + steps), description="steps of stock ZeRO-3 offload"):
             _step(engine, batches.at(number, engine.device), borders)
 
     if counters is None:

@@ -68,7 +68,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
     For some small pairs they are also compared with the best possible plan.
     """
     rng = np.random.default_rng(seed)
-    rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="planning")]
+    rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="plans for random pairs")]
     gaps = sorted(row["gap_pct"] for row in rows)
     seconds = [row["planning_s"] for row in rows]
     return {
@@ -96,7 +96,8 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
     """
     pairs = list(some)
     rows = [
-        what | gap(workload, node, WANTED_REAL_PCT) for what, workload, node in track(pairs, description="real models")
+        what | gap(workload, node, WANTED_REAL_PCT)
+        for what, workload, node in track(pairs, description="plans for real models")
     ]
     gaps = sorted(row["gap_pct"] for row in rows)
     return {
@@ -117,7 +118,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
     """
     rng = np.random.default_rng([seed, 1])
     rows = []
-    for _ in track(range(pairs), description="searching through"):
+    for _ in track(range(pairs), description="exhaustive searches"):
         workload, machine = random_pair(rng, counts=FEW)
         best_s = exact_s(workload, machine)
         row = gap(workload, machine)

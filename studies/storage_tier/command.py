@@ -247,7 +247,9 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = runs[0]
     for key in ("losses", "state"):
         if any(run[key] != first[key] for run in runs):
-            raise RuntimeError(f"runs of one variant must have the same {key}, but differ")
+            raise RuntimeError(
+                f"all runs of one variant (way to store optimizer state) must have the same {key}, but two runs differ"
+            )
     measured = {key: _one_of([run[key] for run in runs]) for key in first}
     peak = max(run["host_peak_bytes"] for run in runs)
     return {

@@ -49,7 +49,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--variant", default="stock")
     parser.add_argument("--plan", type=Path, help="plan file for the variant ebbtide")
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
-    parser.add_argument("--steps", type=int, default=8, help="timed steps, after 3 of warm-up")
+    parser.add_argument("--steps", type=int, default=8, help="number of timed steps, after 3 warm-up steps")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)

@@ -244,7 +244,7 @@ def test_bad_input_is_told(arguments, message, capsys):
 
 
 def test_a_folder_without_records_has_no_pictures(tmp_path):
-    with pytest.raises(SystemExit, match="--plot must be a folder with records"):
+    with pytest.raises(SystemExit, match="--plot must be a folder with result files"):
         command.main(["--plot", str(tmp_path)])
 
 

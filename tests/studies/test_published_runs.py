@@ -153,7 +153,7 @@ def test_every_published_row_is_readable_with_blanks_and_without(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefetch": "1", "stride": "0"}, "stride must be a whole number >= 1 .* with prefetch 1"),
+        ({"prefetch": "1", "stride": "0"}, "stride must be a whole number >= 1 if prefetch is 1"),
         ({"prefetch": "1", "stride": "-3"}, "stride must be a whole number >= 1"),
         ({"prefetch": "1", "stride": "2.7"}, "stride must be a whole number >= 1"),
         ({"prefetch": "0", "stride": "-3"}, "stride must be a whole number >= 0"),

@@ -77,7 +77,7 @@ def test_the_page_is_rewritten_between_its_markers_only(tmp_path):
     assert text.startswith(f"before\n{BEGIN}\n| study")
     assert text.endswith(f"|\n{END}\nafter\n")
     assert "old" not in text
-    with pytest.raises(ValueError, match="one is missing"):
+    with pytest.raises(ValueError, match="is missing"):
         replaced("no markers", "x")
 
 
