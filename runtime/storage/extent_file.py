@@ -106,6 +106,6 @@ class ExtentFile(OutputFile):
     def _explain(self, error: OSError, doing: str = "writing") -> Exception:
         return StorageError(
             f"{doing} {self.path} failed: {error.strerror or error} "
-            f"({errno.errorcode.get(error.errno or 0, error.errno)}). Checkpoints that were "
-            "committed before are intact. Check the drive, then resume"
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}). "
+            "Checkpoints that were committed before this failure are intact. Check the drive, then resume"
         )

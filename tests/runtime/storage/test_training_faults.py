@@ -13,7 +13,7 @@ import pytest
 
 from tests.runtime.storage.faulty_training import RESUMED_STEPS, STEPS
 
-INTACT = "Checkpoints that were committed before are intact"
+INTACT = "Checkpoints that were committed before this failure are intact"
 SAID = {  # text in the error of the faulty run; empty if the run must succeed
     "full at begin": "No space left on device",
     "full": f"ENOSPC). {INTACT}",
