@@ -89,9 +89,10 @@ def plan_page() -> str:
     lines = [
         NOTE,
         "# The plan file\n",
-        "JSON, written by `tune plan`; unknown fields are errors. Its schema: "
-        '[plan.schema.json](plan.schema.json). Under the key `"ebbtide"` of DeepSpeed\'s JSON, '
-        "`plan` takes such a file or its fields, and `checkpoint` the fields of CheckpointPlan.\n",
+        "A plan file is a JSON file that `tune plan` writes. A plan file with a field that ebbtide does not know is "
+        'refused. The JSON schema of plan files is [plan.schema.json](plan.schema.json). In the key `"ebbtide"` of '
+        "DeepSpeed's JSON, the field `plan` takes the path of a plan file or the fields of a plan. The field "
+        '`checkpoint` of the key `"ebbtide"` takes the fields of CheckpointPlan.\n',
     ]
     for model in MODELS:
         lines += [

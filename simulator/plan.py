@@ -46,23 +46,23 @@ class PlanError(RuleError):
 class WayRun(Page):
     """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
 
-    The rows have the order of the model's layers.
+    The rows of a plan file have the order of the model's layers.
 
     Attributes:
         count: Number of subgroups in this row.
-        placement: Memory that holds the subgroups' optimizer state, and processor that updates it. ``resident``:
-            GPU memory, GPU. ``device``: host memory, copied to the GPU for its update there. ``host``: host
-            memory, CPU. ``stored``: a drive, CPU.
+        placement: Memory that holds the subgroups' optimizer state, and processor that updates the state.
+            ``resident``: in GPU memory, updated by the GPU. ``device``: in host memory, copied to the GPU and updated
+            by the GPU. ``host``: in host memory, updated by the CPU. ``stored``: on a drive, updated by the CPU.
         parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host
             memory are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
             only).
         early: True if the update starts before the gradient norm is known, assuming that the step neither clips
-            nor overflows. If the step does, the update is dropped and redone. An early update needs extra host
-            memory for new state and new parameters. Only for ``host`` and ``device`` with parameters on the
-            device, and only under ZeRO-3.
+            nor overflows. If the step clips or overflows, the update is dropped and redone. An early update needs
+            extra host memory for new state and new parameters. Early updates are allowed only for ``host`` and
+            ``device`` with parameters on the device, and only under ZeRO-3.
         sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on the
-            GPU until the last micro-batch is added. It takes GPU memory for one gradient. Only for ``host`` and
-            ``stored``.
+            GPU until the last micro-batch is added. The sum takes GPU memory for one gradient. Sums on the GPU are
+            allowed only for ``host`` and ``stored``.
     """
 
     count: int = Field(ge=1)
@@ -128,27 +128,32 @@ class CheckpointPlan(Page):
     """The checkpoint settings of a plan: how often checkpoints are written, and how.
 
     Attributes:
-        interval_steps: Optimizer steps between two checkpoints. 0: only when the user saves.
-        mode: Moment at which a save returns. ``lazy``: immediately. Files are then written from the live state,
-            and a subgroup's state is copied before an update overwrites it. ``in_place``: when the files have
-            their final names, so that they survive a killed process. They survive a power failure only later.
-            ``sync``: when the files survive a power failure. ``auto``: ``in_place`` if the trainer looks for the
-            files itself (Trainer, Accelerate, Lightning), otherwise ``lazy``. With such a trainer ``lazy`` means
-            ``in_place`` too, unless `tune run` or ``ebbtide.enable()`` cleans up after a killed save.
+        interval_steps: Number of optimizer steps between two automatic checkpoints. 0: checkpoints are written only
+            when the script saves.
+        mode: Moment at which the save of a checkpoint returns. ``lazy``: immediately. The files are then written from
+            the live state, and a subgroup's state is copied before an update overwrites the state. ``in_place``: when
+            the files have their final names, so that the files survive a killed process. After the return, the files
+            are synced to survive a power failure. ``sync``: when the files survive a power failure. ``auto``:
+            ``in_place`` if the trainer looks for the files itself (Trainer, Accelerate, Lightning), otherwise
+            ``lazy``. With a trainer that looks for the files, ``lazy`` means ``in_place`` too, unless `tune run` or
+            ``ebbtide.enable()`` cleans up after a killed save.
         busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip``
             the save, or ``replace`` the unfinished checkpoint.
         copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
         write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
-        keep: Number of completed checkpoints that are kept in ``dir``: the newest ones. 0: all. It is also the
-            number of checkpoints whose stored state is kept on the drives. For drives, 0 means the Trainer's
-            ``save_total_limit``, otherwise one checkpoint, or two with ``load_best_model_at_end``. The log tells
-            the number at the start. Older checkpoints cannot be loaded then.
+        writers: Number of concurrent writes to the disk while a checkpoint is written.
+        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. ``keep`` is also the
+            number of checkpoints whose stored state is kept on drives. For drives, 0 means the Trainer's
+            ``save_total_limit``, otherwise one checkpoint, or two with ``load_best_model_at_end``. At the start, the
+            log states the number of checkpoints whose state is kept. Older checkpoints with stored state cannot be
+            loaded.
         deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up
-            with an error. At most 300 for drives with stored state.
+            with an error. For drives with stored state, at most 300 seconds.
+        dir: Folder of automatic checkpoints.
         restore_random: True if ``load_checkpoint`` also restores the random states that every checkpoint
             holds (of Python, numpy, torch and each CUDA device). DeepSpeed restores none.
-        verify_reads: True if every read of stored state is compared with the hash taken when it was written,
-            for drives that are not trusted. False: only the first read after a resume is compared.
+        verify_reads: True if every read of stored state is compared with the hash that was taken when the state was
+            written, for drives that are not trusted. False: only the first read after a resume is compared.
     """
 
     interval_steps: int = Field(0, ge=0)
@@ -189,6 +194,14 @@ class Prediction(Page):
     """The simulator's prediction of one rank's training iteration under a plan. Times are in seconds.
 
     Attributes:
+        strategy: Name of the predicted strategy: ``ebbtide`` for training under a plan, or another system.
+        iteration_s: Time of an iteration: one optimizer step with all its micro-batches.
+        iteration_low_s: Lower end of the uncertainty interval of ``iteration_s``.
+        iteration_high_s: Upper end of the uncertainty interval of ``iteration_s``.
+        forward_s: Time of the forward passes of an iteration.
+        backward_s: Time of the backward passes of an iteration.
+        device_peak_bytes: Largest number of bytes in use in GPU memory.
+        host_peak_bytes: Largest number of bytes in use in host memory.
         memory: Bytes in use at the peak of each memory, by kind (parameters, state ...). The kinds add up to the
             peak. Empty if unknown, as for other systems.
         limits: Bytes of each memory that may be used. A memory without a limit is left out. If device memory is
@@ -199,6 +212,8 @@ class Prediction(Page):
             ``clip_rate`` is None.
         waiting_s: Time of an iteration whose updates all wait for the gradient norm. 0 if ``clip_rate`` is None.
         clipped_s: Time of an iteration that clips, so that early updates are redone. 0 if ``clip_rate`` is None.
+        lower_bound_s: Lower bound of ``iteration_s``, which no plan can beat.
+        note: Sentence about the memory that is too small. Empty if the strategy fits.
     """
 
     strategy: str = "ebbtide"
@@ -255,29 +270,37 @@ class Plan(Shown, Page):
     """A plan for training with offloaded optimizer state, as one JSON file. The runtime needs no other file.
 
     Attributes:
-        subgroup_size: Number of elements of a subgroup. It is DeepSpeed's ``zero_optimization.sub_group_size``,
-            unless ``deepspeed_subgroup_size`` is set.
+        schema_version: Version of the plan file's format.
+        versions: Versions of ebbtide, PyTorch and DeepSpeed with which the plan was made.
+        machine_fingerprint: Hash of the hardware of the machine that the plan was made for.
+        workload_fingerprint: Hash of the subgroups, data types, optimizer and ZeRO stage that the plan was made for.
+        subgroup_size: Number of elements of a subgroup. The value is DeepSpeed's
+            ``zero_optimization.sub_group_size``, unless ``deepspeed_subgroup_size`` is set.
         deepspeed_subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size``, if the plan's subgroups are
             parts of DeepSpeed's subgroups (`tune plan --subgroup-size pieces`, ZeRO-3 only). The DeepSpeed config
-            must then have this size, and results are identical to those of DeepSpeed with it. 0: the plan's
+            must then have this size, and results are identical to those of DeepSpeed with this size. 0: the plan's
             subgroups are DeepSpeed's own.
         ways: Way in which each subgroup is updated, in the order of the layers (`Way`). In the file, one row
-            stands for several equal ways (`WayRun`).
+            stands for all neighboring subgroups that are updated in the same way (`WayRun`).
         order: Order in which subgroups are updated, see `UpdateOrder`.
         staging_slots: Number of staging buffers: GPU memory for one subgroup with placement ``device`` each.
         prefetch: Number of subgroups with placement ``device`` whose state may be copied to the GPU before the
             gradient norm is known: from the first gradient of the last micro-batch on, if staging buffers are
             free. At most ``staging_slots``. 0: copies begin when the gradient norm is known.
         host_slots: Number of buffers in host memory through which the state of ``stored`` subgroups is read and
-            written. It is also the number of subgroups that are read before the gradient norm is known.
-        storage_dir: Folder for the state of ``stored`` subgroups. Each rank has a file there.
-        storage_shares: Several folders instead of ``storage_dir``. Each holds a part of every subgroup's state,
-            in proportion to its number here, such as the drive's bandwidth.
+            written. ``host_slots`` is also the number of subgroups that are read before the gradient norm is known.
+        storage_dir: Folder for the state of ``stored`` subgroups. Each rank has a file in this folder.
+        storage_shares: Several folders instead of ``storage_dir``, each with a number such as the drive's bandwidth.
+            Each folder holds a part of every subgroup's state, in proportion to the folder's number.
         threads: Number of CPU threads for updates. 0: the runtime chooses (all cores but one on CUDA).
         overlap_forward: True if `step()` returns while updates are still running.
-        trained_as: Settings of a training step that the plan was made for. If the training differs from them, the
-            log tells it before the first step.
+        checkpoint: Settings of checkpoints.
+        trained_as: Settings of a training step that the plan was made for. If the training has other settings, a
+            warning before the first step says so.
         about: Model and machine that the plan was made for, as a sentence for readers of a report.
+        prediction: Predicted times and memory use of training under the plan.
+        alternatives: Predictions of other plans and other systems, for comparison.
+        reasons: Reasons for the plan, as sentences.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -20,10 +20,15 @@ Direction = Literal["forward", "arrival"]
 class UpdateOrder(BaseModel):
     """The order of updates in a plan: ``host`` for subgroups that the CPU updates, ``device`` for all others.
 
-    ``forward`` is the order of the layers. ``arrival`` is the reverse order of the layers, in which backward
-    completes gradients. An order may also be a list of spans: ``((40, 20), (41, 63), (19, 0))`` updates subgroups 40
-    down to 20, then 41 up to 63, then 19 down to 0. The spans of ``host`` may include subgroups that the CPU does not
-    update, and those of ``device`` subgroups that the CPU updates. Such subgroups are skipped.
+    The update order ``forward`` is the order of the layers. The update order ``arrival`` is the reverse order of the
+    layers, in which backward completes gradients. An update order may also be a list of spans. For example, the spans
+    ``((40, 20), (41, 63), (19, 0))`` update subgroups 40 down to 20, then 41 up to 63, then 19 down to 0. If the spans
+    of ``host`` include subgroups that the CPU does not update, these subgroups are skipped. If the spans of ``device``
+    include subgroups that the CPU updates, these subgroups are skipped.
+
+    Attributes:
+        host: Order of the subgroups that the CPU updates.
+        device: Order of all other subgroups.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
