@@ -40,6 +40,8 @@ class Layer(Page):
             may count twice. None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
         params_of_others: Number of the layer's parameter elements whose optimizer state other ranks hold under
             ZeRO-1 and 2, and whose gradients they copy to the host while this rank waits for the next reduction.
+        unhidden_s: Seconds that are added to ``backward_s`` if stock DeepSpeed keeps the parameters of several ranks in
+            host memory. Gathers and reductions inside the node then do not overlap computation.
     """
 
     name: str = ""
@@ -52,6 +54,7 @@ class Layer(Page):
     persistent_params: int = Field(0, ge=0)
     regathered_params: int | None = Field(None, ge=0)
     params_of_others: int = Field(0, ge=0)
+    unhidden_s: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

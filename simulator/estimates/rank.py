@@ -180,6 +180,7 @@ class Rank:
             params=sum(self.partitions(block)),
             forward_s=self.forward_s(block),
             backward_s=self.backward_s(block),
+            unhidden_s=self.unhidden_s(block),
             activation_bytes=self.activation_bytes(block),
             network_gather_bytes=gathered,
             network_reduce_bytes=reduced,
@@ -226,26 +227,29 @@ class Rank:
     def backward_s(self, block: Block) -> float:
         """Return the seconds of a block's backward for one micro-batch.
 
-        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap, unless
-        `host_waits_for_gathers`.
+        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
         """
+        exposed = (1 - self.reduced_beside) * self.reduce_s(block)
+        return overlapped_s(*self._backward_parts_s(block)) + self.averaging_s(block) + exposed
+
+    def _backward_parts_s(self, block: Block) -> tuple[float, float]:
+        """Return the seconds of a backward's computation, and of the gathers and reductions that overlap it."""
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
-        reduced, beside = self.reduce_s(block), self.reduced_beside
-        beside_s = self.parameters_s(block) + beside * reduced
-        computed_s = run_ahead_s(self.device_backward_s(block), issued)
-        computed = computed_s + beside_s if self.host_waits_for_gathers else overlapped_s(computed_s, beside_s)
-        return computed + self.averaging_s(block) + (1 - beside) * reduced
+        beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
+        return run_ahead_s(self.device_backward_s(block), issued), beside_s
 
-    @property
-    def host_waits_for_gathers(self) -> bool:
-        """Return True if backward launches no module before the gather of its parameters has ended.
+    def unhidden_s(self, block: Block) -> float:
+        """Return the seconds that a block's backward takes longer if several ranks keep parameters in host memory.
 
-        It does so if several ranks keep parameters in host memory. DeepSpeed copies a rank's part to the GPU with a
-        blocking copy on the stream that waits for the previous gather (``_all_gather_dtype``). In backward that gather
-        follows a reduction on the same NCCL stream, and the reduction waits for the module before. A single rank's
-        copies do not block (``NoGatherCoalescedHandle``).
+        DeepSpeed then launches no module before the gather of its parameters has ended. It copies a rank's part to the
+        GPU with a blocking copy on the stream that waits for the previous gather (``_all_gather_dtype``). In backward
+        that gather follows a reduction on the same NCCL stream, and the reduction waits for the module before. A
+        single rank's copies do not block (``NoGatherCoalescedHandle``).
         """
-        return self.job.offload.parameters == "cpu" and self.job.data_parallel > 1
+        if self.job.zero_stage < 3 or self.job.data_parallel == 1:
+            return 0.0
+        parts = self._backward_parts_s(block)
+        return sum(parts) - overlapped_s(*parts)
 
     def averaging_s(self, block: Block) -> float:
         """Return the seconds of GPU memory traffic that reducing a block's gradients causes."""

@@ -115,6 +115,8 @@ class InfinityLoop(StockLoop):
             size = fetched * self.workload.wire_bytes
             waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
         waits = super().before_pass(layer, waits, backward=backward)
+        if backward and of.unhidden_s and self.where.parameters == "cpu":
+            waits = [*waits, self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, of.unhidden_s, after=waits, layer=layer)]
         if backward and layer in self.stored:
             size = self.workload.layers[layer].activation_bytes
             behind = [self.stored.pop(layer), *ahead]

@@ -171,7 +171,7 @@ def test_another_structure_is_another_template(name, change):
 
 def test_every_field_is_either_written_anew_or_told_apart():
     assert {*CHANGES, *BELOW, *RETIMED_WORKLOAD} == set(Workload.model_fields)
-    told_apart = {"params", "params_of_others", "persistent_params", "regathered_params"}
+    told_apart = {"params", "params_of_others", "unhidden_s", "persistent_params", "regathered_params"}
     told_apart |= {"network_gather_bytes", "network_reduce_bytes"}
     assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
 

@@ -276,6 +276,7 @@ LAYER = {
     "persistent_params": 1_000_000,
     "regathered_params": 0,
     "params_of_others": 1_000_000,
+    "unhidden_s": 0.1,
 }
 PLAN = {
     "schema_version": 99,
