@@ -11,6 +11,7 @@ import torch
 from ebbtide.profiler.activations import activations_of
 from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
 from ebbtide.profiler.tokens import tokens_of
+from ebbtide.profiler.units import units
 from ebbtide.simulator.workload import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
@@ -239,20 +240,3 @@ def _now_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the parts of a model with separately timed forward, as path and module.
-
-    The parts are the members of lists of blocks, and the other modules. A parameter belongs to the part with a
-    path that begins the parameter's name.
-    """
-    result: list[tuple[str, torch.nn.Module]] = []
-    for name, child in model.named_children():
-        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child):
-            result += [(f"{name}.{n}", block) for n, block in child.named_children()]
-        elif any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
-            result += [(f"{name}.{n}", unit) for n, unit in units(child)]
-        else:
-            result.append((name, child))
-    return result

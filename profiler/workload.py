@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.rates.sampling import doubts
-from ebbtide.profiler.watcher import Trace, units
+from ebbtide.profiler.units import unit_of, units
+from ebbtide.profiler.watcher import Trace
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.kernels import host
@@ -205,7 +206,7 @@ def _layers(
     names = {param: name for name, param in engine.module.named_parameters()}
     unit_names = [name for name, _ in units(engine.module)]
     ordered = [p for group in engine.optimizer.fp16_groups for p in group]
-    owners = [_owner(names.get(p, ""), unit_names) for p in ordered]
+    owners = [unit_of(names.get(p, ""), unit_names) for p in ordered]
     elements: dict[str, int] = defaultdict(int)
     for param, owner in zip(ordered, owners, strict=True):
         elements[owner] += int(param.partition_numel())
@@ -238,13 +239,6 @@ def _activations(unit_names: list[str], owners: set[str], traces: list[Trace]) -
         last = name if name in owners else last
         held[last] += max(0, *(trace.activations.get(name, 0) for trace in traces))
     return held
-
-
-def _owner(parameter: str, unit_names: list[str]) -> str:
-    for unit in unit_names:
-        if parameter.startswith(unit + "."):
-            return unit
-    return "model"
 
 
 def _world_size() -> int:
