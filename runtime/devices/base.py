@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ebbtide.runtime.devices.clock import Mark, Moment
@@ -11,6 +11,9 @@ from ebbtide.runtime.devices.lane import Completion, Event, Lane
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.schedule import Lane as LaneName
+
+if TYPE_CHECKING:
+    from ebbtide.runtime.devices.passes import WatchedPasses
 
 HOST_LANES = (LaneName.HOST, LaneName.STORAGE, LaneName.STORAGE_READ)
 DEVICE_LANES = (
@@ -33,10 +36,12 @@ class Device:
     Attributes:
         unified: True if the model's parameters are in host memory. The CPU kernel then writes them in place,
             and gradients need no copy.
+        watched: The recorder of the GPU's waits in forward and backward. None if nobody measures them.
     """
 
     name = "unified"
     unified = True
+    watched: "WatchedPasses | None" = None
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
@@ -119,9 +124,19 @@ class Device:
         del event
         return None
 
-    def moment(self) -> Moment:
-        """Return the moment at which the training stream will have done the work issued to it so far."""
+    def moment(self, stream: Any = None) -> Moment:
+        """Return the moment at which the training stream will have done the work issued to it so far.
+
+        Args:
+            stream: The training stream. None for the current stream.
+        """
+        del stream
         return Moment(time.perf_counter())
+
+    def will_wait(self, ends: Iterable[Completion]) -> None:
+        """Note that forward or backward waits for operations next, if somebody measures such waits."""
+        if self.watched is not None:
+            self.watched.will_wait(ends)
 
     def training_streams(self) -> list[Any]:
         """Return the CUDA streams on which forward and backward may read parameters.

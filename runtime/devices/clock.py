@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ebbtide.runtime.devices.lane import Completion
+
 
 class Mark:
     """A GPU event from which later events are timed. It also holds the time at which the GPU reached it, once known."""
@@ -66,6 +68,15 @@ class Moment:
         Call this only after the stream has passed it.
         """
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
+
+    def date_s(self, end: Completion) -> float:
+        """Return the time, in seconds of the host's clock, at which an operation has ended.
+
+        Call this only after its end. It should be within seconds of this point.
+        """
+        if self.mark is None or end.event is None:
+            return end.end_s
+        return self.mark.date_s(end.event)
 
 
 class DeviceClock:

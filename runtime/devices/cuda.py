@@ -146,8 +146,9 @@ class CudaDevice(Device):
         self._clock.mark(event)
         return before
 
-    def moment(self) -> Moment:
-        return Moment(time.perf_counter(), self.current_event(), self._clock.latest)
+    def moment(self, stream: Any = None) -> Moment:
+        event = self.current_event() if stream is None else _record_event(stream)
+        return Moment(time.perf_counter(), event, self._clock.latest)
 
     def let_go(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.index))

@@ -75,6 +75,7 @@ class GradientOps:
             oldest, n = self._under_way[0]
             if left <= GRADIENTS_UNDER_WAY_BYTES and not oldest.ended:
                 break
+            self._device.will_wait([oldest])
             oldest.wait_host()
             self._under_way.popleft()
             left -= n

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import Timeline
@@ -57,6 +58,16 @@ class Recorder:
     def backward_ends(self) -> None:
         self._end(OpKind.BACKWARD)
 
+    def gather_begins(self) -> None:
+        """Note that the ranks begin to exchange updated parameters at the end of a step, if steps are watched."""
+        if self.device.watched is not None:
+            self.device.watched.begins(OpKind.PARAMETER_GATHER, self.iteration)
+
+    def gather_ends(self) -> None:
+        """Note that the exchange of updated parameters has ended, if steps are watched."""
+        if self.device.watched is not None:
+            self.device.watched.ends(OpKind.PARAMETER_GATHER)
+
     def step_begins(self) -> None:
         self._begin(OpKind.STEP_END)
 
@@ -64,10 +75,38 @@ class Recorder:
         self._end(OpKind.STEP_END)
         self.iteration += 1
 
+    def watch(self) -> None:
+        """Start to record the first forward and backward of each step in detail: gradients, and waits for copies."""
+        self.device.watched = WatchedPasses(self.device)
+
+    def unwatch(self) -> None:
+        """Stop the detailed record, and drop it."""
+        self.device.watched = None
+
+    def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
+        """Note that backward has computed the gradient of a parameter, if steps are watched.
+
+        Args:
+            places: Function that returns the parts of subgroups that the gradient fills.
+        """
+        if self.device.watched is not None:
+            self.device.watched.made(places())
+
+    def passes(self) -> list[Pass]:
+        """Return the first forward and backward of each watched step, as far as the GPU has finished them.
+
+        Below ZeRO-3, the exchange of updated parameters at the end of each step is among them.
+        """
+        return [] if self.device.watched is None else self.device.watched.passes()
+
     def _begin(self, kind: OpKind) -> None:
+        if self.device.watched is not None and kind in (OpKind.FORWARD, OpKind.BACKWARD):
+            self.device.watched.begins(kind, self.iteration)
         self._begun[kind] = self.device.moment()
 
     def _end(self, kind: OpKind) -> None:
+        if self.device.watched is not None:
+            self.device.watched.ends(kind)
         begun = self._begun.pop(kind, None)
         if begun is not None:
             self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))

@@ -87,6 +87,13 @@ class TrainingEngine(Protocol):
         """Return where each parameter lies in its subgroup, by the framework's number of the parameter."""
         ...
 
+    def units(self) -> Mapping[tuple[int, int], str]:
+        """Return the part of the model, such as a block, that each parameter belongs to.
+
+        The key is the parameter's subgroup and its first element in the subgroup.
+        """
+        ...
+
     def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> GradientBuffers[Any]:

@@ -13,26 +13,22 @@ from typing import TYPE_CHECKING
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.execution.session import Session, TrainingEngine
+from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.replan.measuring import measured_machine
+from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, observed_workload
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
 from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, watch, with_observed
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, Way
-from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.span import Span
-from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
+from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
     from ebbtide.tuner.placements.quick import QuickPlan
 
 logger = logging.getLogger("ebbtide")
 
-WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
@@ -66,6 +62,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
     if not session.engine.update_rule().own_step:  # the plan that follows may update on the device
         session.executor.prepare_device()
+    session.recorder.watch()
     # Before a checkpoint begins.
     session.after_step.insert(0, _Automatic(session, machine, show).on_step)
 
@@ -86,13 +83,18 @@ class _Automatic:
         if self.steps != WATCHED_STEPS:
             return
         own = self.session
-        timeline = own.timeline()
-        workload = _agreed(observed_workload(own.engine, timeline), own)
-        rates = gathered(measured_rates(timeline, workload, self.machine))
-        machine = with_observed(self.machine, _medians(rates))
-        current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
+        timeline, passes = own.timeline(), own.recorder.passes()
+        own.recorder.unwatch()
+        current, machine = own.plan.model_copy(update={"overlap_forward": own.overlaps}), self.machine
+        seen = attempted(lambda: observed_workload(own.engine, passes))
+        if None in gathered(seen) or seen is None:  # on one rank: no rank plans
+            own.switch(current)
+            return
+        workload = _agreed(seen, own)
+        rates = _medians(gathered(measured_rates(timeline, workload, self.machine)))
         if current.stores:
             machine = machine.storing_in(_folders(current))
+        machine = attempted(lambda: as_observed(machine, rates, workload, own.plan)) or with_observed(machine, rates)
         device_bytes, host_bytes = map(
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
@@ -120,25 +122,24 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
         current,
         device_bytes=held["device"] + free_device,
         move_parameters="host" in current.parameter_locations,  # DeepSpeed's config lets them be there
-        host_bytes=held["host"] + free_host if current.stores else None,
+        host_bytes=held["host"] + free_host,
     )
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
+    """Return the workload with the medians of all ranks' times, and with the clip rate that was counted."""
     nodes, ranks = nodes_and_ranks()
-    every = gathered((mine.forward_s, mine.backward_s, mine.subgroups))
-    turns = [
-        statistics.median(seconds) / own if own else 1.0
-        for seconds, own in zip(list(zip(*every, strict=True))[:2], (mine.forward_s, mine.backward_s), strict=True)
-    ]
+    own = mine.forward_s, mine.backward_s, mine.step_gather_s
+    every = [statistics.median(seconds) for seconds in zip(*gathered(own), strict=True)]
+    forward, backward = (
+        seconds / before if before else 1.0 for seconds, before in zip(every[:2], own[:2], strict=True)
+    )
     layers = tuple(
-        layer.model_copy(update={"forward_s": layer.forward_s * turns[0], "backward_s": layer.backward_s * turns[1]})
+        layer.model_copy(update={"forward_s": layer.forward_s * forward, "backward_s": layer.backward_s * backward})
         for layer in mine.layers
     )
-    rate = session.pausing.clip_rate
-    return mine.model_copy(
-        update={"ranks_per_node": ranks, "nodes": nodes, "layers": layers, "clip_rate": rate if mine.clip else 0.0}
-    )
+    fields = {"ranks_per_node": ranks, "nodes": nodes, "layers": layers, "step_gather_s": every[2]}
+    return mine.model_copy(update={**fields, "clip_rate": session.pausing.clip_rate if mine.clip else 0.0})
 
 
 def _medians(rates: list[dict[str, float]]) -> dict[str, float]:
@@ -147,59 +148,6 @@ def _medians(rates: list[dict[str, float]]) -> dict[str, float]:
 
 def _folders(plan: Plan) -> list[str]:
     return list(plan.drives) if plan.stores else []
-
-
-def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
-    """Return a workload with the measured times of the first steps: the input for making a plan.
-
-    It has one layer per subgroup. The times of forward and backward are medians over steps, on the device's
-    clock.
-    """
-    sizes, micro_batches = engine.sizes(), engine.micro_batches()
-    forward_s, backward_s = pass_s(timeline, OpKind.FORWARD), pass_s(timeline, OpKind.BACKWARD)
-    total = sum(sizes)
-    gathers = engine.gathers()
-    kept = [{}] * len(sizes) if gathers is None else _kept(engine, gathers)
-    return Workload(
-        name="observed",
-        layers=tuple(
-            Layer(params=n, forward_s=forward_s * n / total, backward_s=backward_s * n / total, **kept[i])
-            for i, n in enumerate(sizes)
-        ),
-        live_params=None if gathers is None else gathers.live,
-        state_stays=engine.shares_state,
-        subgroups=sizes,
-        wire_dtype=engine.wire_dtype(),
-        grad_bytes_per_param=engine.gradient_bytes(),
-        gradient_accumulation_steps=micro_batches,
-        clip=engine.clips(),
-        optimizer=engine.update_rule().name,
-        zero_stage=engine.zero_stage(),
-        # All parameters on the device: what a plan moves out, its footprint takes off.
-        device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
-        provenance=f"{WATCHED_STEPS} watched steps",
-    )
-
-
-def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
-    pieces: list[list[tuple[int, int]]] = [[] for _ in engine.sizes()]
-    for key, piece in engine.slices().items():
-        pieces[piece.subgroup].append((key, piece.elements))
-    return [gathers.of_layer(held) for held in pieces]
-
-
-def pass_s(timeline: Timeline, kind: OpKind) -> float:
-    """Return the seconds of the first micro-batch's forward or backward: the median over steps after the first one.
-
-    Under the plan of the watched steps, later micro-batches also move the sums of gradients to the GPU and back.
-    If the link is slower than the GPU, their backward passes wait for it, and do not show the GPU's own time.
-    """
-    begun: dict[int, Span] = {}
-    for span in timeline.spans:
-        if span.kind == kind and (span.iteration not in begun or span.start_s < begun[span.iteration].start_s):
-            begun[span.iteration] = span
-    begun.pop(min(begun, default=0), None)
-    return statistics.median([s.end_s - s.start_s for s in begun.values()]) if begun else 0.0
 
 
 def _free_device_bytes(device: Device) -> int:

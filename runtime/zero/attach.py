@@ -362,6 +362,7 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
         from ebbtide.runtime.zero import stage12
 
         stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
+    optimizer._module_of = weakref.ref(engine.module)
     session: Session = optimizer._ebbtide
     keep_flowing(engine)
     _record_forward(engine.module, session.recorder)

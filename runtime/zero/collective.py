@@ -128,6 +128,7 @@ class _Ask:
         self.waiting: list[Any] = []
         self.handles: dict[Any, private.Handle] = {}
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
+        self._copied: dict[Any, list[Completion]] = {}  # what the gather of each has waited for
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
         private.mark_in_flight(params)
@@ -146,12 +147,17 @@ class _Ask:
             self._executor.wait_parameters(self._partitions.subgroups(params))
             self._bring(params)
             copies = {p: self._copies.pop(p) for p in params if p in self._copies}
-            for _, ends in copies.values():
+            for param, (_, ends) in copies.items():
                 self._executor.device.training_waits(ends)
+                self._copied[param] = ends
             with private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}):
                 handle = self._gather(params)
         self.handles |= dict.fromkeys(params, handle)
         self.waiting = [p for p in self.waiting if p not in self.handles]
+
+    def wait(self, param: Any, **options: Any) -> None:
+        self._executor.device.will_wait(self._copied.pop(param, ()))
+        self.handles[param].wait(**options)
 
 
 class _Gathering:
@@ -163,4 +169,4 @@ class _Gathering:
     def wait(self, **options: Any) -> None:
         if self._param not in self._ask.handles:
             self._launch_all()
-        self._ask.handles[self._param].wait(**options)
+        self._ask.wait(self._param, **options)

@@ -100,6 +100,7 @@ class Fetch:
         Raises:
             BackgroundError: An update or a copy has failed.
         """
+        self._device.will_wait(self._ends)
         self._device.training_waits(self._ends)
         self._param.data = self._tensor.view(self._param.ds_shape)
         private.mark_available(self._param)

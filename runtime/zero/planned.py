@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.passes import Place
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels import host
@@ -44,6 +46,7 @@ class PlannedZero:
     gradient_accumulation_steps: int
     master_weights_and_grads_dtype: torch.dtype
     norm_for_param_grads: dict[int, torch.Tensor]
+    _module_of: weakref.ref[torch.nn.Module]
 
     # -- backward and step -------------------------------------------------------------------
 
@@ -54,6 +57,16 @@ class PlannedZero:
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
         self._ebbtide.recorder.backward_ends()
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any, *group: int) -> None:
+        """Note when backward has computed a parameter's gradient, then reduce the gradient as DeepSpeed does."""
+        if self.zero_stage() > 1:  # ZeRO-1 asks after the whole backward
+            self._ebbtide.recorder.gradient_made(lambda: self._places(param))
+        super().reduce_ready_partitions_and_remove_grads(param, *group)  # type: ignore[misc]
+
+    def _places(self, param: Any) -> list[Place]:
+        """Return the parts of this rank's subgroups that a parameter's gradient fills."""
+        raise NotImplementedError
 
     def any_rank(self, flag: bool) -> bool:
         import deepspeed.comm as dist
@@ -102,6 +115,23 @@ class PlannedZero:
     @property
     def _windows(self) -> Windows:
         return cast("Windows", self._ebbtide.gradient_buffers)
+
+    def units(self) -> dict[tuple[int, int], str]:
+        from ebbtide.profiler.units import unit_of, units
+
+        module = self._module_of()
+        assert module is not None  # the engine holds it
+        parts = [name for name, _ in units(module)]
+        names = {param: name for name, param in module.named_parameters()}
+        return {
+            (place.subgroup, place.offset): unit_of(names.get(param, ""), parts)
+            for param in self._trained()
+            for place in self._places(param)
+        }
+
+    def _trained(self) -> list[Any]:
+        """Return the parameters that the optimizer trains, in DeepSpeed's order."""
+        raise NotImplementedError
 
     def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
         executor = self._ebbtide.executor

@@ -12,6 +12,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS, DeepSpeedZeroOptimizer
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.passes import Place
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -231,6 +232,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return self._gradient_scale(norm)
 
     def _gather(self) -> None:
+        self._ebbtide.recorder.gather_begins()
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,
@@ -238,6 +240,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             start_alignment_factor=self.nccl_start_alignment_factor,
             allgather_bucket_size=self.allgather_bucket_size,
         )
+        self._ebbtide.recorder.gather_ends()
         for group in range(len(self.bit16_groups)):
             self._update_model_bit16_weights(group)
 
@@ -372,6 +375,13 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def first_use(self) -> list[int]:
         return list(range(len(self._flat.cuts)))  # steps wait for all of them
+
+    def _trained(self) -> list[Any]:
+        return [param for group in self.bit16_groups for param in group]
+
+    def _places(self, param: Any) -> list[Place]:
+        pieces = self._flat.slices.get(self.get_param_id(param), ())
+        return [Place(piece.subgroup, piece.offset, piece.elements) for piece in pieces if piece.real]
 
     def slices(self) -> dict[int, ZeroSlice]:
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.passes import Place
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -210,6 +211,13 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     def _piece(self, param: Any) -> ZeroSlice:
         return self._windows.slices[self.get_param_id(param)]
+
+    def _trained(self) -> list[Any]:
+        return [param for group in self.fp16_groups for param in group]
+
+    def _places(self, param: Any) -> list[Place]:
+        piece = self._piece(param)
+        return [Place(piece.subgroup, piece.offset, piece.elements)] if piece.real else []
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         del release_swap_buffers

@@ -37,7 +37,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
     """
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)
-    choices = [before & frozenset(range(count))] if before else [_spaced(count, n) for n in range(count + 1)]
+    choices = [before & frozenset(range(count))] if before else [spaced(count, n) for n in range(count + 1)]
     chosen, slots = _of_all_ranks(*_first_that_fits(engine, rule, sizes, room, choices))
     stored = choices[min(chosen, len(choices) - 1)]
     logger.info(
@@ -100,7 +100,8 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
     return int(most[0].item()), -int(most[1].item())
 
 
-def _spaced(count: int, stored: int) -> frozenset[int]:
+def spaced(count: int, stored: int) -> frozenset[int]:
+    """Return which subgroups are on a drive if ``stored`` of ``count`` are: as evenly spaced as possible."""
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

@@ -17,7 +17,7 @@ import ebbtide.runtime
 import psutil
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice
-from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -103,7 +103,7 @@ def measured(model, width, subgroup, case):
         engine.backward(engine(x))
         engine.step()
     engine.optimizer.wait()
-    work = observed_workload(own.engine, own.timeline())
+    work = observed_workload(own.engine, own.recorder.passes())
     told = footprint(work, own.plan)
     on_host = sum(s.gradient.nbytes for s in own.executor.states if s.placement == "host")
     # DeepSpeed's own device memory is host memory here: its bucket, and parameters that stay.

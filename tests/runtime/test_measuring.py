@@ -4,12 +4,7 @@ for the result.
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-
-import pytest
-from ebbtide.runtime.replan.auto import pass_s
-from ebbtide.simulator import Lane, OpKind, Span, Timeline
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -63,19 +58,3 @@ def test_one_rank_of_a_node_measures(tmp_path, child_environment):
     failed = 'plan="auto" measures the machine first, but the measurement failed on rank 0: OSError: planted'
     assert said == [["as rank 0 sees it drive", failed]] * 2, told
     assert [path.name for path in tmp_path.glob("measured_by_*")] == ["measured_by_0"]
-
-
-def test_a_pass_is_read_off_the_first_micro_batch_of_each_step_after_the_first():
-    """Check that the time of a forward or backward is taken from the first micro-batch of each step after
-    the first. Later micro-batches wait for the link that moves gradient sums.
-    """
-    seconds = {0: (9.0, 9.0), 1: (1.0, 3.0), 2: (1.2, 3.0), 3: (1.1, 3.0)}
-    spans = [
-        Span(OpKind.BACKWARD, Lane.COMPUTE, 100 * step + 10 * n, 100 * step + 10 * n + took)
-        for step, passes in seconds.items()
-        for n, took in enumerate(passes)
-    ]
-    spans = [replace(span, iteration=int(span.start_s // 100)) for span in spans]
-    timeline = Timeline(spans=tuple(reversed(spans)), source="measured")
-    assert pass_s(timeline, OpKind.BACKWARD) == pytest.approx(1.1)
-    assert pass_s(timeline, OpKind.FORWARD) == 0.0

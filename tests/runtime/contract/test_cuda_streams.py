@@ -12,7 +12,7 @@ from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.step_template import gradient_template
-from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator.schedule import Lane, OpKind
 
@@ -184,12 +184,41 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
         monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
 
     hook = ours.module.head.register_forward_hook(takes_a_minute)
+    recorder = ours.optimizer._ebbtide.recorder
+    recorder.watch()
     train(ours, 3, first=1)
     hook.remove()
-    workload = observed_workload(ours.optimizer, ours.optimizer.timeline())
+    workload = observed_workload(ours.optimizer, recorder.passes())
     ours.destroy()
     assert sum(layer.forward_s for layer in workload.layers) == pytest.approx(60.0, abs=5.0)
     assert sum(layer.backward_s for layer in workload.layers) < 5.0
+
+
+def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
+    """Each copy to host memory takes a minute, and backward must not run ahead of it."""
+    monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
+    monkeypatch.setattr(fake, "latest_s", 30.0)  # a copy runs when something waits for it
+    copy = CudaDevice.copy
+
+    def pass_a_minute():
+        monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
+
+    def takes_a_minute(self, to, source, lane, stream):
+        copy(self, to, source, lane, stream)
+        if lane is Lane.D2H_GRADIENTS:
+            stream.enqueue(pass_a_minute)
+
+    ours = attached(engine_for("clipping"), ["host"])
+    train(ours, 1)
+    monkeypatch.setattr(CudaDevice, "copy", takes_a_minute)
+    recorder = ours.optimizer._ebbtide.recorder
+    recorder.watch()
+    train(ours, 3, first=1)
+    passes = [p for p in recorder.passes() if p.kind == OpKind.BACKWARD]
+    ours.destroy()
+    assert len(passes) == 3
+    assert all(p.end_s - p.start_s > 600.0 for p in passes)
+    assert all(p.computed_s < 130.0 for p in passes), "but for the last bucket's, which DeepSpeed waits for"
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):

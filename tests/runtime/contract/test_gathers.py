@@ -6,7 +6,7 @@ steps show stock DeepSpeed's values.
 
 import pytest
 import torch
-from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
@@ -81,7 +81,7 @@ def test_what_comes_in_is_what_is_fetched(case):
     engine = attached(start(model=model(SIZES["tiny"]), **OFFLOAD, **config), ["host"], "emulated", seed=None)
     own = engine.optimizer._ebbtide
     train(engine, 7 * config.get("accumulation", 1))
-    told = simulated(observed_workload(own.engine, own.timeline()), own.plan)
+    told = simulated(observed_workload(own.engine, own.recorder.passes()), own.plan)
     assert fetched(engine) == [told] * 3
     engine.destroy()
 

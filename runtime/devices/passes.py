@@ -1,0 +1,143 @@
+"""The forward and backward of watched steps: their time on the GPU, without the time in which the GPU waits for copies.
+
+The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's parameters
+are still being copied to the GPU. Events on the training stream show these waits, without a synchronization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ebbtide.simulator.schedule import OpKind
+
+if TYPE_CHECKING:
+    from ebbtide.runtime.devices.clock import Moment
+    from ebbtide.runtime.devices.lane import Completion
+
+
+class Place(NamedTuple):
+    """The part of a subgroup that a parameter's gradient fills, in elements of the subgroup."""
+
+    subgroup: int
+    offset: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The forward or backward of the first micro-batch of a step. All times are of one clock.
+
+    Below ZeRO-3, it can also be the exchange of updated parameters among the ranks at the end of the step.
+
+    Attributes:
+        waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not overlap.
+        made: Gradients of a backward in the order in which the GPU computes them, each with the time of its end.
+    """
+
+    kind: OpKind
+    iteration: int
+    start_s: float
+    end_s: float
+    waits: tuple[tuple[float, float], ...] = ()
+    made: tuple[tuple[float, tuple[Place, ...]], ...] = ()
+
+    @property
+    def computed_s(self) -> float:
+        """Return the seconds in which the GPU computes."""
+        return self.computed_between_s(self.start_s, self.end_s)
+
+    def computed_between_s(self, start_s: float, end_s: float) -> float:
+        """Return the seconds between two times in which the GPU does not wait for a copy."""
+        waited_s = sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in self.waits)
+        return max(0.0, end_s - start_s - waited_s)
+
+
+def disjoint(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return the union of intervals as ascending intervals that do not overlap. Empty intervals are left out."""
+    merged: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(pair for pair in intervals if pair[1] > pair[0]):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end_s, merged[-1][1])
+        else:
+            merged.append((start_s, end_s))
+    return tuple(merged)
+
+
+class Clock(Protocol):
+    """The part of the interface of `ebbtide.runtime.devices.base.Device` that tells moments of the training stream."""
+
+    def training_streams(self) -> list[Any]: ...
+    def moment(self, stream: Any = None) -> Moment: ...
+
+
+@dataclass
+class _Noted:
+    kind: OpKind
+    iteration: int
+    begin: Moment
+    end: Moment | None = None
+    waits: list[tuple[Moment, Completion]] = field(default_factory=list)
+    made: list[tuple[Moment, tuple[Place, ...]]] = field(default_factory=list)
+
+    def read(self) -> Pass | None:
+        if self.end is None or not self.end.is_past or not all(end.ended for _, end in self.waits):
+            return None
+        return Pass(
+            self.kind,
+            self.iteration,
+            self.begin.reached_s,
+            self.end.reached_s,
+            disjoint((begin.reached_s, begin.date_s(end)) for begin, end in self.waits),
+            tuple((moment.reached_s, places) for moment, places in self.made),
+        )
+
+
+class WatchedPasses:
+    """A recorder of the first micro-batch's forward and backward in each step, while a plan is being prepared.
+
+    A wait begins when the training stream has done all work that was issued before it, and ends with the copy that
+    is waited for. If the GPU still computes when the copy ends, it has not waited. In later micro-batches, copies of
+    gradient sums delay DeepSpeed's own stream, which nothing records. These micro-batches are left out.
+
+    The training thread and, during backward, autograd's thread call the methods. They never run at the same time.
+    """
+
+    def __init__(self, device: Clock) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._noted: dict[tuple[OpKind, int], _Noted] = {}
+        self._now: _Noted | None = None
+
+    def begins(self, kind: OpKind, iteration: int) -> None:
+        """Note that a forward or backward begins. The first one of its kind in an iteration is recorded."""
+        if (kind, iteration) in self._noted:
+            return
+        # Hooks of backward run with DeepSpeed's reduction stream as the current one.
+        self._stream = next(iter(self._device.training_streams()), None)
+        self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
+
+    def ends(self, kind: OpKind) -> None:
+        """Note that the forward or backward that began last ends."""
+        if self._now is not None and self._now.kind == kind:
+            self._now.end = self._device.moment(self._stream)
+            self._now = None
+
+    def will_wait(self, ends: Iterable[Completion]) -> None:
+        """Note that the work issued next to the training stream waits for copies."""
+        if self._now is not None:
+            missing = [end for end in ends if not end.ended]
+            if missing:
+                now = self._device.moment(self._stream)
+                self._now.waits += [(now, end) for end in missing]
+
+    def made(self, places: Sequence[Place]) -> None:
+        """Note that all work for the gradient of a parameter has been issued to the training stream."""
+        if self._now is not None and places:
+            self._now.made.append((self._device.moment(self._stream), tuple(places)))
+
+    def passes(self) -> list[Pass]:
+        """Return the recorded passes that the GPU has finished."""
+        read = (noted.read() for noted in self._noted.values())
+        return [found for found in read if found is not None]

@@ -1,0 +1,174 @@
+"""The workload and the machine's rates as training itself shows them in its first steps, for ``plan="auto"``."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ebbtide.runtime.devices.passes import Pass
+from ebbtide.runtime.execution.session import TrainingEngine
+from ebbtide.runtime.replan.watch import measured_rates, with_observed
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedule import OpKind, Schedule
+from ebbtide.simulator.schedules.ebbtide import build_schedule
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
+
+WATCHED_STEPS = 4  # the first one compiles and warms up
+SAME_RATE = 0.02  # relative: as close as a simulation must come to a measured rate
+
+
+def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workload:
+    """Return a workload with the measured times of the first steps: the input for making a plan.
+
+    Its layers are the model's blocks and other modules, as in a profile. The times of forward and backward are those
+    in which the GPU computes, as medians over steps. The gradients show how backward divides among the layers.
+    Forward is divided likewise.
+
+    Args:
+        passes: Forward and backward of watched steps. The first step, which compiles and warms up, does not count.
+    """
+    sizes, micro_batches = engine.sizes(), engine.micro_batches()
+    forward, backward, gather = (_after_the_first(passes, kind) for kind in _WATCHED)
+    forward_s, backward_s, gather_s = (
+        statistics.median(p.computed_s for p in some or [_NONE]) for some in (forward, backward, gather)
+    )
+    total, gathers = sum(sizes), engine.gathers()
+    groups = _groups(engine)
+    shares = _shares(groups, gradient_s(backward))
+    return Workload(
+        name="observed",
+        layers=tuple(
+            Layer(
+                name=group.unit,
+                params=group.elements,
+                forward_s=forward_s * share,
+                backward_s=backward_s * share,
+                **({} if gathers is None else gathers.of_layer(group.held)),
+            )
+            for group, share in zip(groups, shares, strict=True)
+        ),
+        live_params=None if gathers is None else gathers.live,
+        state_stays=engine.shares_state,
+        subgroups=sizes,
+        wire_dtype=engine.wire_dtype(),
+        grad_bytes_per_param=engine.gradient_bytes(),
+        gradient_accumulation_steps=micro_batches,
+        clip=engine.clips(),
+        optimizer=engine.update_rule().name,
+        zero_stage=engine.zero_stage(),
+        step_gather_s=gather_s,
+        # All parameters on the device: what a plan moves out, its footprint takes off.
+        device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
+        provenance=f"{WATCHED_STEPS} watched steps",
+    )
+
+
+_WATCHED = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.PARAMETER_GATHER)
+_NONE = Pass(OpKind.FORWARD, 0, 0.0, 0.0)
+
+
+def _after_the_first(passes: Sequence[Pass], kind: OpKind) -> list[Pass]:
+    some = sorted((p for p in passes if p.kind == kind), key=lambda p: p.iteration)
+    return some[1:]
+
+
+def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
+    """Return the seconds that the GPU computes for each part of a gradient, as medians over backward passes.
+
+    They are the seconds between the end of the previous gradient and the end of this one. The key is the subgroup,
+    and the first element in the subgroup.
+    """
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for one in backward:
+        spent: dict[tuple[int, int], float] = defaultdict(float)
+        begun_s, made = one.start_s, sorted(one.made)
+        for number, (made_s, places) in enumerate(made):
+            end_s = made_s if number + 1 < len(made) else max(made_s, one.end_s)
+            elements = sum(place.elements for place in places)
+            for place in places:
+                computed_s = one.computed_between_s(begun_s, end_s)
+                spent[place.subgroup, place.offset] += computed_s * place.elements / max(1, elements)
+            begun_s = end_s
+        for key, seconds in spent.items():
+            found[key].append(seconds)
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
+
+
+@dataclass
+class _Group:
+    """The neighbouring parameters of one part of the model.
+
+    Attributes:
+        begin: First element, counted over all subgroups.
+        places: Subgroup and first element of each parameter's part.
+        held: Key and elements of each parameter's part.
+    """
+
+    unit: str
+    begin: int
+    elements: int = 0
+    places: list[tuple[int, int]] = field(default_factory=list)
+    held: list[tuple[Hashable, int]] = field(default_factory=list)
+
+
+def _groups(engine: TrainingEngine) -> list[_Group]:
+    """Return the runs of parameters that belong to one part of the model, in the order of the subgroups."""
+    sizes, slices, units = engine.sizes(), engine.slices(), engine.units()
+    begins = [0, *accumulate(sizes)]
+    found = [_Group("", 0)]
+    for key, part in sorted(slices.items(), key=lambda pair: (pair[1].subgroup, pair[1].offset)):
+        place = part.subgroup, part.offset
+        unit = units.get(place, "")
+        if found[-1].unit != unit and found[-1].places:
+            found.append(_Group(unit, begins[part.subgroup] + part.offset))
+        found[-1].unit = unit
+        found[-1].places.append(place)
+        found[-1].held.append((key, part.elements))
+    for group, end in zip(found, [*(after.begin for after in found[1:]), begins[-1]], strict=True):
+        group.elements = end - group.begin  # padding belongs to the parameters before it
+    return found
+
+
+def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) -> list[float]:
+    spent = [sum(seconds.get(place, 0.0) for place in group.places) for group in groups]
+    if not sum(spent):  # no gradient was seen on its own
+        spent = [float(group.elements) for group in groups]
+    return [part / sum(spent) for part in spent]
+
+
+def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload, plan: Plan) -> Machine:
+    """Return a machine on which a simulation of the watched steps shows the rates that were measured in them.
+
+    Other ranks and other ops share host memory with the ops that were measured. A machine's rate is the one of an op
+    alone. If the simulation of the plan shows the measured rate already, the machine's rate is right.
+    """
+    for name, rate in rates.items():
+        shown = _shown(machine, workload, plan).get(name)
+        if shown is None or not shown > 0:
+            machine = with_observed(machine, {name: rate})
+            continue
+        scaled = with_observed(machine, {name: getattr(machine, name).median * rate / shown})
+        again = _shown(scaled, workload, plan)[name]
+        near = abs(again / rate - 1) <= SAME_RATE
+        machine = scaled if near else with_observed(machine, {name: rate})
+    return machine
+
+
+def _shown(machine: Machine, workload: Workload, plan: Plan) -> dict[str, float]:
+    schedule = build_schedule(workload, plan)
+    result = simulate_fast(schedule, machine)
+    return measured_rates(timeline_of(schedule, result.start_s, result.end_s), workload, machine)
+
+
+def timeline_of(schedule: Schedule, start_s: Iterable[float], end_s: Iterable[float]) -> Timeline:
+    """Return the timeline of a schedule, given the start and the end of each op."""
+    spans = (
+        Span(op.kind, op.lane, float(start), float(end), op.subgroup, iteration=op.iteration)
+        for op, start, end in zip(schedule.ops, start_s, end_s, strict=True)
+    )
+    return Timeline(tuple(spans), "predicted")

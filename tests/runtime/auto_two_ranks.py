@@ -1,0 +1,70 @@
+"""Training with ``plan="auto"`` on two ranks of a container with a memory limit, run by torchrun."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import ebbtide.runtime
+import torch
+from ebbtide.runtime.hardware import usable
+from ebbtide.runtime.hardware.cores import update_cores
+from ebbtide.runtime.replan import auto
+from ebbtide.runtime.replan.ranks import masks_of_this_host
+
+from studies.bench.byte_gpt import SIZES, Batches
+from tests.machines import node
+from tests.runtime.contract.training import slowed, start, train
+
+LIMIT_BYTES, USED_BYTES = 2**30, 2**29
+
+
+def contained(folder):
+    """Let this process look as if it ran in a container whose control group limits its memory."""
+    group = folder / "sys/fs/cgroup/job"
+    (folder / "proc/self").mkdir(parents=True, exist_ok=True)
+    group.mkdir(parents=True, exist_ok=True)
+    (folder / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text(f"{LIMIT_BYTES}\n")
+    (group / "memory.current").write_text(f"{USED_BYTES}\n")
+    usable.ROOT = folder
+
+
+def main():
+    folder, stage = Path(sys.argv[1]), int(sys.argv[2])
+    asked, better = [], auto.better_plan
+
+    def note(workload, machine, current, device_bytes, host_bytes):
+        found = better(workload, machine, current, device_bytes, host_bytes)
+        asked.append([workload.ranks_per_node, workload.clip_rate, host_bytes])
+        return found
+
+    away = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    engine = start(stage=stage, clipping=0.5, **away)
+    rank = torch.distributed.get_rank()
+    contained(folder / f"root{rank}")
+    auto.better_plan = note
+    auto._free_device_bytes = lambda device: 10**8 * (1 + rank)
+    # Nothing that is measured is the same on both ranks.
+    device = slowed(1e9 / (1 + rank), 1e9, 1e9)
+    ebbtide.runtime.attach(engine, "auto", device=device, machine=node(device_kind="emulated"))
+    engine.module.register_forward_hook(lambda *_: time.sleep(0.02 * rank))
+    losses, _ = train(engine, 6, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
+    session = engine.optimizer._ebbtide
+    workload = session.watch.workload
+    found = {
+        "ways": [list(way) for way in session.plan.ways],
+        "order": str(session.plan.order),
+        "expected_s": session.plan.prediction and session.plan.prediction.iteration_s,
+        "agreed": [workload.ranks_per_node, workload.nodes, workload.forward_s, workload.backward_s],
+        "clip_rate": workload.clip_rate,
+        "steps": session.pausing.steps,
+        "asked": asked,
+        "cores": update_cores(None, masks=masks_of_this_host()),
+        "finite": all(torch.isfinite(loss) for loss in losses),
+    }
+    engine.destroy()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+main()

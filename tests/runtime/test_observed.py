@@ -1,0 +1,277 @@
+"""The workload and the rates that ``plan="auto"`` reads off the steps that it watches."""
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import ebbtide.runtime
+import pytest
+import torch
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses, disjoint
+from ebbtide.runtime.execution.gradients import ParameterSlice
+from ebbtide.runtime.replan.auto import better_plan, host_plan
+from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
+from ebbtide.runtime.zero.attach import piece_elements
+from ebbtide.simulator import Machine, OpKind, build_schedule
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.update.footprint import footprint
+
+from studies.bench.byte_gpt import SIZES, Batches
+from studies.one_answer.__main__ import _job
+from studies.one_answer.automatic import automatic, simulated_rates, simulated_workload
+from tests.machines import node
+from tests.runtime.contract.training import EMULATED, plan_for, slowed, start, train
+
+
+class Engine:
+    """A stand-in of a training engine: two parameters in the first subgroup, one in the second."""
+
+    shares_state = False
+    parts = (("a", 0, 0, 60), ("a", 0, 60, 20), ("b", 1, 0, 20))
+
+    def sizes(self):
+        return (90, 20)  # with padding
+
+    def slices(self):
+        return {n: ParameterSlice(s, offset, size, real=True) for n, (_, s, offset, size) in enumerate(self.parts)}
+
+    def units(self):
+        return {(s, offset): unit for unit, s, offset, _ in self.parts}
+
+    def gathers(self):
+        return None
+
+    def micro_batches(self):
+        return 3
+
+    def wire_dtype(self):
+        return "bf16"
+
+    def gradient_bytes(self):
+        return 2
+
+    def clips(self):
+        return True
+
+    def update_rule(self):
+        return SimpleNamespace(name="adam")
+
+    def zero_stage(self):
+        return 3
+
+
+def backward(step, slower=1.0):
+    """Return a backward of 10 s of which 4 s are waited. Its last parameter comes first."""
+    at = 1000.0 * step
+    made = ((at + 3.0, (Place(1, 0, 20),)), (at + 8.0, (Place(0, 60, 20),)), (at + 9.0, (Place(0, 0, 60),)))
+    return Pass(OpKind.BACKWARD, step, at, at + 10.0 * slower, ((at + 1.0, at + 2.0), (at + 4.0, at + 7.0)), made)
+
+
+def test_waits_for_copies_are_no_time_of_the_gpu():
+    passes = [backward(0, slower=50.0), backward(1), backward(2, slower=1.1), backward(3)]
+    passes += [Pass(OpKind.FORWARD, n, 1000.0 * n - 10.0, 1000.0 * n - 7.0) for n in range(4)]
+    seen = observed_workload(Engine(), passes)
+    assert seen.backward_s == pytest.approx(3 * 6.0), "of three micro-batches, without the first step and the waits"
+    assert seen.forward_s == pytest.approx(3 * 3.0)
+    assert [(layer.name, layer.params) for layer in seen.layers] == [("a", 90), ("b", 20)]
+    assert [layer.backward_s for layer in seen.layers] == pytest.approx([4.0, 2.0])
+    assert observed_workload(Engine(), []).forward_s == 0.0
+
+
+def test_what_backward_computes_is_divided_among_gradients():
+    found = gradient_s([backward(1)])
+    assert found == pytest.approx({(1, 0): 2.0, (0, 60): 2.0, (0, 0): 2.0}), "the last one has the rest"
+    assert gradient_s([]) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_intervals_are_joined(seed):
+    rng = random.Random(seed)
+    some = [(start, start + rng.randint(-3, 9)) for start in rng.choices(range(60), k=12)]
+    joined = disjoint(some)
+    covered = {n for start, end in some for n in range(start, end)}
+    assert {n for start, end in joined for n in range(start, end)} == covered
+    assert all(end < start for (_, end), (start, _) in pairwise(joined))
+    whole = Pass(OpKind.FORWARD, 0, 0.0, 70.0, joined)
+    assert whole.computed_s == 70 - len(covered)
+    assert whole.computed_between_s(20.0, 40.0) == sum(n not in covered for n in range(20, 40))
+
+
+JOBS = [
+    ("Llama 3 8B", "a100-node", {"accumulation": 16}, 1.0),
+    ("Llama 2 13B", "a100-node", {"gpus": 4}, 0.7),
+    ("Llama 3.2 1B", "rtx4090-x4", {"gpus": 4, "zero_stage": 2}, 0.7),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
+def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(model, name, about, slower):
+    """The link is slow enough that backward waits, and four ranks share host memory."""
+    believed = Machine.preset(name)
+    update_rate = slower * believed.host_adam_params_per_s.median
+    true = believed.with_rates(host_adam_params_per_s=update_rate)
+    work = _job(model, about).workload(true)
+    plan = host_plan(max(work.subgroups), len(work.subgroups))
+    schedule = build_schedule(work, plan)
+    watched = simulate_fast(schedule, true)
+    seen = simulated_workload(work, schedule, watched)
+    assert seen.backward_s == pytest.approx(work.backward_s, rel=1e-6)
+    assert seen.forward_s == pytest.approx(work.forward_s, rel=1e-6)
+    assert seen.step_gather_s == pytest.approx(work.step_gather_s, rel=1e-6)
+    by_params, before_s = [], 0.0
+    for layer in reversed(work.layers):  # another rank has the gradients of the last ones
+        before_s += layer.backward_s
+        if layer.params:
+            by_params.insert(0, before_s)
+            before_s = 0.0
+    assert [layer.backward_s for layer in seen.layers] == pytest.approx(by_params, rel=1e-6)
+    rates = simulated_rates(schedule, watched, seen, believed)
+    found = as_observed(believed, rates, seen, plan)
+    schedule = build_schedule(seen, plan)
+    again = simulated_rates(schedule, simulate_fast(schedule, found), seen, found)
+    assert again["host_adam_params_per_s"] == pytest.approx(rates["host_adam_params_per_s"], rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
+def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
+    machine = Machine.preset(name)
+    expected_s, true_s = automatic(_job(model, about).workload(machine), machine)
+    assert expected_s == pytest.approx(true_s, rel=0.03)
+
+
+@pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
+    """Each gradient waits for the one before it: what is left of backward has none of their copies in it."""
+    monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
+    engine = start(stage=stage, accumulation=2)
+    ebbtide.runtime.attach(engine, _plan(engine), device=slowed(None, 2e6))
+    recorder = engine.optimizer._ebbtide.recorder
+    recorder.watch()
+    train(engine, 6, batches=Batches(2, SIZES["tiny"].sequence))
+    copies = [s for s in engine.optimizer.timeline().spans if s.kind == OpKind.GRADIENT_D2H]
+    seen = [p for p in recorder.passes() if p.kind == OpKind.BACKWARD]
+    engine.destroy()
+    assert [p.iteration for p in seen] == [0, 1, 2]
+    for one in seen:
+        inside = [c for c in copies if one.start_s <= c.start_s + recorder.origin_s <= one.end_s]
+        moved_s = sum(c.end_s - c.start_s for c in inside[:-1])
+        waited_s = sum(end - start for start, end in one.waits)
+        assert len(one.made) > 10
+        assert len(one.waits) > 1
+        assert 0 < waited_s < one.end_s - one.start_s
+        assert waited_s > 0.5 * moved_s, "backward itself is short"
+
+
+@pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
+def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
+    engine = start(offload_param={"device": "cpu"})
+    ebbtide.runtime.attach(engine, _plan(engine), device=slowed(2e6, None))
+    recorder = engine.optimizer._ebbtide.recorder
+    recorder.watch()
+    train(engine, 3)
+    # From the second one on DeepSpeed asks ahead. Its backward finds what forward has left.
+    seen = [p for p in recorder.passes() if p.kind == OpKind.FORWARD and p.iteration]
+    engine.destroy()
+    assert len(seen) == 2
+    for one in seen:
+        assert len(one.waits) > 1
+        assert one.computed_s < one.end_s - one.start_s
+
+
+def test_moments_are_of_the_stream_on_which_a_pass_begins():
+    """Hooks of backward run with DeepSpeed's reduction stream as the current one."""
+
+    class Streams(Device):
+        current = "compute"
+
+        def training_streams(self):
+            return [self.current]
+
+        def moment(self, stream=None):
+            asked.append(stream)
+            return super().moment()
+
+    asked, device = [], Streams()
+    watched = WatchedPasses(device)
+    copy = Completion("a copy")
+    watched.will_wait([copy])
+    watched.made([Place(0, 0, 1)])
+    assert asked == [], "outside of a pass"
+    watched.begins(OpKind.BACKWARD, 0)
+    device.current = "reduction"
+    watched.made([Place(0, 0, 1)])
+    watched.will_wait([copy, Completion.done()])
+    assert watched.passes() == [], "it has not ended"
+    watched.ends(OpKind.BACKWARD)
+    assert asked == ["compute"] * 4
+    assert watched.passes() == [], "nor has the copy"
+    copy.issued.set()
+    copy.end_s = watched._noted[OpKind.BACKWARD, 0].end.host_s
+    (seen,) = watched.passes()
+    assert len(seen.waits) == len(seen.made) == 1
+    watched.begins(OpKind.BACKWARD, 0)
+    watched.made([Place(0, 0, 1)])
+    assert len(asked) == 4, "the second micro-batch"
+
+
+def _plan(engine):
+    return plan_for(engine, ["host"])
+
+
+def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
+    engine = start()
+    ebbtide.runtime.attach(engine, _plan(engine))
+    recorder = engine.optimizer._ebbtide.recorder
+    train(engine, 2)
+    assert recorder.passes() == []
+    recorder.watch()
+    state = torch.get_rng_state()
+    train(engine, 1)
+    recorder.unwatch()
+    assert torch.equal(torch.get_rng_state(), state)
+    train(engine, 1)
+    assert recorder.passes() == []
+    engine.destroy()
+
+
+def test_steps_of_many_micro_batches_are_seen(only_rank):
+    """The measured timeline keeps 64 spans. One step of 40 micro-batches has more."""
+    engine = start(accumulation=40)
+    ebbtide.runtime.attach(engine, _plan(engine))
+    own = engine.optimizer._ebbtide
+    own.recorder.watch()
+    train(engine, 3 * 40)
+    seen = observed_workload(own.engine, own.recorder.passes())
+    engine.destroy()
+    assert [p.iteration for p in own.recorder.passes()] == [0, 0, 1, 1, 2, 2]
+    assert seen.forward_s > 0
+    assert seen.backward_s > 0
+    assert seen.params == sum(own.engine.sizes())
+    assert len(seen.layers) > 2
+
+
+@pytest.mark.parametrize("free", [0, 10**9])
+def test_host_memory_that_is_not_free_is_not_planned_with(free):
+    machine = Machine.preset("a100-node")
+    work = _job("Llama 3 8B", {}).workload(machine)
+    work = work.in_pieces(piece_elements(work.params)).model_copy(update={"clip_rate": 0.0})
+    current = host_plan(work.subgroup_size, len(work.subgroups), overlap_forward=True)
+    most = footprint(work, current)["host"] + free
+    found = better_plan(work, machine, current, 2**34, free)
+    assert found.iteration_s < found.current_s
+    assert footprint(work, found.plan)["host"] <= most
+    roomy = better_plan(work, machine, current, 2**34, 10**12)
+    assert footprint(work, roomy.plan)["host"] > most, "for early updates"
+
+
+def test_what_cannot_be_read_off_the_watched_steps_ends_no_run(only_rank, monkeypatch, caplog):
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.observed_workload", lambda *_: 1 / 0)
+    engine = start()
+    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
+    train(engine, 5)
+    assert "planning from observed steps failed" in caplog.text
+    assert engine.optimizer._ebbtide.plan.overlap_forward
+    engine.destroy()
