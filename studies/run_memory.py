@@ -28,7 +28,7 @@ from ebbtide.profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.execution.session import Session
-from ebbtide.runtime.replan.auto import WATCHED_STEPS
+from ebbtide.runtime.replan.observed import WATCHED_STEPS
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Machine, Plan, Way, preset

@@ -159,7 +159,7 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         100 * (max(quick) / min(full) - 1),
         100 * (python_s / least_s - 1),
         cpu_s,
-        *automatic(work, have),
+        *automatic(work, have, stores=storage is not None),
     )
 
 

@@ -1,58 +1,256 @@
 """The prediction of ``"plan": "auto"``, compared with a simulation that knows the whole workload.
 
-With ``auto``, ebbtide's runtime watches some steps of training and then makes a plan. Here the
-watched steps are simulated, because there is no GPU. The runtime's own function makes the plan from
-what it would have measured: the times of forward and backward, the free memory, and one layer per
-subgroup. The time that it expects of this plan is compared with a simulation of the plan for the
-whole workload.
+With ``auto``, ebbtide's runtime watches some steps of training and then makes a plan. Here the watched steps are
+simulated, because there is no GPU. The runtime's own functions make the plan from what they would have measured:
+when forward, backward and each gradient end, when the GPU waits for copies, the rates of copies and updates, and
+the free memory. The time that they expect of this plan is compared with a simulation of the plan for the whole
+workload.
 """
 
-from ebbtide.runtime.replan.auto import better_plan, host_plan
-from ebbtide.runtime.zero.attach import piece_elements
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from ebbtide.runtime.devices.passes import Pass, Place, disjoint
+from ebbtide.runtime.execution.gradients import ParameterSlice
+from ebbtide.runtime.replan.auto import DEVICE_MEMORY_MARGIN, better_plan, host_plan
+from ebbtide.runtime.replan.observed import as_observed, observed_workload, timeline_of
+from ebbtide.runtime.replan.watch import measured_rates
+from ebbtide.runtime.zero.attach import DEEPSPEEDS_SUBGROUP, piece_elements
+from ebbtide.runtime.zero.storing import spaced
 from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_schedule
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
-from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.workload import Layer
+from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.plan import ParameterLocation, Way
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.recipes import HOST_SLOTS
+
+WAITED_FOR = (OpKind.GRADIENT_D2H, OpKind.PARAMETER_FETCH)
+PASSES = (OpKind.FORWARD, OpKind.BACKWARD)
 
 
-def automatic(job: Workload, machine: Machine) -> tuple[float, float]:
+def automatic(
+    job: Workload, machine: Machine, *, stores: bool = False, location: ParameterLocation = "device"
+) -> tuple[float, float]:
     """Predict the time of an iteration under the plan that ``"plan": "auto"`` makes for a job.
+
+    Args:
+        stores: True if DeepSpeed's config offloads optimizer state to a drive.
+        location: Memory in which DeepSpeed's config keeps the 16-bit parameters.
 
     Returns:
         The seconds that ebbtide's runtime expects from the steps that it watches, and the seconds that
         a simulation predicts for the whole workload.
     """
-    work = job.in_pieces(piece_elements(job.params)) if job.zero_stage == 3 else job
-    first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups))
+    work = _cut(job, whole=stores)
+    first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups), location)
+    room = _host_room_bytes(work, machine)
+    if stores:
+        first = _storing(work, first, room)
+    schedule = build_schedule(work, first)
+    watched = simulate_fast(schedule, machine)
+    seen = simulated_workload(work, schedule, watched)
+    rates = simulated_rates(schedule, watched, seen, machine)
+    known = as_observed(machine, rates, seen, first)
+    free_device = machine.device_memory_bytes - machine.device_reserved_bytes - watched.device_peak_bytes
+    free_device -= int(DEVICE_MEMORY_MARGIN * machine.device_memory_bytes)
+    free_host = room - footprint(work, first)["host"]
+    current = first.model_copy(update={"overlap_forward": work.zero_stage == 3})
+    found = better_plan(seen, known, current, max(0, free_device), max(0, free_host))
 
     def run(plan: Plan) -> SimResult:
         return simulate_fast(build_schedule(work, plan), machine)
 
-    schedule = build_schedule(work, first)
-    watched = simulate_fast(schedule, machine)
-    free = Limits.of(work, machine).device_bytes - watched.device_peak_bytes
-    current = first.model_copy(update={"overlap_forward": work.zero_stage == 3})
-    found = better_plan(_observed(work, schedule, watched), machine, current, max(0, free), 0)
     return found.iteration_s, expected(work, machine, found.plan, run).iteration_s
 
 
-def _observed(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
-    """Return the workload as ebbtide's runtime would see it in the steps that it watches."""
-    total = work.params
-    forward_s, backward_s = (_pass_s(work, schedule, watched, kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
-    layers = [
-        Layer(params=n, forward_s=forward_s * n / total, backward_s=backward_s * n / total) for n in work.subgroups
-    ]
-    base = {"device_base_bytes": total * work.wire_bytes, "layers": tuple(layers), "parameters": (), "memory_curve": ()}
-    return Workload.model_validate({**work.model_dump(), **base})
+def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
+    """Return the workload that ebbtide's runtime reads off watched steps, which were simulated."""
+    seen = observed_workload(_Engine(work), list(_passes(work, schedule, watched)))  # type: ignore[arg-type]
+    return seen.model_copy(
+        update={"ranks_per_node": work.ranks_per_node, "nodes": work.nodes, "clip_rate": work.expected_clip_rate}
+    )
 
 
-def _pass_s(work: Workload, schedule: Schedule, watched: SimResult, kind: OpKind) -> float:
-    """Return the seconds of forward or backward of one micro-batch, as ebbtide's runtime measures them.
+def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, machine: Machine) -> dict[str, float]:
+    """Return the rates that ebbtide's runtime measures in watched steps, which were simulated."""
+    return measured_rates(timeline_of(schedule, watched.start_s, watched.end_s), seen, machine)
 
-    They are those of the first micro-batch in the last simulated iteration. ``kind`` selects the pass.
+
+def _cut(job: Workload, *, whole: bool) -> Workload:
+    """Return a job with the subgroups that ebbtide's runtime makes of DeepSpeed's."""
+    own = job.recut(job.deepspeed_subgroup_size or job.subgroup_size or DEEPSPEEDS_SUBGROUP)
+    if whole:
+        return own
+    size = piece_elements(job.params)
+    return own.in_pieces(size) if job.zero_stage == 3 else own.recut(min(size, own.subgroup_size))
+
+
+def _host_room_bytes(work: Workload, machine: Machine) -> int:
+    return int(machine.host_memory_bytes * (1 - UNKNOWN_MARGIN)) // work.ranks_per_node
+
+
+def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
+    """Return a plan that keeps as few subgroups on a drive as host memory allows, as ebbtide's runtime does."""
+    count = len(work.subgroups)
+    for stored in range(count + 1):
+        there = spaced(count, stored)
+        ways = [way._replace(placement="stored" if i in there else "host") for i, way in enumerate(plan.ways)]
+        tried = plan.with_ways([Way(*way) for way in ways], host_slots=HOST_SLOTS)
+        tried = tried.model_copy(update={"storage_dir": "drive" if stored else None})
+        if footprint(work, tried)["host"] <= room_bytes:
+            break
+    return tried
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a workload, as a range of this rank's elements, in a layer."""
+
+    layer: int
+    begin: int
+    end: int
+
+
+def _parameters(work: Workload) -> list[_Parameter]:
+    ends = list(accumulate(n for group in work.parameters for n in group)) or [work.params]
+    layers = [0, *accumulate(layer.params for layer in work.layers)]
+    cuts = sorted({0, *ends, *layers})
+    found, layer = [], 0
+    for begin, end in pairwise(cuts):
+        while layers[layer + 1] <= begin:
+            layer += 1
+        found.append(_Parameter(layer, begin, end))
+    return found
+
+
+def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
+    """Return the parts of subgroups that a parameter lies in."""
+    found, first = [], 0
+    for subgroup, size in enumerate(work.subgroups):
+        begin, end = max(parameter.begin, first), min(parameter.end, first + size)
+        if end > begin:
+            found.append(Place(subgroup, begin - first, end - begin))
+        first += size
+    return tuple(found)
+
+
+def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
+    """Return the passes of the first micro-batch of each iteration, as ebbtide's runtime records them.
+
+    The simulation says when a layer's backward ends. Within the layer, gradients end in proportion to elements.
     """
-    last = max(op.iteration for op in schedule.ops if op.kind == kind)
-    ops = [op.id for op in schedule.ops if op.kind == kind and op.iteration == last][: len(work.layers)]
-    return float(watched.end_s[ops[-1]] - watched.start_s[ops[0]])
+    parameters: dict[int, list[_Parameter]] = {}
+    for parameter in reversed(_parameters(work)):
+        parameters.setdefault(parameter.layer, []).append(parameter)
+    for iteration in range(schedule.iterations):
+        for kind in PASSES:
+            ops = [op for op in schedule.ops if op.kind == kind and op.iteration == iteration][: len(work.layers)]
+            start_s, end_s = float(watched.start_s[ops[0].id]), float(watched.end_s[ops[-1].id])
+            waits, made = [], []
+            for before, op in zip([None, *ops], ops, strict=False):
+                idle_s = start_s if before is None else float(watched.end_s[before.id])
+                waits += [(idle_s, float(watched.end_s[copy])) for copy in _awaited(schedule, op.id)]
+                done, own = 0, parameters.get(op.layer, []) if kind == OpKind.BACKWARD else []
+                for parameter in own:
+                    done += parameter.end - parameter.begin
+                    left = 1 - done / work.layers[op.layer].params
+                    at_s = float(watched.end_s[op.id]) - left * work.layers[op.layer].backward_s
+                    made.append((at_s, _places(work, parameter)))
+            yield Pass(kind, iteration, start_s, end_s, disjoint(waits), tuple(made))
+        gathers = [
+            op.id
+            for op in schedule.ops
+            if op.kind == OpKind.PARAMETER_GATHER and op.iteration == iteration and op.layer < 0
+        ]
+        if gathers:
+            start_s, end_s = min(watched.start_s[i] for i in gathers), max(watched.end_s[i] for i in gathers)
+            yield Pass(OpKind.PARAMETER_GATHER, iteration, float(start_s), float(end_s))
+
+
+def _awaited(schedule: Schedule, op: int) -> list[int]:
+    """Return the copies that an op of forward or backward waits for, directly or before the host launches it."""
+    found = []
+    for before in schedule.ops[op].after:
+        if schedule.ops[before].kind == OpKind.ISSUE:
+            found += _awaited(schedule, before)
+        elif schedule.ops[before].kind in WAITED_FOR:
+            found.append(before)
+    return found
+
+
+@dataclass(frozen=True)
+class _Gathers:
+    """The gathers of parameters that a workload's layers describe, as `Gathered` gives them for an engine."""
+
+    work: Workload
+
+    @property
+    def live(self) -> int | None:
+        return self.work.live_params
+
+    @cached_property
+    def _keys(self) -> list[tuple["_Parameter", Place]]:
+        return _keys(self.work)
+
+    def of_layer(self, pieces: Iterable[tuple[int, int]]) -> dict[str, int]:
+        again = persistent = 0.0
+        for key, elements in pieces:
+            layer = self.work.layers[self._keys[key][0].layer]
+            regathered = layer.params if layer.regathered_params is None else layer.regathered_params
+            again += elements * regathered / layer.params
+            persistent += elements if elements <= layer.persistent_params else 0
+        return {"persistent_params": round(persistent), "regathered_params": round(again)}
+
+
+def _keys(work: Workload) -> list[tuple[_Parameter, Place]]:
+    """Return each parameter's parts in subgroups. The position of a part is its key in the stand-in of an engine."""
+    return [(parameter, place) for parameter in _parameters(work) for place in _places(work, parameter)]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The part of `TrainingEngine` that `observed_workload` asks, for a workload whose training is simulated."""
+
+    work: Workload
+
+    @property
+    def shares_state(self) -> bool:
+        return self.work.state_stays
+
+    def sizes(self) -> tuple[int, ...]:
+        return self.work.subgroups
+
+    def micro_batches(self) -> int:
+        return self.work.gradient_accumulation_steps
+
+    def slices(self) -> Mapping[int, ParameterSlice]:
+        return {key: ParameterSlice(*place, real=True) for key, (_, place) in enumerate(_keys(self.work))}
+
+    def units(self) -> Mapping[tuple[int, int], str]:
+        return {(place.subgroup, place.offset): str(parameter.layer) for parameter, place in _keys(self.work)}
+
+    def gathers(self) -> "_Gathers | None":
+        return _Gathers(self.work) if self.work.zero_stage == 3 else None
+
+    def wire_dtype(self) -> str:
+        return self.work.wire_dtype
+
+    def gradient_bytes(self) -> int:
+        return self.work.grad_bytes_per_param
+
+    def clips(self) -> bool:
+        return self.work.clip
+
+    def update_rule(self) -> _Rule:
+        return _Rule(self.work.optimizer)
+
+    def zero_stage(self) -> int:
+        return self.work.zero_stage
