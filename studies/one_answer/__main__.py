@@ -113,6 +113,7 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
         "cannot_be_influenced": [
             "A what-if stores no state, so that it is not asked of jobs that need storage.",
             "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's.",
+            "On several nodes, auto counts the GPU's waits for the network as computation.",
             "auto keeps DeepSpeed's sub_group_size and plans pieces of its subgroups, from four watched steps.",
         ],
         "jobs": [asdict(row) | {"auto_expected_over_truth_pct": row.auto_expected_over_truth_pct} for row in rows],
