@@ -121,7 +121,7 @@ class Folders:
             ]
             raise StorageError(
                 "the folders of stored optimizer state must be given in the order in which they were first used, but "
-                f"of the given folders {', '.join(found)}. Give the folders in their first order, or empty folders"
+                f"of the given folders {', '.join(found)}. Give the folders in that order, or empty folders"
             )
 
     def _write(self, page: StorePage) -> None:

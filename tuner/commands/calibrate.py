@@ -88,7 +88,7 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
     for change in calibrated.changes:
         click.echo(
             f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
-            f"(quartiles {change.low:.4g} to {change.high:.4g}; corrected for: {change.knob})"
+            f"(quartiles {change.low:.4g} to {change.high:.4g}; kind of work: {change.knob})"
         )
     if not calibrated.changes:
         click.echo("no rate was changed, because the runs add no information to the machine file")

@@ -286,7 +286,7 @@ class Commit:
             self._raise_aborts()
             if not a.staging.exists() and not self.is_committed():
                 raise CheckpointError(
-                    f"checkpoint {a.tag!r} was not committed: its temporary folder {a.staging} was removed, mostly "
+                    f"checkpoint {a.tag!r} was not committed: its temporary folder {a.staging} was removed, most often "
                     "because rank 0 gave up the save. See the error of rank 0. Checkpoints that were committed before "
                     "are intact"
                 )
