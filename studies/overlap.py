@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine, Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.bound import lower_bound
 from rich.progress import track
 
 from studies.bench.bits import differences
@@ -76,7 +76,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
     given = setting.workload(*setting.given_s)
-    floor_s = bound(given, machine).iteration_s
+    floor_s = lower_bound(given, machine).iteration_s
     rows = []
     for name, plan in track(plans(work, machine).items(), description="executing plans"):
         result = bench.measure(plan, steps)

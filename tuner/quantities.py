@@ -30,6 +30,12 @@ def told_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"
 
 
+def told_least(seconds: float) -> str:
+    """Return a duration as text like `told_seconds`, but rounded down, for a lower bound that holds as printed."""
+    digit = 1.0 if seconds >= 100 else 1e-2 if seconds >= 0.9995 else 1e-3 if seconds >= 0.0995 else 1e-4
+    return told_seconds(math.floor(seconds / digit) * digit)
+
+
 def size_bytes(text: str) -> int:
     """Parse a size such as ``24GiB``, ``100 GB`` or ``1e9`` into bytes.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.analysis.best_setting import best_setting, simulated
-from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
 from ebbtide.simulator.plan import Plan
@@ -92,8 +92,8 @@ def what_if(
         A table with the columns ``strategy``, ``setting``, ``gpu_memory_bytes``, one column per change,
         ``fits``, ``reason`` (the memory that is missing, if it does not fit), ``iteration_s``, ``forward_s``,
         ``backward_s``, ``step_s``, ``update_s``, ``loop_s`` (time outside forward, backward and step),
-        ``device_peak_bytes``, ``host_peak_bytes``, ``lower_bound_s`` (no plan can be faster; if a ``clip_rate``
-        is given, this includes plans with early updates) and ``tokens_per_s``. After Ctrl-C it has the rows that
+        ``device_peak_bytes``, ``host_peak_bytes``, ``lower_bound_s`` (no plan without stored
+        state can be faster within the memory limits) and ``tokens_per_s``. After Ctrl-C it has the rows that
         were finished, and ``.attrs["interrupted"]`` is True.
 
     A warning names each field whose values all give the same times and memory peaks.
@@ -345,8 +345,6 @@ def _told_bound_s(plan: Plan | None) -> float:
 
 def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:
     try:
-        early_updates = work.zero_stage == 3
-        device_bytes = limits.device_bytes
-        return fluid_bound(work, machine, device_bytes, storage_bytes=0, early_updates=early_updates).iteration_s
+        return lower_bound(work, machine, limits).iteration_s
     except ValueError:  # nothing fits
         return float("nan")

@@ -1,10 +1,12 @@
 """The GPU suite's measurements: the machine, stock DeepSpeed, a plan, and what each feature gains."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.limits import Limits
 
 from studies.gpu.suite import Figures, Suite
 
@@ -96,7 +98,8 @@ def efficiency(suite: Suite) -> Figures:
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
     row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
     limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
-    floor_s = bound(workload, machine, limit).iteration_s
+    room = replace(Limits.of(workload, machine, margin=0.0), device_bytes=int(limit))
+    floor_s = lower_bound(workload, machine, room).iteration_s
     assert plan.prediction is not None
     figures: Figures = {"floor_s": floor_s, "predicted_s": plan.prediction.iteration_s, "row": row}
     if "failed" not in row:

@@ -12,7 +12,7 @@ from typing import Any
 import ebbtide.tuner
 from ebbtide.profiler.rates.adam import host_adam_out_of_place
 from ebbtide.simulator import Plan
-from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.bound import lower_bound
 
 from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, Setting, stock_state
@@ -143,7 +143,7 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
     given = setting.workload(*setting.given_s)
-    floor_s = bound(given, machine, storage_bytes=0, early_updates=True).iteration_s
+    floor_s = lower_bound(given.model_copy(update={"clip_rate": 0.0}), machine).iteration_s
     return Guessed(
         ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.updated_early), slower, same
     )

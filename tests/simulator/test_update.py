@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import pytest
 from ebbtide.simulator import OpKind, Plan, PlanError, build_schedule, build_strategy, simulate
-from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
@@ -143,7 +143,7 @@ def test_no_plan_of_lions_beats_the_bound(seed):
     rng = random.Random(seed)
     on = machine(host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9))
     made = workload((10,) * 4, forward_s=0.1, backward_s=0.2, optimizer="lion")
-    sweep, floor_s = PlanSweep(made, on, iterations=40), bound(made, on).iteration_s
+    sweep, floor_s = PlanSweep(made, on, iterations=40), lower_bound(made, on).iteration_s
     for placements in product(("host", "device", "resident"), repeat=4):
         plan = Plan(subgroup_size=10, placement=Plan.runs(placements), staging_slots=4)
         assert floor_s <= sweep.evaluate_plan(plan)[0] * (1 + 1e-6), placements

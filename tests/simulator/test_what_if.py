@@ -6,8 +6,8 @@ import math
 
 import pytest
 from ebbtide.simulator import Layer, Workload, build_strategy, simulate, what_if
-from ebbtide.simulator.analysis.bound import fluid_bound
-from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.tuner import plan
 
 from tests.machines import node
@@ -69,8 +69,8 @@ def test_no_row_that_fits_is_faster_than_its_bound_or_beyond_its_memory():
     assert table.fits.all()
     assert (table.device_peak_bytes <= table.gpu_memory_bytes).all()
     assert (table.iteration_s >= table.lower_bound_s * (1 - 1e-9)).all()
-    room = 10e9 * (1 - UNKNOWN_MARGIN)
-    expected = fluid_bound(workload(), machine(), room, early_updates=True).iteration_s
+    smaller = machine().with_rates(device_memory_bytes=10e9)
+    expected = lower_bound(workload(), smaller, Limits.of(workload(), smaller)).iteration_s
     assert table.lower_bound_s[1] == pytest.approx(expected)
 
 

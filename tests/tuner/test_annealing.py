@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same():
 def test_what_is_near_the_bound_is_left_alone():
     search, best = annealed(1500)
     near_s = search.score(best).iteration_s / CLOSE
-    search._fluid[()] = replace(search.fluid(()), iteration_s=near_s)
+    search._bounds[search.limits, 0] = replace(search.bound_with(()), iteration_s=near_s)
     known = len(search.scores)
     anneal(search)
     assert len(search.scores) == known

@@ -10,10 +10,10 @@ import pytest
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.way import SUMMED
-from ebbtide.tuner.placements.optimum import MOST_SUBGROUPS, optimum, orders
 from ebbtide.tuner.placements.search import Candidate, Search
 
 from studies.optimality.command import random_pair
+from studies.optimality.optimum import MOST_SUBGROUPS, optimum, orders
 from tests.machines import random_machine, random_workload
 
 
@@ -55,7 +55,7 @@ def test_branch_and_bound_against_brute_force_and_the_search(number):
     found = optimum(begun(workload, machine))
     assert found.iteration_s == pytest.approx(truth, rel=1e-9)
     assert found.pruned > 0
-    plan = ebbtide.tuner.plan(workload, machine)
+    plan = ebbtide.tuner.plan(workload, machine, subgroup_sizes=())
     assert plan.prediction.iteration_s == pytest.approx(truth, rel=1e-9)
     assert plan.prediction.lower_bound_s <= truth * (1 + 1e-9)
 

@@ -5,7 +5,7 @@ the seed.
 import ebbtide.tuner
 import pytest
 from ebbtide.simulator import Layer, Quantity, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
@@ -74,7 +74,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     limit = int(device_gib * GIB)
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
-    floor = bound(work, have, limit, early_updates=True).iteration_s
+    floor = lower_bound(work, have, Limits.of(work, have, limit)).iteration_s
     # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
     assert floor <= found.prediction.iteration_s * (1 + 1e-8)
 
@@ -102,7 +102,7 @@ def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, share
         overlap_forward=overlap,
     )
     seconds = simulate(build_schedule(work, plan), have).iteration_s
-    assert bound(work, have, 10**12).iteration_s <= seconds * (1 + 1e-7)
+    assert lower_bound(work, have, Limits(10**12, 10**12)).iteration_s <= seconds * (1 + 1e-7)
 
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():

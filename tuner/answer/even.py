@@ -7,7 +7,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.verdict import distance
+from ebbtide.tuner.answer.verdict import LITTLE, above_bound
 from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.locations import brought
@@ -51,10 +51,9 @@ def best_of(found: Decision) -> Plan:
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)
-    # The fluid bound alone: somebody waits, and the whole one takes seconds.
-    prediction = predict(workload, machine, made, limits, lambda _: search.fluid(search.locations).iteration_s)
-    best = distance(prediction) == "at the optimum"
-    more = "a full search cannot find a better one" if best else "a full search may find a better one"
+    prediction = predict(workload, machine, made, limits, search.bound.iteration_s)
+    near = above_bound(prediction) < LITTLE
+    more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
     made = made.model_copy(update={"prediction": prediction})
     why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search, made))
     return made.model_copy(update={"reasons": why})

@@ -1,5 +1,6 @@
 """The reasons for a plan in sentences: what limits its iteration, and how much each technique saves."""
 
+import math
 from collections.abc import Mapping
 
 from ebbtide.simulator.analysis.bound import Bound
@@ -11,7 +12,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import told_least, told_seconds
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
@@ -83,8 +84,8 @@ def _limited_by(floor: Bound, chosen_s: float) -> str:
     *some, last = dict.fromkeys(name.removesuffix(" (update)") for name in floor.binding or ("forward compute",))
     resources = " and ".join(filter(None, [", ".join(some), last]))
     gap = chosen_s / floor.iteration_s - 1
-    near = f"is within {gap:.1%}" if gap >= SHOWN_GAP else "takes no longer"
-    least = told_seconds(floor.iteration_s)
+    least = told_least(floor.iteration_s)
     return (
-        f"limited by {resources}: no plan with subgroups of this size can take less than {least}, and this one {near}"
+        f"limited by {resources}: no plan within these memory limits can take less than {least}, "
+        f"and this one is within {max(1, math.ceil(1000 * gap)) / 1000:.1%} of that"
     )

@@ -13,7 +13,7 @@ from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.tuner.answer.rows import BY_KIND, role_of
 from ebbtide.tuner.answer.verdict import headline
-from ebbtide.tuner.quantities import told_seconds
+from ebbtide.tuner.quantities import told_least, told_seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -129,7 +129,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"nine runs in ten are expected between {low} and {high}")
         bound = plan.prediction.lower_bound_s
         if bound:
-            console.print(f"no plan with subgroups of this size can take less than {told_seconds(bound)} per iteration")
+            console.print(f"no plan within these memory limits can take less than {told_least(bound)} per iteration")
     for reason in plan.reasons:
         console.print(f"- {reason}")
 

@@ -10,7 +10,8 @@ from ebbtide.simulator.plan import Plan, Prediction
 from ebbtide.tuner.answer.rows import Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 
-AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
+LITTLE = 5e-3  # above the lower bound: nearer than any measurement could tell
+ROUNDED = 1e-6  # of a percent
 WORTH = 1e-3  # relative difference below which two iterations count as equally long
 
 
@@ -99,11 +100,18 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """Return how far a plan's iteration is above the lower bound, as text. Empty if the bound is unknown."""
+    """Return how far a plan's iteration is above the lower bound, as text. Empty if the bound is unknown.
+
+    The percentage is rounded up, so that the text is true.
+    """
     if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
         return ""
-    gap = plan.iteration_s / plan.lower_bound_s - 1
-    return "at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum"
+    return f"within {max(1, math.ceil(100 * above_bound(plan) - ROUNDED))}% of a lower bound"
+
+
+def above_bound(plan: Prediction) -> float:
+    """Return a plan's iteration time above the lower bound, as a fraction of the bound. ``inf`` if it is unknown."""
+    return plan.iteration_s / plan.lower_bound_s - 1 if plan.lower_bound_s else math.inf
 
 
 def headline(plan: Plan) -> str:

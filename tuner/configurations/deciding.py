@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.limits import Limits
@@ -26,7 +26,6 @@ from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.placements.moves import STORED
-from ebbtide.tuner.placements.search import may_update_early
 
 MOST = 3000  # simulations
 SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated
@@ -81,11 +80,8 @@ def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
     if loose.tight or loose.refused:
         return loose
     work = question.workload(c)
-    try:  # if nothing fits otherwise, plans under ZeRO-3 keep parameters in host memory
-        locations = None if work.zero_stage == 3 else ()
-        early = may_update_early(work, question.machine)
-        room = question.limits(work).device_bytes
-        bound = fluid_bound(work, question.machine, room, locations, early_updates=early)
+    try:
+        bound = lower_bound(work, question.machine, question.limits(work))
     except ValueError:  # the workload alone does not fit: its simulation says how much is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s

@@ -60,7 +60,7 @@ def anneal(
 
 def _near(search: Search) -> bool:
     """Return True if a search's best plan is so close to the lower bound that further search is not worth it."""
-    bound = search.fluid(None if search.moves_parameters else search.locations)
+    bound = search.bound_with(None if search.moves_parameters else search.locations)
     return search.best_s <= CLOSE * bound.iteration_s
 
 

@@ -22,7 +22,7 @@ from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.locations import begun, move_parameters
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import STORED
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Bounds, Candidate, Search
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
@@ -257,14 +257,14 @@ def _searches(
         ImpossibleError: No plan fits with any subgroup size.
     """
     have = {search.workload.subgroups: search for search in known}
-    cuts, searches, tried = question.cuts, list[Search](), list[Peaks]()
+    cuts, searches, tried, bounds = question.cuts, list[Search](), list[Peaks](), Bounds()
     for number, cut in enumerate(cuts):
         progress(number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
         if cut.subgroups in have:
             searches.append(have[cut.subgroups])
             continue
         effort = min(QUICK, question.effort)
-        search = begun(cut, question.machine, question.limits, question.seed, effort=effort)
+        search = begun(cut, question.machine, question.limits, question.seed, effort=effort, bounds=bounds)
         if search.fits:
             follow(search, searches)
             searches.append(search)

@@ -13,7 +13,7 @@ from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOST, STORED
-from ebbtide.tuner.placements.search import Search, evenly
+from ebbtide.tuner.placements.search import Bounds, Search, evenly
 from ebbtide.tuner.quantities import told_seconds
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
@@ -38,6 +38,7 @@ def begun(
     *,
     freely: bool = False,
     effort: float | None = None,
+    bounds: Bounds | None = None,
 ) -> Search:
     """Return a plan search that has already tried some simple plans.
 
@@ -50,15 +51,16 @@ def begun(
         seed: Seed of the search.
         freely: True if parameters may move to host memory even if a plan fits without that.
         effort: Fraction of a full search's evaluations.
+        bounds: Lower bounds that searches for the same job with other subgroups have found.
     """
-    found = Search(workload, machine, limits.in_memory, seed, effort=effort)
+    found = Search(workload, machine, limits.in_memory, seed, effort=effort, bounds=bounds)
     found.try_first()
     if found.fits or limits.storage_bytes is None or workload.zero_stage < 3:
         if freely or not found.fits:
             move_parameters(found)
         return found
     move_parameters(found)
-    spilled = Search(workload, machine, limits, seed, effort=effort)
+    spilled = Search(workload, machine, limits, seed, effort=effort, bounds=bounds)
     spilled.try_first()
     if freely or not spilled.fits:
         move_parameters(spilled)

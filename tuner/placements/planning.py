@@ -4,7 +4,7 @@ Only plans that fit into memory are considered. Goodput is the useful share of t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         versions=versions("ebbtide", "torch", "deepspeed"),
         about=about(search.workload, search.machine),
     )
-    prediction = predict(search.workload, search.machine, made, search.limits, search.proven_s)
+    prediction = predict(search.workload, search.machine, made, search.limits, search.bound.iteration_s)
     return made.model_copy(update={"prediction": prediction})
 
 
@@ -142,13 +142,7 @@ def about(workload: Workload, machine: Machine) -> str:
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
 
-def predict(
-    workload: Workload,
-    machine: Machine,
-    made: Plan,
-    limits: Limits,
-    lower_bound_s: Callable[[float], float] = lambda _: 0.0,
-) -> Prediction:
+def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lower_bound_s: float = 0.0) -> Prediction:
     """Return the simulator's prediction for a plan's iteration, with the interval that the rates' spread gives.
 
     Args:
@@ -156,7 +150,7 @@ def predict(
         machine: Machine with rates and their spread.
         made: Plan to predict.
         limits: Memory limits that the prediction records.
-        lower_bound_s: Function from the plan's time per iteration to a lower bound, both in seconds.
+        lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
@@ -183,7 +177,7 @@ def predict(
         storage_bytes=result.storage_bytes,
         memory=peaks_by_kind(schedule, result),
         limits=limits.by_memory,
-        lower_bound_s=min(lower_bound_s(mean_s), mean_s),
+        lower_bound_s=min(lower_bound_s, mean_s),
     )
 
 
@@ -194,7 +188,7 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
         PlanError: The workload has another number of subgroups than the plan.
     """
     search = Search(workload, machine, Limits.of(workload, machine), seed=0)
-    prediction = predict(workload, machine, made, search.limits, search.proven_s)
+    prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 

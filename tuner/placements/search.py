@@ -10,8 +10,7 @@ from itertools import accumulate, combinations_with_replacement, product
 from typing import Any, Self
 
 import numpy as np
-from ebbtide.simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
-from ebbtide.simulator.analysis.bounds.window import NAMED
+from ebbtide.simulator.analysis.bound import Bound, lower_bound
 from ebbtide.simulator.analysis.expected import early_updates_worth, late_s, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
@@ -57,8 +56,8 @@ SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 MOST_REMEMBERED = 512  # rows of plans, as they are without early updates
-OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
+Bounds = dict[tuple[Limits, int | None], Bound]  # by elements with parameters on the host
 _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 
@@ -203,6 +202,7 @@ class Search:
         storable: Collection[int] | None = None,
         *,
         effort: float | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         """Prepare a search for the plans of a workload on a machine.
 
@@ -215,6 +215,7 @@ class Search:
             locations: Location of each subgroup's 16-bit parameters in the first plans. If empty, the GPU.
             storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
             effort: Fraction of a full search's evaluations. If None, 1.
+            bounds: Lower bounds that searches for the same job with other subgroups have found.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -240,7 +241,7 @@ class Search:
         self._orders = UpdateOrders(workload, machine)
         self._gone: dict[bytes, int] = {}  # bytes, by parameter locations
         self._waiting: dict[tuple[Any, ...], tuple[float, float]] = {}  # iteration and backward
-        self._fluid: dict[tuple[ParameterLocation, ...] | None, Bound] = {}
+        self._bounds: Bounds = {} if bounds is None else bounds
         # Of the best, of the best that waits for the norm, and of the best with parameters on the device.
         self.best_s = self.plain_s = self.whole_s = math.inf
 
@@ -633,7 +634,7 @@ class Search:
             yield dict(zip(large, chosen, strict=True))
 
     def _around_the_bound(self, fixed: Mapping[int, Placement]) -> Iterator[dict[Placement, int]]:
-        sizes, left = self.workload.subgroups, dict(self.fluid(self.locations).params)
+        sizes, left = self.workload.subgroups, dict(self.bound_with(self.locations).params)
         for subgroup, placement in fixed.items():
             left[placement] -= sizes[subgroup]
         count = len(sizes) - len(fixed)
@@ -648,55 +649,35 @@ class Search:
 
     # -- bounds ------------------------------------------------------------------------------
 
-    def fluid(self, locations: tuple[ParameterLocation, ...] | None = None) -> Bound:
-        """Return a lower bound of an iteration under any plan, found in milliseconds.
+    @property
+    def bound(self) -> Bound:
+        """Return the lower bound of an iteration under any plan within the search's memory limits."""
+        return self.bound_with(None)
 
-        The bound assumes that subgroups of optimizer state could be divided into any fractions.
+    def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:
+        """Return a lower bound of an iteration under any plan with as many parameters in host memory as given.
 
         Args:
-            locations: Location of each subgroup's 16-bit parameters. If None, any.
+            locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU. If None, any.
+
+        Raises:
+            ValueError: The job does not fit into memory with any plan.
         """
-        if locations not in self._fluid:
-            self._fluid[locations] = fluid_bound(*self._bounded(locations))
-        return self._fluid[locations]
+        away = None if locations is None else 0
+        if locations:
+            pairs = zip(self.workload.subgroups, locations, strict=True)
+            away = sum(size for size, location in pairs if location == "host")
+        key = self.limits, away
+        if key not in self._bounds:
+            self._bounds[key] = lower_bound(self.workload, self.machine, self.limits, away=away)
+        return self._bounds[key]
 
     def floor_s(self, locations: tuple[ParameterLocation, ...]) -> float:
-        """Return a lower bound in seconds of an iteration with the given parameter locations.
-
-        It is ``inf`` if the job does not fit into memory with any plan.
-        """
+        """Return the time in seconds of `bound_with`. It is ``inf`` if the job does not fit into memory."""
         try:
-            return self.fluid(locations).iteration_s
+            return self.bound_with(locations).iteration_s
         except ValueError:
             return math.inf
-
-    @cached_property
-    def bound(self) -> Bound:
-        """Return the lower bound of an iteration under any plan within the search's memory limits.
-
-        The bound allows fractions of subgroups.
-        """
-        anywhere = None if self.workload.zero_stage == 3 and not self.machine.unified_memory else ()
-        return tightened(self.fluid(anywhere), *self._bounded(anywhere), most_nodes=0)
-
-    def proven_s(self, iteration_s: float) -> float:
-        """Return a lower bound, in seconds, of an iteration under any plan.
-
-        A bound with fractions of subgroups is quick. If it is far below ``iteration_s`` and there are few subgroups,
-        a closer bound with whole subgroups is computed.
-        """
-        fractions_s = self.bound.iteration_s
-        few = len(self.workload.subgroups) <= NAMED
-        if not few or iteration_s <= (1 + OPEN) * fractions_s:
-            return fractions_s
-        anywhere = None if self.workload.zero_stage == 3 and not self.machine.unified_memory else ()
-        whole = tightened(self.fluid(anywhere), *self._bounded(anywhere), most_nodes=self.share_of(NODES_OF_PLANNING))
-        return max(fractions_s, whole.iteration_s)
-
-    def _bounded(self, locations: tuple[ParameterLocation, ...] | None) -> tuple[Any, ...]:
-        some = self.limits
-        room = (some.host_bytes, some.storage_bytes or 0)
-        return (self.workload, self.machine, some.device_bytes, locations, *room, self.early)
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:

@@ -1,4 +1,4 @@
-"""A mixed-integer linear program that is built row by row, for lower bounds of the iteration time."""
+"""A linear program that is built row by row, for lower bounds of the iteration time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Columns = NDArray[np.int64]
 Term = tuple[Columns | int, Floats | float]  # variables and what they are multiplied by
-RELATIVE_GAP = 1e-3  # at which whole numbers are good enough
-LONGEST_S = 60.0  # of a search that takes a second: some never end, whatever their nodes
 
 
 @dataclass
@@ -27,7 +25,6 @@ class Rows:
     """
 
     upper: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
@@ -35,16 +32,15 @@ class Rows:
     _values: list[float] = field(default_factory=list)
     _ends: list[int] = field(default_factory=lambda: [0])
 
-    def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
+    def new(self, count: int) -> Columns:
         """Add ``count`` variables to a linear program, and return the numbers of their columns."""
         first = len(self.upper)
-        self.upper += [upper] * count
-        self.whole += [whole] * count
+        self.upper += [np.inf] * count
         return np.arange(first, first + count)
 
-    def one(self, upper: float = np.inf, *, whole: bool = False) -> int:
+    def one(self) -> int:
         """Add one variable to a linear program, and return the number of its column."""
-        return int(self.new(1, upper, whole=whole)[0])
+        return int(self.new(1)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
         """Add a row to a linear program: a sum of terms that is at most ``limit`` and at least ``least``."""
@@ -63,28 +59,16 @@ class Rows:
     def equal(self, value: float, *terms: Term) -> None:
         self.at_most(value, *terms, least=value)
 
-    def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
-        """Return a lower bound of a variable's minimum, and the values of all variables. None if there is no solution.
-
-        All values are zero if the search reached its limit without a solution.
-
-        Args:
-            nodes: Limit of the search for whole numbers. With 0 fractions are allowed, and the minimum is exact.
-        """
+    def lowest(self, *terms: Term) -> tuple[float, Floats] | None:
+        """Return the minimum of a sum of terms, and the values of all variables. None if there is no solution."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        solved = milp(
-            np.eye(1, len(self.upper), variable)[0],
-            integrality=np.array(self.whole) if nodes else None,
-            bounds=Bounds(0.0, np.array(self.upper)),
-            constraints=LinearConstraint(self._matrix(), self.least, self.most),
-            options={"node_limit": nodes, "mip_rel_gap": RELATIVE_GAP, "time_limit": LONGEST_S} if nodes else {},
-        )
-        if solved.status == 2:
-            return None
-        low: Any = solved.mip_dual_bound if nodes else solved.fun
-        x = np.zeros(len(self.upper)) if solved.x is None else np.asarray(solved.x)
-        return -np.inf if low is None else float(low), x
+        cost = np.zeros(len(self.upper))
+        for columns, factor in terms:
+            cost[columns] += factor
+        limits = LinearConstraint(self._matrix(), self.least, self.most)
+        solved = milp(cost, bounds=Bounds(0.0, np.array(self.upper)), constraints=limits)
+        return None if solved.x is None else (float(solved.fun), np.asarray(solved.x))
 
     def full(self, x: Floats) -> tuple[str, ...]:
         """Return the names of the rows of a linear program that are at their limit in a given solution."""

@@ -1,84 +1,133 @@
-"""The least work of an update's ops: their seconds on a lane, and their use of shared capacities.
-
-A lane is a queue of ops, such as a copy direction. A shared capacity is, for example, DRAM bandwidth.
-"""
+"""The work of updating one parameter element in each way, for the lower bound of an iteration's time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Lane, Op, OpKind
-from ebbtide.simulator.update.recipes import Bytes, Step
+from ebbtide.simulator.update.recipes import Bytes, Recipe, Slot, Step, Wait
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
+
+Resource = Lane | str  # a lane, or a shared capacity such as "dram"
+
+
+class Since(IntEnum):
+    """The earliest moment at which work of an iteration can start, the earliest one first."""
+
+    ANY = 0  # in the iteration
+    BACKWARD = 1  # the last micro-batch's backward of the last layer has ended
+    GRADIENT = 2  # the element's gradient of the last micro-batch is complete
+    NORM = 3  # the gradient norm is known
 
 
 @dataclass(frozen=True)
-class Least:
-    """The least work of one op, such as a copy, for the lower bound of an iteration's time.
+class Work:
+    """One op of a way of updating, for one parameter element.
 
     Attributes:
-        seconds: Least seconds on the op's lane, whatever other ops run at the same time.
-        alone_s: Seconds if the op shares nothing, not even with other ranks of the node.
-        taken_s: By shared capacity, such as DRAM bandwidth: seconds for which the op would use all of it.
+        way: Position of the way among those of the bound.
+        seconds: Least seconds of each resource: of the op's lane, and of each capacity if the op had all of it.
+        since: Earliest moment at which the op can start.
+        published: True if the op must end before the next forward of the element's layer.
+        times: Number of such ops in an iteration.
+        taken: Kind of buffer that the op fills before the gradient norm is known, if one is free.
+        given: Kind of buffer that the op empties. If no other subgroup needs the buffer, the op may end after the
+            next forward.
+        gradient: True for a copy of a gradient between the memories.
     """
 
-    seconds: float
-    alone_s: float
-    taken_s: Mapping[str, float]
+    way: int
+    seconds: Mapping[Resource, float]
+    since: Since
+    published: bool
+    times: float = 1.0
+    taken: Slot | None = None
+    given: Slot | None = None
+    gradient: bool = False
 
 
-class Work:
-    """A calculator of the least work of an update's ops, on a machine that the ranks of a node share."""
+class Costs:
+    """A calculator of the least seconds that an op takes for one parameter element.
+
+    Latencies are left out, because a plan may have subgroups of any size.
+    """
 
     def __init__(self, w: Workload, machine: Machine) -> None:
-        self.bytes, self.machine = Bytes.of(w), machine
+        self.bytes = Bytes.of(w)
+        self.machine = machine.model_copy(update={"copy_latency_s": 0.0, "launch_latency_s": 0.0})
         self.limits = capacities(machine, w.ranks_per_node)
-        # Between these an update's rate is linear in the threads; shared cores add one more.
+        # Between these numbers of threads an update's rate is linear.
         measured = machine.host_adam_by_threads or (1,)
-        counts = {float(machine.cpu_cores), self.limits["cores"], *map(float, measured)}
-        self.threads = sorted(counts)
-        self._known: dict[tuple[Step, int], Least] = {}
+        self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
-    def ops(self, step: Step, size: int) -> list[Op]:
-        """Return the ops that can run one step of a subgroup's update: one op for each useful number of threads."""
-        return [
-            Op(
-                0,
-                step.kind,
-                step.lane,
-                size * step.work(self.bytes),
-                step.rate,
-                dram_bytes=size * step.dram(self.bytes),
-                cores=cores,
-                device_share=step.device_share,
+    def step(self, step: Step) -> dict[Resource, float]:
+        """Return the least seconds of each resource that an op of a recipe takes for one parameter element.
+
+        The op is at least as long as alone, and as its use of a shared capacity demands. An op on the CPU may use
+        any number of threads, so each resource's least value over these numbers is taken.
+        """
+        some = [
+            self._of(
+                Op(
+                    0,
+                    step.kind,
+                    step.lane,
+                    step.work(self.bytes),
+                    step.rate,
+                    dram_bytes=step.dram(self.bytes),
+                    cores=cores,
+                    device_share=step.device_share,
+                )
             )
             for cores in (self.threads if step.threads else (0.0,))
         ]
+        return {resource: min(each[resource] for each in some) for resource in some[0]}
 
-    def least(self, step: Step, size: int) -> Least:
-        """Return the least work of one step (op) of a subgroup's update, with the best number of CPU threads."""
-        known = self._known.get((step, size))
-        if known is None:
-            some = [self._of(op) for op in self.ops(step, size)]
-            taken_s = {name: min(each.taken_s[name] for each in some) for name in self.limits}
-            known = self._known[step, size] = Least(
-                min(each.seconds for each in some), min(each.alone_s for each in some), taken_s
-            )
-        return known
+    def fetch(self) -> dict[Resource, float]:
+        """Return the least seconds of each resource for copying a parameter from host memory to the GPU once."""
+        wire = self.bytes.wire
+        return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 
-    def fetched(self, size_bytes: float) -> Least:
-        """Return the least work of copying parameters from host memory to the GPU for a forward or backward.
-
-        The parameters may be copied in pieces of any size.
-        """
-        op = Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s", dram_bytes=size_bytes)
-        return self._of(op, size_bytes / self.machine.rate("h2d_bytes_per_s"))
-
-    def _of(self, op: Op, alone: float | None = None) -> Least:
-        alone = alone_s(op, self.machine) if alone is None else alone
+    def _of(self, op: Op) -> dict[Resource, float]:
+        alone = alone_s(op, self.machine)
         taken = demands(op, self.machine, alone)
         shares = {name: taken.get(name, 0.0) / limit for name, limit in self.limits.items()}
-        return Least(alone * max(1.0, *shares.values()), alone, {name: share * alone for name, share in shares.items()})
+        return {op.lane: alone * max(1.0, *shares.values())} | {name: alone * n for name, n in shares.items()}
+
+
+def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
+    """Yield all work of updating one parameter element in a way, except copies of its 16-bit parameters to passes.
+
+    Args:
+        number: Position of the way among those of the bound.
+    """
+    recipe = way.recipe
+    yield from _gradients(number, recipe, costs, micro_batches)
+    new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
+    for i, step in enumerate(recipe.steps):
+        seconds, held = costs.step(step), step.takes if step.early else None
+        if i < recipe.before_norm:  # of an early update
+            since = Since.GRADIENT if any(Wait.GRADIENT in s.waits for s in recipe.steps[: i + 1]) else Since.BACKWARD
+            yield Work(number, seconds, since, published=True)
+        elif held is not None:
+            since = Since.ANY if held.ahead else Since.BACKWARD
+            yield Work(number, seconds, since, published=True, taken=held)
+        else:
+            given = step.gives_back if i > new else None
+            yield Work(number, seconds, Since.NORM, published=i <= new, given=given)
+
+
+def _gradients(number: int, recipe: Recipe, costs: Costs, micro_batches: int) -> Iterator[Work]:
+    """Yield the copies of an element's gradient: those of the last micro-batch, and those of the others."""
+    for step in recipe.gradient_steps:
+        summed, last = (wait in step.waits for wait in (Wait.SUM, Wait.LAST))
+        if micro_batches > 1 or not summed:
+            yield Work(number, costs.step(step), Since.GRADIENT, published=True, gradient=True)
+        earlier = 0 if last else micro_batches - 1 - summed
+        if earlier > 0:
+            yield Work(number, costs.step(step), Since.ANY, published=False, times=earlier, gradient=True)

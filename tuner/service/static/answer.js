@@ -253,7 +253,7 @@ export class AnswerView {
     at("sentence").textContent = answer.sentence;
     at("context").textContent = context(answer);
     const advised = answer.verdict === "offload";
-    this.effort(this.plan ? this.planFrom : advised && isOptimum(answer) ? OPTIMUM : "");
+    this.effort(this.plan ? this.planFrom : advised && isNearBound(answer) ? NEAR_BOUND : "");
     at("save-plan").classList.toggle("primary", advised);
     at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan anyway";
     at("tiles").replaceChildren(...tiles(answer));
@@ -313,9 +313,15 @@ export class AnswerView {
   }
 }
 
-const OPTIMUM = "At the optimum: no plan with subgroups of this size can be faster on this machine.";
+const NEAR_BOUND = "Within 0.5% of a lower bound: a longer search cannot find a plan that is much faster.";
 
-function isOptimum(answer) {
+// As `told_least`: a lower bound holds as it is printed.
+function roundedDown(value) {
+  const digit = value >= 100 ? 1 : value >= 1 ? 1e-2 : value >= 0.0995 ? 1e-3 : 1e-4;
+  return Math.floor(value / digit) * digit;
+}
+
+function isNearBound(answer) {
   return answer.bound_s && planned(answer).iteration_s < answer.bound_s * 1.005;
 }
 
@@ -325,11 +331,11 @@ function planned(answer) {
 
 // Whether a longer search could find anything.
 function searchable(answer, scenario) {
-  return answer.plan && (scenario.mtbf_s || (answer.verdict === "offload" && !isOptimum(answer)));
+  return answer.plan && (scenario.mtbf_s || (answer.verdict === "offload" && !isNearBound(answer)));
 }
 
 function searched(quick, answer) {
-  if (isOptimum(answer)) return OPTIMUM;
+  if (isNearBound(answer)) return NEAR_BOUND;
   const saved = 1 - planned(answer).iteration_s / planned(quick).iteration_s;
   return saved > 1e-3 ? `Searched: ${percent(saved)} faster than the quick plan.` : "Searched: the quick plan is the best one found.";
 }
@@ -369,7 +375,7 @@ function tiles(answer) {
   const useful = answer.goodput && answer.goodput.by_role[row.role];
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
   return [
-    tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(answer.bound_s)}` : what),
+    tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(roundedDown(answer.bound_s))}` : what),
     row.speedup ? tile("Against stock", times(row.speedup), what) : tile("Stock", "does not fit", stockReason(answer)),
     tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     ...(answer.machine.unified_memory

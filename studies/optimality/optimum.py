@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
-from ebbtide.simulator.analysis.bound import NumberedBounds
+from ebbtide.simulator.analysis.bound import problem
 from ebbtide.simulator.plan import Placement
+from ebbtide.simulator.update.recipes import Slot
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.tuner.placements.moves import CHOICES, STAGED
 from ebbtide.tuner.placements.search import Candidate, Search, turned
 
 MOST_SUBGROUPS = 10
+NEAR = 1e-5  # of the solver
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,9 @@ def optimum(search: Search) -> Optimum:
         )
     best = search.best()
     best_s = search.score(best).iteration_s
-    bounds = NumberedBounds(search.workload, search.machine, search.limits.device_bytes)
     before, pruned = len(search.scores), 0
     for numbers, slots in _cases(count):
-        if best_s <= bounds.iteration_s(numbers, slots):
+        if best_s <= floor_s(search, numbers, slots):
             pruned += 1
             continue
         for order in orders(numbers):
@@ -72,6 +73,30 @@ def optimum(search: Search) -> Optimum:
             "of host memory per rank: raise one of these limits"
         )
     return Optimum(best, best_s, len(search.scores) - before, pruned)
+
+
+def floor_s(search: Search, numbers: Mapping[Placement, int], slots: int) -> float:
+    """Return a lower bound of the iteration time in seconds for a number of subgroups per placement.
+
+    All 16-bit parameters are on the GPU, and no update is early. The result is infinite if nothing fits.
+
+    Args:
+        slots: Number of staging buffers (GPU memory for one staged subgroup each).
+    """
+    p = problem(search.workload, search.machine, search.limits, early=False)
+    sizes, total = sorted(search.workload.subgroups), search.workload.params
+    for placement, number in numbers.items():
+        there, elsewhere = (
+            [n for n, way in enumerate(p.ways) if way.placement == placement and way.parameters == location]
+            for location in ("device", "host")
+        )
+        least, most = sum(sizes[:number]), sum(sizes[len(sizes) - number :])
+        p.rows.at_most(most / total, (p.x[:, there].ravel(), 1.0), least=least / total)
+        p.rows.equal(0.0, (p.x[:, elsewhere].ravel(), 1.0))
+    if Slot.STAGING in p.slots:
+        p.rows.at_most(slots * sizes[-1] / total, (p.slots[Slot.STAGING], 1.0))
+    solved = p.rows.lowest(*p.mean(1.0))
+    return math.inf if solved is None else (p.rest_s + solved[0]) * (1 - NEAR)
 
 
 def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
