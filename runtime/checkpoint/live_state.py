@@ -63,13 +63,17 @@ class StoredState(Protocol):
 
     @property
     def subgroups(self) -> Callable[[], Collection[int]]:
-        """Return a function that returns the subgroups with optimizer state on a drive now."""
+        """Return a function. Each call of the function returns the subgroups that have their optimizer state on a
+        drive at that time.
+        """
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine's state dicts are made for a checkpoint of state on drives.
+        """Return a context manager for making the engine's state dicts for a checkpoint that leaves optimizer state on
+        drives.
 
-        Making them does not wait for writes to a drive, since the checkpoint itself commits the state there.
+        Inside the ``with`` block, making the state dicts does not wait for writes to a drive, because the checkpoint
+        itself commits the state on the drives.
         """
         ...
 
@@ -89,19 +93,25 @@ class StoredState(Protocol):
         ...
 
     def adopt(self, page: bytes) -> Collection[int]:
-        """Make a checkpoint's optimizer state on a drive the state that training uses, without a copy.
+        """Let training use the optimizer state of a checkpoint directly from the drive on which the checkpoint left
+        it, without a copy.
 
-        Return the subgroups whose state is used in this way.
+        Return the subgroups that now use the checkpoint's state in this way.
         """
         ...
 
     def read(
         self, page: bytes, adopted: Collection[int]
     ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
-        """Return a context with the tensors of a checkpoint that are on a drive and must be copied.
+        """Return a context manager that gives the tensors of a checkpoint's optimizer state on drives, so that the
+        caller can copy them.
 
-        They are all tensors except those of the subgroups in ``adopted``. Copy them inside the context. At its end
-        it raises an error if they were overwritten meanwhile.
+        The caller must copy the tensors inside the ``with`` block. At the end of the block, an error is raised if
+        other training has removed the checkpoint's state from the drives meanwhile.
+
+        Args:
+            adopted: Subgroups that `adopt` has returned. Their tensors are left out, because training uses them
+                without a copy.
         """
         ...
 

@@ -55,7 +55,7 @@ class Device:
         """Release what the device holds for its lanes and buffers, such as streams and page-locked memory."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory that copies to and from the GPU use at full speed.
+        """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed.
 
         The memory has exactly the size of the tensor, and is not rounded up.
         """
@@ -157,9 +157,9 @@ class Device:
                 end.wait_on(stream)
 
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
-        """Return a context for the CPU kernel's optimizer update of ``elements`` parameters.
+        """Return a context manager around the CPU kernel's optimizer update of ``elements`` parameters.
 
-        An emulated device slows the update down inside it.
+        An emulated device slows down the update in the ``with`` block.
         """
         del elements, out_of_place
         return nullcontext()
@@ -179,7 +179,11 @@ class Device:
         """Wait until the copy of a gradient to host memory has ended, before the gradient is overwritten."""
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory with the shape and dtype of ``like``, for the training thread."""
+        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
+
+        Only the training thread calls this method. On a CUDA device, PyTorch then allocates the memory for this
+        thread's current stream.
+        """
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:

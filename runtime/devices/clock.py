@@ -10,7 +10,10 @@ from ebbtide.runtime.devices.lane import Completion
 
 
 class Mark:
-    """A GPU event from which later events are timed. It also holds the time at which the GPU reached it, once known."""
+    """A reference event on the GPU, from which the times of later events are measured.
+
+    The object also holds the time at which the GPU reached the reference event, once this time is known.
+    """
 
     __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
@@ -22,9 +25,9 @@ class Mark:
 
     @property
     def reached_s(self) -> float:
-        """Return the time, in seconds of the host's clock, at which the GPU reached this event.
+        """Return the time, in seconds of the host's clock, at which the GPU reached this reference event.
 
-        Call this only after the GPU has reached it.
+        Call this method only after the GPU has reached the event.
         """
         if self._reached_s is None:
             assert self._before is not None
@@ -36,9 +39,10 @@ class Mark:
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
-        """Return the time, in seconds of the host's clock, at which the GPU reached another event.
+        """Return the time, in seconds of the host's clock, at which the GPU reached ``event``.
 
-        The result is precise if the two events are within seconds of each other.
+        The time is measured from this object's reference event. The result is precise if the two events are within
+        seconds of each other.
         """
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
@@ -58,14 +62,17 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Return whether the training stream has passed this point in its work. This does not wait."""
+        """Return whether the training stream has done all work that was issued before this moment was recorded. Do not
+        wait for the work.
+        """
         return self.event is None or bool(self.event.query())
 
     @property
     def reached_s(self) -> float:
-        """Return the time, in seconds of the host's clock, at which the training stream passed this point.
+        """Return the time, in seconds of the host's clock, at which the training stream had done all work issued
+        before this moment.
 
-        Call this only after the stream has passed it.
+        Call this method only after the stream has done the work.
         """
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 

@@ -55,9 +55,10 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Return a context that lasts as long as a training kernel of ``seconds`` on the emulated GPU.
+        """Return a context manager with a ``with`` block that lasts as long as a training kernel of ``seconds`` on the
+        emulated GPU.
 
-        It lasts longer if optimizer updates use the emulated GPU at the same time.
+        The block lasts longer if optimizer updates use the emulated GPU at the same time.
         """
         return self._pacer.work(seconds, {"device": 1.0})
 

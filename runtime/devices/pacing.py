@@ -37,9 +37,13 @@ class FluidPacer:
 
     @contextmanager
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
-        """Make a block of code last at least ``seconds``, or longer while concurrent work needs the same capacities.
+        """Make the ``with`` block last as long as its work would take on the emulated GPU, but at least ``seconds``.
+
+        The block lasts longer while other blocks need the same capacities, such as the bandwidth of the link, because
+        concurrent blocks share each capacity.
 
         Args:
+            seconds: Time that the work takes if it runs alone.
             demand: Amount of each capacity that the work uses per second if it runs alone.
         """
         job = _Job(seconds, demand)

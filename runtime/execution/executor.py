@@ -257,7 +257,10 @@ class Executor:
         return self.early_updates.take(self.states)
 
     def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
-        """Start the updates of an optimizer step. All gradients must have been sent to the memory of their update.
+        """Start the updates of an optimizer step, which then run in the background.
+
+        Before this call, each subgroup's gradient must have been sent to the memory in which the subgroup's update
+        will run.
 
         Args:
             jobs: The update of each subgroup.
@@ -539,10 +542,11 @@ class Executor:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Take over optimizer state that code outside of the plan has written while these subgroups were not updated.
+        """Make the plan use optimizer state that code outside of the plan has written while these subgroups were not
+        updated.
 
-        Copies of the old state in staging buffers become invalid. State that belongs on a drive is written there.
-        This returns when it is done.
+        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is
+        written there. The method returns when all of this is done.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -554,9 +558,10 @@ class Executor:
         self._outdate(subgroups)
 
     def state_loaded(self) -> None:
-        """Take over the optimizer state of all subgroups after a checkpoint load has written it (see `state_written`).
+        """Make the plan use the optimizer state that a checkpoint load has written for all subgroups.
 
-        State that the load found on the plan's drive is not written to the drive again.
+        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is
+        written there, except state that the load has found on the plan's drive.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
@@ -564,10 +569,11 @@ class Executor:
         self._outdate(adopted)
 
     def state_shown(self) -> None:
-        """Mark state in staging buffers as outdated, because the caller may write to the state. It is then copied
-        again.
+        """Mark the optimizer state in staging buffers on the GPU as outdated, because the caller may write to the
+        original state.
 
-        This waits until copies to staging buffers in progress have ended.
+        The state is then copied to the GPU again. The method first waits until copies to staging buffers in progress
+        have ended.
         """
         self.drop_early_updates()
         for staged in self._staged.values():

@@ -81,11 +81,12 @@ class GradientOps:
             left -= n
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``base + gradient`` in GPU memory, for the caller's stream to read. ``base`` is in host memory.
+        """Add a micro-batch's gradient to the sum of earlier ones, and return the sum in GPU memory, for the caller's
+        stream to read.
 
-        If the plan sums the subgroup's gradients in GPU memory, the simulated schedule has no such operation. The
-        sum is in host memory then because another plan left it there, or because the first micro-batch gave the
-        parameter no gradient.
+        The sum of earlier gradients, ``base``, is in host memory and is copied to the GPU first. If the plan keeps the
+        subgroup's gradient sum in GPU memory, the simulated schedule has no such copy. Even then ``base`` can be in
+        host memory: an earlier plan has left the sum there, or the first micro-batch gave the parameter no gradient.
         """
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream

@@ -174,8 +174,8 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection with the same gradients, after the subgroups have moved to other buffers for a new
-        plan.
+        """Return a collection of the gradients that this collection holds, for subgroups that have moved to the
+        buffers of a new plan.
         """
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open

@@ -368,10 +368,10 @@ class Session:
         self.recorder.step_begins()
 
     def prefetch(self) -> None:
-        """Start the copies of optimizer state that a step can begin with, before the last micro-batch's first
-        gradient.
+        """Start to copy optimizer state to the GPU for the coming optimizer step, before the gradient norm is known.
 
-        Repeated calls are allowed.
+        Call this method in the backward of the step's last micro-batch, before the first gradient is stored. Repeated
+        calls are allowed.
         """
         self.executor.prefetch(early_updates=self.pausing.on)
 

@@ -127,7 +127,9 @@ class StateStore(Protocol):
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that a checkpoint load has just restored on the drive, without a copy of their state."""
+        """Return the subgroups with state that the latest checkpoint load restored directly on the drive, without
+        copying the state.
+        """
         ...
 
 

@@ -1,8 +1,11 @@
 """A wrapper of ``deepspeed.initialize``, installed now or when DeepSpeed is imported.
 
-This module imports only Python's standard library: under `tune run` every interpreter loads it at
-startup, and most interpreters never import DeepSpeed. No other module of ebbtide is imported before
-a config with the key ``"ebbtide"`` appears.
+If a DeepSpeed config has the key ``"ebbtide"``, the wrapper lets ebbtide build the engine as this key says. All other
+calls go to DeepSpeed unchanged.
+
+This module imports only Python's standard library: under `tune run` every interpreter loads it at startup, and most
+interpreters never import DeepSpeed. No other module of ebbtide is imported before a config with the key ``"ebbtide"``
+appears.
 """
 
 import base64
@@ -191,7 +194,12 @@ _WRAPPED: dict[str, Callable[[Any], None]] = {
 
 
 class _AfterImport:
-    """An import finder that lets the other finders find a module of `_WRAPPED`, then arranges that it is wrapped."""
+    """An import finder that changes certain modules, such as ``deepspeed``, right after they are imported.
+
+    `_WRAPPED` has the names of these modules, each with the function that changes the module, such as by wrapping
+    ``deepspeed.initialize``. The other import finders find the module. This finder then replaces the module's loader
+    by one that also calls the function.
+    """
 
     is_ebbtides = True
 
@@ -208,7 +216,9 @@ class _AfterImport:
 
 
 class _ThenWrap:
-    """A module loader that loads a module and then wraps one of the module's functions."""
+    """A module loader that loads a module with the module's own loader and then calls a function that changes the
+    module.
+    """
 
     def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:
         self._loader, self._wrap = loader, wrap

@@ -1,4 +1,8 @@
-"""A replacement of ``deepspeed.initialize`` for configs that may have the key ``"ebbtide"``."""
+"""A replacement of ``deepspeed.initialize`` for DeepSpeed configs that may have the key ``"ebbtide"``.
+
+With the key, ebbtide builds the engine under the plan, and with the settings of checkpoints, that the key gives.
+Without the key, DeepSpeed's own function builds the engine.
+"""
 
 import base64
 import copy

@@ -22,7 +22,8 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """One step of an optimizer's own code on one master parameter.
+    """One step on one master parameter that the optimizer's own ``step()`` computes, because ebbtide has no kernel for
+    this optimizer.
 
     The object holds the optimizer's parameter groups as they were when the step was launched.
     """

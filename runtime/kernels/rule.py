@@ -165,8 +165,10 @@ class UpdateRule(ABC):
         """
 
     def forms(self) -> list[UpdateStep]:
-        """Return one optimizer step for each form that parameter groups may require, to compile kernels for all of
-        them.
+        """Return one example step for each kernel variant that training may need, so that all variants can be compiled
+        in advance.
+
+        The variants differ in the form of weight decay: none, L2 or decoupled.
         """
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())

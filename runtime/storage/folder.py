@@ -73,13 +73,17 @@ class Folders:
         return self._path(self._drives[0], STEPS)
 
     def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
-        """Open an existing store of optimizer state. Return its layout page and its committed steps.
+        """Open the store of optimizer state in these folders, and return its layout and its committed steps.
 
-        If the existing store has no step, create a new one. The existing store may have more or fewer subgroups
-        than ``wanted``.
+        If the store has no committed step, a new store replaces it.
+
+        Args:
+            wanted: Layout of the optimizer state of this training. The existing store may have more or fewer
+                subgroups.
 
         Raises:
-            StorageError: The store holds steps but has another layout than ``wanted``, or its pages cannot be read.
+            StorageError: The store holds committed steps, but its layout differs from ``wanted`` in more than the
+                number of subgroups, or a file that describes the store cannot be read.
         """
         pages = [self._read(self._path(d, STORE), StorePage) for d in self._drives]
         self._check_order(pages)

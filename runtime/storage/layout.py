@@ -58,13 +58,19 @@ class Layout:
         self.file_bytes = tuple(ends)
 
     def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
-        """Return the layout with further subgroups after the present ones. Offsets of the present ones stay
-        unchanged.
+        """Return a layout of optimizer state on drives with further subgroups, placed after the subgroups of this
+        layout.
+
+        The offsets in the drives' files stay the same for all subgroups of this layout.
         """
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the offsets in a subgroup's row of tensors at which each drive's part begins, and the row's length."""
+        """Return the offsets at which each drive's part of a subgroup's state begins, and the total length of the
+        state.
+
+        The offsets count from the start of the subgroup's tensors, which are laid out in one row.
+        """
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
         inner = [round(row * weight / total / ALIGNMENT) * ALIGNMENT for weight in accumulate(self._weights[:-1])]

@@ -568,9 +568,9 @@ class ExtentStore:
             return list(self._steps)
 
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
-        """Make a committed step on the drives the present state of all its subgroups, without reading it.
+        """Let training continue from a committed step on the drives. The state of the step is not read now.
 
-        The first read of each subgroup compares the state with its hash.
+        The first read of each subgroup compares the subgroup's state with the hash that was stored for the step.
 
         Args:
             step, name: Number or name of the step. None and an empty name select the newest step.
@@ -602,8 +602,9 @@ class ExtentStore:
             return record
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups that were restored on the drives since the last call. Their state need not be
-        written.
+        """Return the subgroups with state that was restored directly on the drives since the last call of this method.
+
+        The state of these subgroups need not be written to the drives again.
         """
         with self._condition:
             taken, self._adopted = self._adopted, set()

@@ -26,12 +26,14 @@ class StoredSteps:
     Only the training thread uses it.
 
     Attributes:
-        opened: Function that returns the store. None if this run keeps no state on drives. It may still load
-            state that another run has stored.
-        subgroups: Function that returns the subgroups whose state is on a drive now.
+        opened: Function that returns the store. The function returns None if this run keeps no state on drives. Such a
+            run may still load state that another run has stored.
+        subgroups: Function that returns the subgroups with state on a drive at the time of the call.
         updated: Function that waits until no update writes to a drive any more.
-        apart: True while state dicts are made for a checkpoint (`committed_apart`). They then do not wait for writes.
-        loading: True if only a checkpoint load reads restored state.
+        apart: True while a checkpoint makes the engine's state dicts (`committed_apart`). Readers of the state then do
+            not wait for writes to a drive.
+        loading: True while a checkpoint is loaded (`read`). Restored state is then not yet compared with its hash
+            (`check_restored`).
     """
 
     opened: Callable[[], ExtentStore | None]

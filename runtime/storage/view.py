@@ -40,7 +40,10 @@ class View:
         self._explained = False
 
     def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
-        """Make the tensors of the view show the state in another place (extent) on the drives."""
+        """Make this view's tensors show their subgroup's state in another extent.
+
+        An extent is a region of the drives that holds the state of one subgroup after one step.
+        """
         if not self._explained:
             self._explained = True
             _explain(self._memory, self._address, [str(file.path) for file in files])

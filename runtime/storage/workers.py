@@ -72,7 +72,9 @@ def told_late(what: str) -> Iterator[None]:
 
 
 class Transfer:
-    """A read or write of several blocks on a drive. Its creator waits for it, and the first error ends it."""
+    """A read or write of several blocks on a drive. The thread that creates the transfer waits for it, and the first
+    error ends it.
+    """
 
     def __init__(self, blocks: int) -> None:
         self._condition = threading.Condition()
@@ -81,7 +83,11 @@ class Transfer:
         self._progress_s = time.monotonic()
 
     def run(self, job: Job, bounce: Bounce) -> None:
-        """Read or write one block of the transfer on a worker thread."""
+        """Read or write one of the blocks of this transfer between host memory and a drive. A worker thread calls this
+        method.
+
+        The first error ends the transfer: its remaining blocks are skipped, and `wait` raises the error.
+        """
         error = None
         try:
             if self._error is None:
@@ -95,7 +101,8 @@ class Transfer:
             self._condition.notify_all()
 
     def wait(self, what: str, deadline_s: float) -> None:
-        """Wait until the last block of the transfer is read or written. A drive that makes no progress is logged.
+        """Wait until the last block of this transfer is read from the drive or written to it. Log a warning if the
+        drive makes no progress.
 
         Raises:
             StorageError: A block failed, or none was moved for ``deadline_s`` seconds.

@@ -44,7 +44,15 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether small parameters are gathered in their own precision, as stock DeepSpeed does after a step."""
+        """Set whether the next gathers of small parameters use the parameters' own precision, instead of the precision
+        of ``torch_autocast``.
+
+        Stock DeepSpeed gathers small parameters in their own precision after a step or a checkpoint, and keeps them
+        gathered. In forward, it gathers parameters in the precision in which forward computes.
+
+        Args:
+            stay: True if stock DeepSpeed would have gathered the small parameters already.
+        """
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
 
@@ -63,7 +71,11 @@ class CollectiveGathers:
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch or delay the gathers of parameters that DeepSpeed requests. Return handles to wait for.
+        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles to wait for.
+
+        A parameter's gather is delayed until the parameter's module begins, if the ranks have not yet waited for the
+        parameter's latest update. Otherwise the ranks could launch gathers in different orders and hang. A device
+        without streams delays all gathers until then, because the calling thread would wait for the copies.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.

@@ -52,9 +52,10 @@ class FlatState:
             self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy optimizer state that is in other tensors to DeepSpeed's flat buffers, for code that reads these.
+        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code that reads the flat
+        buffers.
 
-        State in the spare buffers of early updates moves there for good.
+        State in the spare buffers of early updates moves to the flat buffers for good.
         """
         session.executor.wait_all()
         if self.published:
@@ -77,9 +78,11 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Copy optimizer state from DeepSpeed's flat buffers back to the plan's tensors, before a step's updates.
+        """Copy optimizer state that other code may have changed in DeepSpeed's flat buffers back to the plan's
+        tensors, before a step's updates.
 
-        Other code may have changed the flat buffers since `publish` copied the state there.
+        This is necessary only if `publish` has copied the plan's tensors to the flat buffers since the last step.
+        Otherwise nothing is copied.
         """
         if self.published and self.shadows:
             self._copy_back(session)

@@ -1,4 +1,6 @@
-"""Hooks that make code which reads ZeRO-3 parameters wait for their updates. It waits only for those that it needs."""
+"""Hooks through which code that reads ZeRO-3 parameters waits for the updates of these parameters, and for no other
+updates.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -116,10 +118,12 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Give small ZeRO-3 parameters their values again in place of NaN, while no update runs. A collective call.
+        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values while no update runs. All
+        ranks must call this method.
 
-        DeepSpeed still treats the parameters as partitioned, so that it records the next forward like every later
-        one.
+        Before this call, ``.data`` is NaN after a step, because updates may still run, and empty during a checkpoint.
+        The parameters remain marked as partitioned, so that DeepSpeed records the next forward like every later
+        forward.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -137,7 +141,9 @@ class Gathers:
                 parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
-        """Gather the small parameters that stock DeepSpeed keeps gathered between steps. A collective call."""
+        """Gather the small parameters that stock DeepSpeed keeps gathered between steps. All ranks must call this
+        method.
+        """
         small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
         if small:
             small[0].all_gather(small)

@@ -23,7 +23,11 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 
 
 def settle(engine: Any) -> None:
-    """Wait until all updates have ended and small ZeRO-3 parameters have values. No bit of the state changes."""
+    """Wait until all updates under a plan have ended, and gather the small parameters under ZeRO-3. Leave all values
+    unchanged.
+
+    After a step under a plan, small parameters may hold NaN until they are gathered.
+    """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()
 

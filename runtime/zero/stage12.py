@@ -48,9 +48,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Add a reduced gradient to its sum in the memory where its update will run.
+        """Add a reduced gradient to its sum in the memory where the parameter's update will run.
 
-        The cases and their order are those of stock DeepSpeed.
+        The method distinguishes the same cases as stock DeepSpeed's method of this name, in the same order: a compact
+        buffer for the gradients or none, the first, a later or the last micro-batch, and a parameter that this rank
+        shares with another.
         """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
@@ -247,8 +249,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- readers and writers -----------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until DeepSpeed's buffers hold all optimizer state. Parameters are up to date after every step
-        anyway.
+        """Wait until DeepSpeed's buffers hold all optimizer state. The model's parameters need no wait: they are up to
+        date after every step.
         """
         self.publish()
 
@@ -387,7 +389,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:
-        """Do nothing. `FlatPartitions` has already prepared the buffers."""
+        """Do nothing. Under ZeRO-1 and 2, `FlatPartitions` has already divided DeepSpeed's flat buffers among the
+        subgroups of the first plan.
+
+        Under ZeRO-3, this method divides the buffers.
+        """
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         return self._flat.buffers(subgroup, None if now is None else now.gradient)

@@ -171,10 +171,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
-        """Wait until every update has ended and small ZeRO-3 parameters have values. Raise errors of background
+        """Wait until every update has ended, and gather the small ZeRO-3 parameters. Raise errors of background
         updates.
 
-        With several ranks this is a collective call.
+        After a step, small parameters may hold NaN until they are gathered, because their updates run in the
+        background. With several ranks, all ranks must call this method.
         """
         self.publish()
         self._gathers.show_persistent()
@@ -252,10 +253,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Give small ZeRO-3 parameters their values after a checkpoint, but leave them partitioned for DeepSpeed.
+        """Give the small ZeRO-3 parameters their values again after a checkpoint, but leave them marked as partitioned
+        for DeepSpeed.
 
-        If they were gathered after a load and not after a step, DeepSpeed's recorded order of modules would change
-        in the second forward for a model that reads a parameter outside of its module (``self.embedding.weight``).
+        If they were gathered after a load and not after a step, DeepSpeed's recorded order of modules would change in
+        the second forward for a model that reads a parameter outside of its module (``self.embedding.weight``).
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)

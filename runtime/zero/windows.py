@@ -65,12 +65,17 @@ class Windows(GradientBuffers[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store a gradient partition or add it to the sum. Keep the previous step's gradient if it may be needed.
+        """Store a micro-batch's gradient of a parameter, or add it to the sum of earlier micro-batches. Return the sum
+        in GPU memory.
+
+        The previous step's gradient is first saved in a spare buffer, if stock DeepSpeed may apply that gradient
+        again.
 
         Args:
             first: True for the first micro-batch of an optimizer step.
             boundary: True for the last micro-batch of an optimizer step.
-            alone: If True, DeepSpeed does not add this gradient to its sum of micro-batches.
+            alone: True if this is the only micro-batch of the step. DeepSpeed then leaves its sum of micro-batches
+                unchanged.
         """
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):
@@ -99,7 +104,9 @@ class Windows(GradientBuffers[ZeroSlice]):
         return super()._sum_so_far(piece, elements)
 
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return the gradient sum to which the next micro-batch is added, once it is complete. Do not write to it."""
+        """Wait for gradient copies in progress, and return the gradient sum to which the next micro-batch is added.
+        The caller must not write to the sum.
+        """
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         return self._sum_so_far(piece, piece.elements)
@@ -147,10 +154,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection with the same gradients, after the subgroups have moved to other buffers for a new
-        plan.
+        """Return a collection of the gradients that this collection holds, for subgroups that have moved to the
+        buffers of a new plan.
 
-        Gradients that DeepSpeed would apply again are included.
+        Gradients of earlier steps that stock DeepSpeed would apply again are included.
         """
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
@@ -249,10 +256,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return a parameter's fp32 gradient as DeepSpeed shows it. If the caller changes it, the next update applies
-        that.
+        """Return a parameter's fp32 gradient as DeepSpeed shows it. The next update applies changes that the caller
+        makes to the tensor.
 
-        Between a step and the next gradient, it is the unscaled and clipped gradient of the step.
+        Between a step and the next gradient, the tensor is the unscaled and clipped gradient of the step.
         """
         if piece.kept is None:
             if piece.begun and not piece.touched:
@@ -267,11 +274,15 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor that unscales and clips a step's gradients, and apply it to the kept gradients as DeepSpeed
-        does.
+        """Record the factor that unscaled and clipped a step's gradients, and multiply the kept gradients by the
+        factor, as DeepSpeed does.
 
-        Each kept gradient is replaced by a scaled copy, because the latest update of an unused parameter may still
-        read it.
+        A gradient is kept if the step's micro-batches did not use its parameter, because DeepSpeed applies the old
+        gradient again, or if other code has accessed the gradient. Each kept gradient is replaced by a scaled copy,
+        because an update in the background may still read the old tensor.
+
+        Args:
+            scale: The factor. None if the step was skipped.
         """
         self.last_scale = scale
         if scale is None:
@@ -303,11 +314,11 @@ class Windows(GradientBuffers[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """The gradients for 16-bit masters below ZeRO-3. One buffer holds both the sum and the gradient that updates
-    apply.
+    """The gradients of parameters with 16-bit masters under ZeRO-1 and 2. One buffer holds both the sum of
+    micro-batches and the gradient that updates apply.
 
-    After a step the buffer holds the unscaled and clipped gradient. A parameter whose first gradient comes in a
-    later micro-batch is added to it.
+    After a step, the buffer holds the unscaled and clipped gradient. If a parameter receives no gradient in the first
+    micro-batch of the next step, a later micro-batch's gradient is added to this old gradient.
     """
 
     def accept(

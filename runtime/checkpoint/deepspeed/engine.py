@@ -118,7 +118,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self.last
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written, or until its writing stops making progress. Raise no error."""
+        """Wait until no checkpoint is being written, or until the writing of a checkpoint makes no more progress.
+        Raise no error.
+        """
         job = self._job
         if job is not None and not job.elsewhere:
             job.wait_while_moving(GRACE_S + 1.5 * OUTCOME_GRACE_S)

@@ -50,7 +50,8 @@ class Block:
 
     @property
     def direct_address(self) -> int | None:
-        """Return the host address of a block's bytes if they can be written without a copy, otherwise None.
+        """Return the host address of this block of a checkpoint file if the block can be written without a copy,
+        otherwise None.
 
         O_DIRECT needs aligned and contiguous bytes.
         """
@@ -64,7 +65,11 @@ class Block:
         return address if whole and address is not None and address % ALIGNMENT == 0 else None
 
     def gather(self, destination: int) -> None:
-        """Copy a block's bytes to a host buffer of `padded_bytes` bytes. Gaps and padding become zero."""
+        """Copy the bytes of this block of a checkpoint file to a host buffer of `padded_bytes` bytes.
+
+        The block consists of pieces, each from one tensor or buffer. The buffer's bytes between two pieces and after
+        the last piece become zero.
+        """
         at = 0
         for piece in self.pieces:
             if piece.at > at:

@@ -28,9 +28,10 @@ class Source(Protocol):
     def subgroup(self) -> int | None: ...
 
     def address(self, offset: int) -> int | None:
-        """Return the host address of a byte at this offset, so that it can be written without a copy.
+        """Return the host address of this source's byte number ``offset``, so that a checkpoint can write the bytes
+        from there without a copy.
 
-        None if the bytes must be copied first.
+        Return None if the source's bytes must first be copied to a host buffer.
         """
         ...
 

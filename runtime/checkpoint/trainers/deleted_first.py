@@ -44,7 +44,13 @@ def keep(path: Path) -> None:
 
 
 def settle(*, committed: bool) -> None:
-    """Make the deletions of checkpoints that came before a save final if it was committed. Otherwise undo them."""
+    """End the protection of the checkpoints that a trainer deleted before a save.
+
+    If the save was committed, the deleted checkpoints are removed for good. Otherwise they are restored.
+
+    Args:
+        committed: True if the checkpoint of the save was committed.
+    """
     with _lock:
         while _notes:
             place, note = _notes.popitem()

@@ -1,4 +1,4 @@
-"""Checks before training starts that a plan can be applied to a DeepSpeed engine."""
+"""Checks, made before training starts, of whether a plan can be applied to a DeepSpeed engine."""
 
 import logging
 from collections.abc import Mapping

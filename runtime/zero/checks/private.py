@@ -231,8 +231,11 @@ def at_boundary(optimizer: Any) -> bool:
 
 
 def note_active(optimizer: Any, param: Any) -> None:
-    """Tell DeepSpeed that a parameter has a gradient, if DeepSpeed learns only at step() that accumulation has
-    ended.
+    """Tell DeepSpeed that a parameter has received a gradient in the current optimizer step.
+
+    If the script decides when accumulation ends, DeepSpeed learns of the end only at step(). DeepSpeed then finishes
+    the gradients of those parameters alone that were reported in this way. Older versions of DeepSpeed keep no such
+    report. With them, this function does nothing.
     """
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
