@@ -11,7 +11,8 @@ FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
 @event_priority(100)  # before mkdocstrings looks which packages there are
 def on_config(config: Any) -> Any:
-    """Link the project's folders below ``build/docs/ebbtide``, as in an installed package.
+    """Link the project's source folders below ``build/docs/ebbtide``, so that mkdocstrings finds them as one package
+    ``ebbtide`` without an installation.
 
     Return mkdocs' ``config`` unchanged.
     """

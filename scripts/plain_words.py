@@ -45,7 +45,9 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def begins_oddly(text: str) -> bool:
-    """Return True if a docstring begins with a relative, a question word, a preposition or a pronoun."""
+    """Return True if a docstring begins with a pronoun, a question word or a preposition, which often means that its
+    subject is missing.
+    """
     return bool(ODD.match(text.lstrip("`'\"(")))
 
 

@@ -112,8 +112,8 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
 def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
     """Execute plans with several layers per subgroup, and compare their times with predictions.
 
-    Half of the plans accumulate gradients. Predictions use the given rates of the emulated device, and
-    forward and backward times that are measured without updates in every round.
+    Half of the plans accumulate gradients. All plans are executed in turn, in several rounds. Predictions use the
+    given rates of the emulated device, and forward and backward times that each round measures without updates.
 
     Args:
         scale: Factor on the time of an iteration.
@@ -140,7 +140,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Execute several plans in rounds, and return a row of predicted and executed times per plan.
+    """Execute several plans in turn, in several rounds, and return a row of predicted and executed times per plan.
 
     The first plan keeps all optimizer state in host memory. The other plans are random.
     """
@@ -160,11 +160,13 @@ def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[di
 
 
 def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[float]) -> dict[str, Any]:
-    """Return one plan's row of predicted and executed times.
+    """Return a row of the results table: the predicted and executed iteration times of one plan.
+
+    All plans are executed in turn, in several rounds. The row has the medians over the rounds.
 
     Args:
-        works: Measured workloads, one per round.
-        seconds: Measured iteration times, one per round.
+        works: Workloads with the forward and backward times that were measured in each round.
+        seconds: Iteration times of the plan, one per round.
     """
     predicted, whole = (
         [simulate(build_schedule(work, plan), machine).iteration_s for work in some]
@@ -235,11 +237,12 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
     """Return the machine with rates that were measured on the emulated device under three simple plans.
 
-    None of the three plans is among those that are compared. With one staging buffer, a subgroup is
-    copied to the device after the one before has been copied back, so each copy and each update runs
-    alone. With
-    four, copies in both directions run at the same time. The throughput of both directions together is
-    then chosen so that the simulated iteration takes as long as the measured one.
+    One plan updates all optimizer state on the host. The other two stage all state to the device, with one staging
+    buffer and with four. The study predicts the times of other plans, not of these three.
+
+    With one staging buffer, a subgroup is copied to the device after the previous subgroup has been copied back, so
+    each copy and each update runs alone. With four, copies in both directions run at the same time. The throughput of
+    both directions together is then chosen so that the simulated iteration takes as long as the measured one.
     """
     count = len(work.subgroups)
     hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)

@@ -33,10 +33,11 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train in one of the two compared processes: under `tune run`, or by calls of ebbtide's library.
+    """Train as one of the two processes with compared speed: one is started by `tune run`, the other calls ebbtide's
+    library.
 
-    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a
-    hash of the training state). The answers are written to ``answers``.
+    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a hash of the
+    training state). The answers are written to ``answers``.
     """
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
@@ -57,9 +58,11 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """Return an engine of one of the two compared processes, under the plan that both use.
+    """Return the engine of a training process that is started by `tune run` or calls ebbtide's library, as ``door``
+    says.
 
-    The plan updates all optimizer state on the host and keeps one checkpoint.
+    The study compares the speed of both processes. The plan is the same in both: it updates all optimizer state on the
+    host and keeps one checkpoint.
     """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
@@ -109,7 +112,11 @@ def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
 
 
 class Door:
-    """One of the two compared training processes, as seen by the process that sends it orders."""
+    """A training process that is started by `tune run` or calls ebbtide's library, as seen by the process that sends
+    it orders.
+
+    The study compares the speed of one process of each kind.
+    """
 
     def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
         command = [
@@ -161,7 +168,10 @@ class Door:
 
 @contextlib.contextmanager
 def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
-    """Yield the two compared training processes by name, after starting them in the given order."""
+    """Yield two training processes by name, after starting them in the given order.
+
+    One is started by `tune run`, the other calls ebbtide's library. The study compares their speed.
+    """
     with tempfile.TemporaryDirectory(prefix="ebbtide-doors-") as folder:
         doors = {door: Door(door, size, overlap, Path(folder)) for door in order}
         try:

@@ -126,9 +126,11 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
-    """Return the machine with each rank's share of DRAM bandwidth at one end of the preset's interval.
+    """Return the machine with each rank's share of DRAM bandwidth at one end of the interval in which the share is
+    expected.
 
-    If ``end`` > 0, it is the upper end, otherwise the lower end.
+    The interval comes from the quartiles of the share in the machine's preset. If ``end`` > 0, the share is at the
+    upper end, otherwise at the lower end.
     """
     knobs = [knob for knob in knobs_of(machine) if knob.ranks]
     shares = [machine.rank_shares[knob.ranks]["dram"] for knob in knobs]

@@ -256,9 +256,9 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _plan_times(case: dict[str, Any]) -> str:
-    """Return the plan's iteration time as text, at the assumed fraction of steps that clip.
+    """Return a plan's iteration time as text, at the assumed fraction of steps that clip.
 
-    If the time differs when every step clips, it is added.
+    If an iteration takes longer when every step clips, the text also gives that time.
     """
     mean_s, clipped_s = case["plan_s"], case.get("every_step_clips_s")
     told = f"{mean_s:.2f} s"
@@ -266,7 +266,12 @@ def _plan_times(case: dict[str, Any]) -> str:
 
 
 def replaced(page: str, rows: str, name: str = "results") -> str:
-    """Return the page with the text between two markers replaced by ``rows``. ``name`` is in the markers.
+    """Return a documentation page with the text between two markers replaced by a table.
+
+    Args:
+        page: Text of the page.
+        rows: Rows of the table.
+        name: Name of the table in the markers.
 
     Raises:
         ValueError: If a marker is missing from the page.

@@ -205,7 +205,9 @@ def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Pl
 
 
 def _machine() -> Machine:
-    """Return a machine from which the plan ``auto`` can be made. Any machine will do, as no time counts."""
+    """Return a machine from which the plan ``auto`` can be made. Any machine will do, because the study measures
+    memory and uses no predicted time.
+    """
     return preset("h100-node")
 
 

@@ -178,9 +178,11 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """Return the latencies of requests like the service's when they are answered by a function call.
+    """Return the latencies of what-if requests that a direct function call answers, without the HTTP service, for
+    comparison.
 
-    They are the 50th, 95th and 99th percentile in milliseconds.
+    The requests are drawn at random as for the service. The latencies are the 50th, 95th and 99th percentile in
+    milliseconds.
     """
     from ebbtide.tuner.service.answers import simulate
     from ebbtide.tuner.service.requests import Simulate

@@ -109,9 +109,11 @@ class Run:
 
     @property
     def labelled_hidden(self) -> int:
-        """Return the largest usual hidden size that the labelled model size allows at the logged depth.
+        """Return the largest usual hidden size with which the published run's model has no more parameters than its
+        label says.
 
-        "Usual" means a multiple of 512.
+        The label is the published model size, such as 13B. The number of layers is that of the run's row. A usual
+        hidden size is a multiple of 512.
         """
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
@@ -255,7 +257,8 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 def _usual(params_b: float) -> dict[str, float]:
     """Return values for the blank fields of a published run's row.
 
-    They are the usual settings of the campaigns, and the published model shape nearest in size.
+    The values are those that most published runs have, and the number of layers and hidden size of the known model
+    nearest in size.
     """
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]

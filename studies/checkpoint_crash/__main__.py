@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.checkpoint_crash``."""
+"""Command-line entry point of the study that kills training and checks its checkpoints: ``python -m
+studies.checkpoint_crash``.
+"""
 
 from studies.checkpoint_crash.command import main
 

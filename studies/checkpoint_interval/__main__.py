@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.checkpoint_interval``."""
+"""Command-line entry point of the study of goodput over the checkpoint interval: ``python -m
+studies.checkpoint_interval``.
+"""
 
 from studies.checkpoint_interval.command import main
 

@@ -1,4 +1,6 @@
-"""Training that is killed after exponentially distributed times, and the predicted number of steps."""
+"""Training that is killed after exponentially distributed times, and the predicted number of steps that the kills do
+not undo.
+"""
 
 import math
 import random
@@ -27,11 +29,14 @@ def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: F
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Return the predicted number of steps that training commits between two failures.
+    """Return the predicted number of steps between two failures that are saved by a checkpoint, so that the second
+    failure does not undo them.
 
     Args:
         gap_s: Seconds between the two failures.
         steps: Number of steps between two checkpoints.
+        restart_s: Seconds that a restart takes.
+        cost: Cost of one checkpoint.
     """
     every, paid = cost.at_interval(steps, iteration_s, "wait")
     interval_s = every * iteration_s + paid.stall_s + paid.interference_s
@@ -103,9 +108,10 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to each failure's results the time of an iteration around this failure.
+    """Add to the results of each failure the time of an iteration in the training that the failure ended.
 
-    It is the median over training with all checkpoint intervals.
+    Each failure is repeated in training with every checkpoint interval. The time is the median over the iterations of
+    all these runs in which no checkpoint was in progress. If there are too few, the time is ``usual_s``.
     """
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]

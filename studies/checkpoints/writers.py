@@ -221,7 +221,9 @@ def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class _Session:
-    """Training of a model that saves a checkpoint every few steps, with one checkpoint writer."""
+    """A training run that saves a checkpoint every few steps with one of the compared checkpoint writers, such as
+    ebbtide's.
+    """
 
     def __init__(self, engine: Any, batches: Any, writer: Writer, folder: Path) -> None:
         self.engine, self.batches, self.writer, self.folder = engine, batches, writer, folder

@@ -60,7 +60,8 @@ class Case:
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
-        """Append one line about this test to the notes file.
+        """Append a line with an event of this test of DeepSpeed to the study's notes file, from which the study makes
+        its results.
 
         Each line is written in one piece, so that concurrent ranks do not mix their lines.
         """

@@ -68,9 +68,12 @@ def test_files(root: Path, named: Iterable[str]) -> list[str]:
 
 
 def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> None:
-    """Run one file of DeepSpeed's tests with pytest, in one variant (such as stock or auto).
+    """Run one file of DeepSpeed's own tests with pytest, with one of the compared kinds of engine.
 
     If a test that hangs ends pytest early, pytest is started again for the remaining tests.
+
+    Args:
+        arm: Kind of engine, such as ``stock`` (DeepSpeed alone) or ``auto`` (under ebbtide's plan ``auto``).
     """
     orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
     plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]

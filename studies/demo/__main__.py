@@ -1,4 +1,4 @@
-"""Command-line entry point: ``python -m studies.demo``."""
+"""Command-line entry point of ebbtide's demo (measure, plan, train, crash and resume): ``python -m studies.demo``."""
 
 import sys
 

@@ -203,7 +203,8 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Return True if two training runs have the same bits. Then delete the tensors of ``reference``.
+        """Return True if two training runs have the same bits. In both cases, delete the tensors that the run
+        ``reference`` has saved.
 
         The tensors take gigabytes on disk.
         """

@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.front_door_kills``."""
+"""Command-line entry point of the study that kills unchanged training scripts under ebbtide and resumes them: ``python
+-m studies.front_door_kills``.
+"""
 
 from studies.front_door_kills.command import main
 

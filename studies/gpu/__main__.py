@@ -1,4 +1,4 @@
-"""Command-line entry point: ``python -m studies.gpu``."""
+"""Command-line entry point of all checks and measurements of ebbtide that need a GPU: ``python -m studies.gpu``."""
 
 from studies.gpu.command import main
 

@@ -37,7 +37,11 @@ ARCHIVED_BYTES = 8 * 2**20  # of a file: traces and records, no storage benchmar
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the GPU suite's command. It exits with code 1 if a section fails or ebbtide's bits differ."""
+    """Run the command that checks and measures ebbtide on a GPU.
+
+    The command exits with code 1 if a check or measurement fails, or if training under ebbtide differs from stock
+    DeepSpeed in a bit.
+    """
     args = _arguments(arguments)
     if args.plot is not None:
         for picture in draw_parts(args.plot):

@@ -47,7 +47,14 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the name of the stock DeepSpeed run that a system's run is compared with."""
+    """Return the name of the stock DeepSpeed run with which a run of ebbtide or of another offloading system is
+    compared.
+
+    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same kind.
+
+    Args:
+        name: Name of the run to compare, such as ``superoffload``.
+    """
     if name in WITHOUT or name == ACCUMULATING:
         return ACCUMULATING
     return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
@@ -67,9 +74,13 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command-line arguments of all systems' runs, by name.
+    """Return, by name, the command-line arguments of the compared training runs: stock DeepSpeed, ebbtide and other
+    offloading systems.
 
     The most important runs come first, because the time limit may end the comparison early.
+
+    Args:
+        only: Names of the other systems to run, such as ``zenflow``.
     """
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],

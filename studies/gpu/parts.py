@@ -62,9 +62,13 @@ BUDGET_S = {
 
 
 def sections_of(names: list[str]) -> list[tuple[str, str]]:
-    """Return the (part, section) pairs that the given names select, each once, in the suite's order.
+    """Return the selected sections of the GPU suite as (part, section) pairs, each once, in the order in which they
+    run.
 
-    A name is that of a part, or of a section. Without a name, all are selected.
+    A section is a single check or measurement. A part is a group of sections.
+
+    Args:
+        names: Names of parts and sections. If empty, all sections are selected.
     """
     wanted = set(names) or set(PARTS)
     return [

@@ -202,11 +202,16 @@ class Trial:
         return block.iteration_s
 
     def _train(self, plan: Plan, steps: int, clips: Clips, number: int, to: "_Steps", *, always: bool = False) -> None:
-        """Train steps of a sequence under a plan, and add their times and early updates to ``to``.
+        """Train some steps of a sequence under a plan, and add their times and early updates to ``to``.
+
+        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before the
+        gradient norm is known.
 
         Args:
+            clips: Function that tells which steps of the sequence clip.
             number: Number of the first of these steps in the sequence.
-            to: Times so far, with the rule that pauses early updates. The rule does not count the warm-up.
+            to: Measurements so far, with the `PauseRule` that stops early updates while too many steps clip. The rule
+                does not count the warm-up.
             always: True if early updates are never paused.
         """
         bench = self._bench
@@ -279,16 +284,17 @@ class _Steps:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean time of an iteration, in seconds."""
+        """Return the mean time of an iteration over all measured steps of the sequence, in seconds."""
         return statistics.fmean(period for part in self.periods for period in part)
 
     @property
     def iteration_s(self) -> float:
         """Return the mean time of an iteration in seconds, made robust against disturbances of the machine.
 
-        Iterations are of the same kind if their first step's early updates were equally right, wrong or
-        absent, and if their second step has early updates or not. Each iteration counts with the median
-        time of its kind.
+        An iteration is measured from the end of one step's backward to the end of the next step's backward. So it
+        depends on the early updates of both steps. Iterations are grouped: by the first step's early updates, which
+        were right, wrong or absent, and by whether the second step has early updates. Each iteration counts with the
+        median time of its group.
         """
         kinds: dict[tuple[bool | None, bool], list[float]] = defaultdict(list)
         for periods, outcomes in zip(self.periods, self.outcomes, strict=True):

@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.memory_wall``."""
+"""Command-line entry point of the study of memory and link traffic in training with stock ZeRO-3 and offloading:
+``python -m studies.memory_wall``.
+"""
 
 from studies.memory_wall.command import main
 

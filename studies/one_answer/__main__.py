@@ -83,9 +83,10 @@ class Asked:
 
     @property
     def auto_expected_over_truth_pct(self) -> float:
-        """Return how much the iteration time that ``"plan": "auto"`` expects is too high, in percent.
+        """Return by how many percent the iteration time that ``"plan": "auto"`` expects exceeds the true time.
 
-        It is compared with a simulation of the same plan that knows the whole workload.
+        The expected time comes from the facts that ebbtide's runtime can measure in some training steps. The true time
+        comes from a simulation of the same plan that knows every layer of the workload.
         """
         return 100 * (self.auto_expected_s / self.auto_truth_s - 1)
 

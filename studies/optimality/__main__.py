@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.optimality``."""
+"""Command-line entry point of the study that compares the tuner's plans with the best possible: ``python -m
+studies.optimality``.
+"""
 
 from studies.optimality.command import main
 

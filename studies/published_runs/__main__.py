@@ -1,4 +1,4 @@
-"""Command-line entry point: ``python -m studies.published_runs``."""
+"""Command-line entry point of the study that predicts published training runs: ``python -m studies.published_runs``."""
 
 from studies.published_runs.command import main
 

@@ -111,10 +111,11 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the prediction errors of an earlier version of the simulator and those of this version.
+    """Return the prediction errors of an earlier version of the simulator next to those of this version.
 
-    The errors are for runs that were left out of a calibration. There is a row per kind of group left
-    out, testbed and quantity.
+    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as those with
+    one model size, and then these runs are predicted. There is a row for each kind of group (such as ``model``),
+    testbed and predicted quantity.
     """
     return [
         {

@@ -1,6 +1,7 @@
-"""Errors of predictions of published training runs, by family, such as A100 or offloaded training.
+"""Prediction errors of published training runs, by family of runs, such as runs on A100s or offloaded training.
 
-Rows on which a constant of a preset was fitted are kept apart from held-out rows.
+Some constants of ebbtide's preset machines were fitted to a part of these runs. The errors of this part are kept apart
+from those of the held-out runs.
 """
 
 import math

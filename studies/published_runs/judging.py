@@ -155,7 +155,8 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return, by testbed, how often the 90% interval of a prediction holds the measured time.
+    """Return, for each testbed (machine), how often the measured time of a published run lies in the 90% interval of
+    its prediction.
 
     The median width of the intervals is returned too, as the ratio of their ends.
     """
@@ -174,10 +175,12 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, by testbed, how often an interval made from other campaigns' errors holds the measured time.
+    """Return, for each testbed (machine), how often the measured time of a published run lies in an interval around
+    its prediction.
 
-    A campaign is a series of runs by one source. ``scale`` is the factor by which the width of
-    ebbtide's interval, as a logarithm, would have to change to hold nine runs in ten. 1 means no change.
+    The runs of one campaign (series of runs by one source) are judged at a time. The interval is as wide as it must be
+    to contain nine in ten runs of the other campaigns. ``scale`` is the factor by which the width of ebbtide's
+    interval, as a logarithm, would have to change to contain nine runs in ten. 1 means no change.
     """
     result = {}
     for name in testbeds(runs):

@@ -23,8 +23,8 @@ RUNS = 3  # what a user has
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the prediction errors of runs that were left out of a calibration on three other runs.
 
-    The runs of one group at a time are left out. Errors are given for each group, and for all groups of
-    a kind together.
+    The runs of one group at a time are left out, such as those with one model size. Errors are given for each group,
+    and for all groups of a kind together.
     """
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
@@ -91,9 +91,14 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
 
 
 def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield pairs: three random runs to calibrate on, and the other runs that are then predicted.
+    """Yield pairs of lists: three random runs to calibrate on, and the other runs, which are then predicted.
 
-    ``whence`` tells if the three come from the predicted campaign, from other campaigns, or anywhere.
+    A campaign is a series of runs by one source.
+
+    Args:
+        whence: Origin of the three runs: the campaign that is predicted, other campaigns, or all runs. In the last
+            case, all other runs are predicted.
+        count: Number of pairs.
     """
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):

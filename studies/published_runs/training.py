@@ -73,7 +73,9 @@ class TrainingRun:
 
     @property
     def as_published(self) -> "TrainingRun":
-        """Return the training run with only published cells. Cells that were inferred become empty."""
+        """Return this training run with only the published values of its CSV row. Values that were inferred become
+        empty.
+        """
         told = {name: "" if cell.endswith(INFERRED) else cell for name, cell in self.fields.items() if name != "note"}
         return replace(self, fields={**self.fields, **told})
 

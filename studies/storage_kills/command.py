@@ -103,9 +103,10 @@ def first_state(subgroup: int) -> State:
 
 
 def update(rule: AdamRule, state: State, subgroup: int, step: int) -> None:
-    """Update one subgroup's optimizer state in place.
+    """Update one subgroup's optimizer state in place, with an artificial gradient.
 
-    The gradient is computed from the step and the parameters.
+    The gradient is the parameters plus random numbers that depend only on the step and the subgroup, so that every run
+    computes the same bits.
     """
     generator = torch.Generator().manual_seed(1_000 * step + subgroup)
     gradient = torch.randn(ELEMENTS[subgroup], generator=generator) + state[0]

@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.storage_tier``."""
+"""Command-line entry point of the study of training with optimizer state on a disk: ``python -m
+studies.storage_tier``.
+"""
 
 from studies.storage_tier.command import main
 

@@ -106,9 +106,10 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
 
     def beside_the_disk(*names: str, **given: Any) -> None:
-        """Train the named variants, and measure the disk's rates before and after each of them.
+        """Train in each of the named ways, such as with stock DeepSpeed or under a plan of ebbtide, with optimizer
+        state on the disk.
 
-        The disk is measured that often because its speed changes by the minute.
+        The disk's rates are measured before and after each training, because they change by the minute.
         """
         before = _drive(folder)
         for name in names:
@@ -221,9 +222,12 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return a lower bound in seconds if reads and writes run concurrently all the time.
+    """Return a lower bound in seconds of a step's time on the disk, if reads and writes run concurrently all the time.
 
-    A run cannot reach it if its writes end before its reads.
+    A run cannot reach this bound if its writes end before its reads.
+
+    Args:
+        moved: Bytes that a step writes. It reads as many.
     """
     sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
     return 2 * moved / (disk.duplex_factor.median * sum_of_rates)

@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def weight(self) -> int:
-        """Return the number of elements in the weight of one layer."""
+        """Return the number of elements in the weight of one linear layer of the trained model."""
         return self.hidden**2
 
     @property
@@ -255,7 +255,9 @@ class Kernels:
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
-    """Attach a plan to a DeepSpeed engine, on an emulated device with the setting's rates."""
+    """Attach a plan to a DeepSpeed engine, on an emulated device with the rates of ``setting``. Return the durations
+    of the engine's layers.
+    """
     import ebbtide.runtime
 
     device = EmulatedDevice(setting.rates())
@@ -266,10 +268,10 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
 class ReducedBeside(GradientOps):
     """Gradient copies that run at the same time as backward, as on the reduction stream of a GPU.
 
-    The emulated device has one training stream, which would wait for each accumulated gradient that is
-    fetched from the host. In this class, the training thread adds up gradients itself without delay.
-    The copies of the lanes (queues of ops, such as a copy direction) move unused bytes at the given
-    rates. Otherwise backward would wait for the link if a step has several micro-batches.
+    With several micro-batches, each gradient is added to a sum that is fetched from host memory. The emulated device
+    has one training stream, so that backward would wait for each fetch. On a GPU, only the reduction stream waits. In
+    this class, the training thread therefore adds up the gradients itself, without delay. The emulated copies move
+    dummy data at the given rates, so that they still take their time.
     """
 
     def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -286,7 +288,11 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Make all plans in the ``with`` block copy gradients at the same time as backward (`ReducedBeside`)."""
+    """Let all plans in the ``with`` block copy gradients while backward goes on, as on a GPU with a reduction stream
+    (`ReducedBeside`).
+
+    By default, backward on the emulated device waits for each gradient sum that is fetched from host memory.
+    """
     import ebbtide.runtime.execution.executor as executor
 
     kept = vars(executor)["GradientOps"]
@@ -447,7 +453,11 @@ def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) 
 def stock_state(
     setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
 ) -> dict[str, torch.Tensor]:
-    """Train the same model with stock DeepSpeed at full speed, and return its state after ``steps`` steps."""
+    """Train the model of ``setting`` with stock DeepSpeed, and return the parameters and optimizer state after
+    ``steps`` steps.
+
+    The layers run at full speed, not with the durations of ``setting``, because only the bits of the result matter.
+    """
     from studies.bench.bits import state_of
 
     engine = start(setting, **zero)

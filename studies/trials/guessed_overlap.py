@@ -72,9 +72,11 @@ def many_layers() -> Setting:
 
 
 def setting_of(base: Setting, ratio: float) -> Setting:
-    """Return the setting with updates that take ``ratio`` times as long as forward and backward.
+    """Return settings of emulated training in which all updates together take ``ratio`` times as long as forward and
+    backward.
 
-    The device has no memory for optimizer state, so that all updates run on the host.
+    The device has no memory for optimizer state, so that all updates run on the host. The link is fast enough that
+    gradients arrive in time. All other settings are those of ``base``.
     """
     passes_s = sum(base.given_s)
     link = LINK * base.params / passes_s

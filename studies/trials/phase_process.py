@@ -1,7 +1,7 @@
-"""A phase of a study in a separate process, which reports its progress and can be made to wait.
+"""A process that runs one phase (part) of a study, reports its progress and can be made to wait.
 
-Engines of different kinds never share a process. Otherwise pinned memory, threads or a warm
-allocator of one engine would affect the times of another.
+Engines of different kinds never share a process. Otherwise pinned memory, threads or a warm allocator of one engine
+would affect the times of another.
 """
 
 import multiprocessing
@@ -20,12 +20,12 @@ _parent: Connection | None = None  # in the child: who listens
 
 
 class PhaseError(RuntimeError):
-    """An error in the process of a study's phase. The message has the end of the process's log."""
+    """An error in a process that runs one phase (part) of a study. The message has the end of the process's log."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a study's phase: ``done`` of ``total`` units of work, and a note on what runs now."""
+    """The progress of one phase (part) of a study: ``done`` of ``total`` units of work, and a note on what runs now."""
 
     done: int
     total: int
@@ -33,10 +33,10 @@ class Progress:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Import modules once for all phases of a study, before the first phase starts.
+    """Import modules once for all phases (parts) of a study, before the process of the first phase starts.
 
-    A server process imports them and forks the phases. With CUDA, which does not survive a fork, nothing
-    is done here, and each phase imports its modules itself.
+    A server process imports the modules and forks the processes of the phases. With CUDA, which does not survive a
+    fork, nothing is done here, and the process of each phase imports the modules itself.
     """
     if _start_method() == "forkserver":
         from multiprocessing import forkserver
@@ -52,10 +52,9 @@ def _start_method() -> str:
 
 
 class PhaseProcess:
-    """A process that runs one phase of a study, ``work(**arguments)``, and prints to a log file.
+    """A process that runs one phase (part) of a study, ``work(**arguments)``, and prints to a log file.
 
-    Only one thread may use this object. If its ``with`` block is left early, the process
-    is killed.
+    Only one thread may use this object. If its ``with`` block is left early, the process is killed.
 
     Args:
         work: A function that the process can import by its name.
@@ -85,7 +84,9 @@ class PhaseProcess:
         remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
-        """Yield the progress reports of a study's phase, until its process ends or waits for `go_on`."""
+        """Yield the progress reports of a process that runs one phase (part) of a study, until the process ends or
+        waits for `go_on`.
+        """
         while True:
             try:
                 report = self._child.recv()
@@ -97,7 +98,9 @@ class PhaseProcess:
             yield report
 
     def go_on(self) -> None:
-        """Let the process of a study's phase continue after it has waited at a `pause`."""
+        """Let a process that runs one phase (part) of a study continue. The process has called `pause` and waits for
+        this call.
+        """
         self.waits = False
         self._child.send(None)
 
@@ -106,16 +109,16 @@ class PhaseProcess:
         return bool(self._process.is_alive())
 
     def kill(self) -> int:
-        """Kill the process of a study's phase with SIGKILL, and return its exit status.
+        """Kill a process that runs one phase (part) of a study with SIGKILL, and return its exit status.
 
-        The process cannot clean up then.
+        The process gets no time to clean up.
         """
         self._process.kill()
         self._process.join()
         return int(self._process.exitcode)
 
     def finish(self) -> None:
-        """Wait until the process of this phase of a study ends.
+        """Wait until a process that runs one phase (part) of a study ends.
 
         Raises:
             PhaseError: If the process ends with an exit status other than 0.
@@ -134,7 +137,7 @@ def _run(
     environment: dict[str, str],
     parent: Connection,
 ) -> None:
-    """Run a phase of a study in its own process, with output to a log file.
+    """Run one phase (part) of a study in its own process, with output to a log file.
 
     `report` and `pause` then talk to the parent process.
     """
@@ -154,13 +157,13 @@ def _run(
 
 
 def report(done: int, total: int, note: str = "") -> None:
-    """Report the progress of a study's phase to the parent process, if there is one."""
+    """Report the progress of one phase (part) of a study to the parent process, if there is one."""
     if _parent is not None:
         _parent.send(Progress(done, total, note))
 
 
 def pause() -> None:
-    """Wait until the parent process lets this phase continue. Without a parent, return immediately.
+    """Wait until the parent process lets this process of a study continue. Without a parent, return immediately.
 
     Raises:
         EOFError: If the parent process has ended.

@@ -1,4 +1,6 @@
-"""Command-line entry point: ``python -m studies.verify``."""
+"""Command-line entry point of the test of `tune verify` on training with artificial defects: ``python -m
+studies.verify``.
+"""
 
 from studies.verify.command import main
 

@@ -85,9 +85,11 @@ class Group:
         yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
 
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
-        """Judge a defect by comparing bits.
+        """Return what `tune verify` finds if it compares, bit by bit, a run that has a defect with a correct run.
 
-        In fp32, a second stock run takes the place of the plan's run, because both have the same bits.
+        The run with the defect counts as the run under a plan or as the run of stock DeepSpeed, as ``side`` says. The
+        correct run counts as the other one of the two. In fp32, the correct run is always a stock run, because a run
+        under a plan would have the same bits.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)
@@ -105,9 +107,10 @@ class Group:
         return self._case(name, defect, "size", STOCK, finding, late=LATE)
 
     def _without_offload(self, name: str, defect: Defect) -> Case:
-        """Judge a defect as the command `tune verify` does, by comparison with training without offload.
+        """Return what the command `tune verify` finds if it compares a run that has a defect with a run without
+        offload.
 
-        Both runs use the same Adam, but add up the gradient norm in another order.
+        Both runs use the same Adam, but add up the gradient norm in different orders.
         """
         wide = "fp32 " if defect.dtype == "fp32" else ""
         last = self._run(f"{wide}no-offload", NO_OFFLOAD)
