@@ -52,12 +52,16 @@ class Estimate(Shown):
 
     @property
     def gpu_bytes(self) -> int:
-        """Return the peak of an estimate's GPU memory, all kinds together."""
+        """Return the peak GPU memory that the estimated training step needs, in bytes: the sum over all uses of the
+        memory.
+        """
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> int:
-        """Return the peak of an estimate's host memory, all kinds together."""
+        """Return the peak host memory that the estimated training step needs, in bytes: the sum over all uses of the
+        memory.
+        """
         return sum(self.host.values())
 
     def in_short(self) -> str:
@@ -69,7 +73,11 @@ class Estimate(Shown):
         return told + (f"; fits: {self.nearest[0]}" if self.nearest else "")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each kind of memory in an estimate, in GiB."""
+        """Return a table of the memory that the estimated training step needs on the GPU and on the host, in GiB.
+
+        The table has a row for each use of memory, such as gradients or optimizer state, one for the total, and one
+        for the memory that may be used.
+        """
         kinds = dict.fromkeys([*self.gpu, *self.host])
         rows = [(kind, self.gpu.get(kind, 0), self.host.get(kind, 0)) for kind in kinds]
         rows += [

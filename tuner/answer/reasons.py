@@ -57,9 +57,10 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Return a sentence about the time that DeepSpeed without a plan loses by too few CPU threads.
+    """Return a list with one sentence about the time that DeepSpeed without a plan loses because it uses too few CPU
+    threads.
 
-    Return an empty list if it loses none.
+    The list is empty if DeepSpeed loses hardly any time.
     """
     if workload.stock_threads is None:
         return []

@@ -370,7 +370,11 @@ def _robust(scaled: Floats) -> Floats:
 
 
 def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
-    """Return the standard deviations of the corrections in a calibration, larger if the runs scatter more."""
+    """Return the standard deviations of the corrections in a calibration.
+
+    If the measured runs scatter more around the corrected predictions than was assumed, the standard deviations are
+    increased accordingly.
+    """
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     scatter = max(1.0, 2 * cost / max(1, freedom))
     return np.asarray(np.sqrt(np.diag(covariance) * scatter))

@@ -109,9 +109,8 @@ def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None
 
 
 def level_notes(name: str, log: DeepSpeedLog) -> list[str]:
-    """Return a warning if the iterations in a DeepSpeed log have two clearly different lengths.
-
-    Otherwise return an empty list.
+    """Return a list with one warning if the iterations in a DeepSpeed log have two clearly different lengths,
+    otherwise an empty list.
     """
     levels = levels_s(log.sums_s)
     if levels is None:

@@ -41,9 +41,8 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
 
 
 def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a warning if a training run spends much more time between its phases than in them.
-
-    Otherwise return an empty list.
+    """Return a list with one warning if a training run spends much more time between its phases than in them,
+    otherwise an empty list.
     """
     phases_s = phases_of(measured_s)
     between_s = measured_s.get("iteration", 0.0) - phases_s
@@ -58,10 +57,11 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
 
 
 def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a warning if the samples per second in DeepSpeed's log do not fit the batch size of the flags.
+    """Return a list with one warning if the samples per second in DeepSpeed's log do not fit the batch size of the
+    flags.
 
-    DeepSpeed's timer runs from a forward, or from the fetch of its data, to the end of the step. That is at least
-    the time of the phases and at most the whole iteration. If it fits, return an empty list.
+    The list is empty if they fit. DeepSpeed's timer runs from a forward, or from the fetch of its data, to the end of
+    the step. That is at least the time of the phases and at most the whole iteration.
     """
     timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
     most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)

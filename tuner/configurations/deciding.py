@@ -167,7 +167,8 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration is clearly faster than the fastest known one of one of its groups.
+        """Return True if a training configuration is clearly faster than the fastest simulated configuration of one of
+        its groups.
 
         Args:
             c: Configuration. Its groups are those of `of`, such as all configurations with its micro-batch size.
@@ -178,14 +179,25 @@ class Contests:
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return True if a simulated training configuration is as fast as the given bounds and needs no more memory."""
+        """Return True if the given training configuration need not be simulated, because a simulated one is about as
+        good in speed and in memory.
+
+        The simulated configuration is about as fast as the upper bound of the given configuration's speed, and needs
+        about as little GPU memory as the lower bound of its memory.
+
+        Args:
+            bounds: Bounds of the given configuration.
+        """
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)
         found = self.outcomes.values()
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return True if no simulated training configuration of a group fits into memory so far."""
+        """Return True if no simulated training configuration of a group fits into memory so far.
+
+        A group is all configurations, or those with the same value of one setting, such as the micro-batch size.
+        """
         return contest not in self._leaders
 
 

@@ -56,9 +56,9 @@ def threads(ranks: int) -> Finding:
 
 
 def queues() -> list[Finding]:
-    """Report if CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's launch scripts set it.
+    """Return a list with one finding if CUDA_DEVICE_MAX_CONNECTIONS is 1, otherwise an empty list.
 
-    Copies then wait for earlier kernels of other CUDA streams. Otherwise return an empty list.
+    Megatron's launch scripts set this value. Copies then wait for earlier kernels of other CUDA streams.
     """
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given != "1":

@@ -42,7 +42,7 @@ def silently(_share: float, _what: str) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """The input of a plan decision: the training job, the machine, the memory limits, and the effort.
+    """The input for choosing a plan: the training job, the machine, the memory limits, and the effort.
 
     Attributes:
         workload: Training job of one rank.
@@ -83,11 +83,11 @@ class Question:
         effort: float | None = None,
         pieces: bool = False,
     ) -> "Question":
-        """Build the input of a plan decision, with defaults for all arguments that are not given.
+        """Build the input for choosing a plan, with defaults for all arguments that are not given.
 
         Args:
-            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`.
-                If empty, only the workload's own size is used.
+            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`. If
+                empty, only the workload's own size is used.
 
         Raises:
             ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined with
@@ -137,10 +137,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a plan decision.
+    """The plan and the subgroup size that were chosen for a training job.
 
     Attributes:
-        question: Input of the decision.
+        question: Training job, machine and memory limits for which the plan was chosen.
         search: Plan search that found the plan, at the chosen subgroup size.
         chosen: Chosen plan, as the search represents it.
     """
@@ -307,9 +307,14 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
 
 
 def follow(search: Search, coarser: Sequence[Search]) -> None:
-    """Score in a plan search the best plans that were found for larger subgroups, then try early updates.
+    """Adapt the best plans for larger subgroups to the smaller subgroups of a plan search, and simulate them there.
+    Then try early updates.
 
     An early update starts before the gradient norm is known.
+
+    Args:
+        search: Plan search, to which the results are added.
+        coarser: Plan searches with larger subgroups.
     """
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
@@ -334,17 +339,22 @@ def glance(search: Search) -> None:
 
 
 def _finalists(searches: Sequence[Search]) -> list[Search]:
-    """Return the plan searches with the fastest best plans, the fastest first."""
+    """Return the few plan searches that are worth more effort, the one with the fastest plan first.
+
+    Each search has another subgroup size. A search is worth more effort if its best plan is nearly as fast as the
+    fastest plan of all searches.
+    """
     by_time = sorted(searches, key=lambda search: search.best_s)
     return [search for search in by_time if search.best_s <= NEAR * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fastest plan, or one with larger subgroups that is nearly as fast.
+    """Return the plan search with the fastest plan, or one with larger subgroups and a plan that is nearly as fast.
 
     Args:
         searches: Plan searches at different subgroup sizes.
-        quick: Decision of a quick search. No search with a slower plan is returned, unless it is the fastest.
+        quick: Plan that a quick search has chosen for the same job. A search with a best plan that is slower than this
+            plan is not returned, unless it is the fastest plan of all searches.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
@@ -372,7 +382,9 @@ def about_subgroups(search: Search) -> list[str]:
 
 
 def about_pieces(work: Workload) -> list[str]:
-    """Return a sentence on how a plan divides DeepSpeed's subgroups, or an empty list if it does not."""
+    """Return a list with one sentence on how a plan divides DeepSpeed's subgroups. The list is empty if the plan does
+    not divide them.
+    """
     if not work.deepspeed_subgroup_size:
         return []
     return [

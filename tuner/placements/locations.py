@@ -91,9 +91,9 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
 
 
 def brought(search: Search, made: Plan) -> list[str]:
-    """Return a sentence about the time or memory that a plan gains by keeping parameters in host memory.
+    """Return a list with one sentence about the time or memory that a plan gains by keeping parameters in host memory.
 
-    Return an empty list if no parameters are in host memory.
+    The list is empty if no parameters are in host memory.
     """
     w = search.workload
     size = moved_out(w, fetched_elements(w, made.parameter_locations)) * w.wire_bytes

@@ -137,7 +137,9 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
 
 
 def about(workload: Workload, machine: Machine) -> str:
-    """Return a text that names the trained model and the machine of a plan, and says if it was measured."""
+    """Return a text that names a plan's trained model and machine, and says if the machine's rates were measured or
+    are a preset's.
+    """
     known = "a preset" if machine.measured_with == "preset" else "measured"
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
@@ -204,9 +206,9 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
-    """Return a sentence about the time that a plan saves by on-device gradient accumulation.
+    """Return a list with one sentence about the time that a plan saves by on-device gradient accumulation.
 
-    Return an empty list if the plan does not use it.
+    The list is empty if the plan does not use on-device gradient accumulation.
     """
     sums = [subgroup for subgroup, code in enumerate(chosen.ways) if code & SUMMED]
     if not sums:

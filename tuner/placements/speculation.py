@@ -26,8 +26,8 @@ LITTLE = 5e-4  # of an iteration: early updates and sums on the device that save
 def try_early(search: Search) -> None:
     """Try plans with early updates (before the gradient norm is known) in a plan search.
 
-    They are added to the best plans without early updates, to variants of these that leave more memory free, and
-    at different distances between the subgroups.
+    Early updates are added to the best plans without early updates, and to variants of these plans that leave more
+    memory free. They are also spread over more or fewer subgroups.
     """
     if not (search.early and search.fits):
         return
@@ -53,7 +53,11 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Try other numbers of early CPU updates in the best plan, and other distances between their subgroups."""
+    """Simulate the best plan with other numbers of early CPU updates, and with other subgroups that are updated early.
+
+    An early update starts before the gradient norm is known. The subgroups with early updates are every n-th of the
+    last subgroups that the CPU updates, for several n.
+    """
     best = search.ordered(search.best())
     able = search.able(best, "host").tolist()
     early = [s for s in able if best.ways[s] & EARLY]
@@ -78,9 +82,10 @@ def fewest(search: Search, best: Candidate) -> Candidate:
 
 
 def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]:
-    """Return a sentence about a plan's early updates (before the gradient norm is known) and their gain.
+    """Return a list with one sentence about a plan's early updates (before the gradient norm is known) and the time
+    that they save.
 
-    Return an empty list if the job cannot have early updates, as below ZeRO-3.
+    The list is empty if the job cannot have early updates, as below ZeRO-3.
     """
     count, work, told = sum(made.updated_early), search.workload, made.prediction
     if told is None or not search.early:

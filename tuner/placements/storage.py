@@ -63,7 +63,9 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
-    """Return sentences about a plan's optimizer state on drives, or an empty list if it stores none."""
+    """Return a list of sentences about a plan's optimizer state on drives. The list is empty if the plan stores no
+    state there.
+    """
     work = search.workload
     if STORED.isdisjoint(c.placements):
         return []

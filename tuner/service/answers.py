@@ -274,7 +274,9 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
-    """Search for the best plan of a request's training job. Return it, and the time of a quick plan."""
+    """Search for the best plan of a request's training job. Return the plan, and for comparison the iteration time of
+    a plan from a quick search.
+    """
     from ebbtide.tuner.placements.planning import plan as search
 
     check_plannable(request)

@@ -263,7 +263,11 @@ class Store:
         return kept.rowcount == 1 or self.machine(name) == machine
 
     def machine(self, name: str) -> str | None:
-        """Return the stored text of a machine, or None if there is none. Another version may have written it."""
+        """Return the stored JSON text of a machine, or None if no machine of this name is stored.
+
+        Another version of ebbtide may have written the text, so the caller must be prepared that this version cannot
+        read it.
+        """
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else str(row[0])
 

@@ -8,14 +8,15 @@ from ebbtide.tuner.verify.run import MASTER, Run
 
 @dataclass(frozen=True)
 class Evidence:
-    """A sign of an error in one training run, found in the tensors after one step.
+    """A sign that one training run went wrong, found in the run's tensors after one step.
 
     Attributes:
         run: Name of the run.
         step: Step after which the error is visible.
         name: Name of the tensor.
         text: Description of the error.
-        certain: True if it is certainly an error. Otherwise it is only a hint at which of two runs is wrong.
+        certain: True if the sign is certainly an error. Otherwise the sign is only a hint at which of two runs is
+            wrong.
     """
 
     run: str
@@ -26,7 +27,8 @@ class Evidence:
 
 
 def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
-    """Yield the signs of errors in a training run's tensors after one step.
+    """Yield the signs that a training run went wrong, found in the run's tensors after one step, such as NaNs or an
+    unchanged tensor.
 
     Args:
         run: Run to examine.

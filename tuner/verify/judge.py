@@ -193,9 +193,11 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 
 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
-    """Return the fp32 master with the clearest difference if all masters differ too much, or None.
+    """Return the fp32 master parameter that differs most clearly between two runs, if all masters differ by more than
+    rounding explains.
 
-    A wrong scalar, such as the learning rate, changes all masters. Rounding leaves some nearly unchanged.
+    A wrong scalar, such as the learning rate, changes all masters, while rounding leaves some nearly unchanged. The
+    returned master is reported as the place of the defect. Return None if no defect shows in this way.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):

@@ -71,9 +71,10 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
-    """Repeat the runs under the plan and without it if their bits differ, and return the repeats by name.
+    """Repeat the runs under the plan and without it if their recorded losses or tensors differ in any bit.
 
-    The repeats show if the difference occurs again, and which run caused it.
+    Return the repeats, each under the name of the run that it repeats. They show if the difference occurs again, and
+    which run caused it.
     """
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}
