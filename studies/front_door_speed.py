@@ -33,7 +33,7 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train as one of the two processes with compared speed: one is started by `tune run`, the other calls ebbtide's
+    """Train in one of two processes with compared speed: one is started by `tune run`, the other calls ebbtide's
     library.
 
     Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a hash of the
@@ -61,8 +61,8 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     """Return the engine of a training process that is started by `tune run` or calls ebbtide's library, as ``door``
     says.
 
-    The study compares the speed of both processes. The plan is the same in both: it updates all optimizer state on the
-    host and keeps one checkpoint.
+    The study compares the speed of one process of each kind, under the same plan. The plan updates all optimizer state
+    on the host and keeps one checkpoint.
     """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut

@@ -29,8 +29,8 @@ def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: F
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Return the predicted number of steps between two failures that are saved by a checkpoint, so that the second
-    failure does not undo them.
+    """Return the predicted number of training steps between two failures that the second failure does not undo,
+    because a checkpoint contains them.
 
     Args:
         gap_s: Seconds between the two failures.

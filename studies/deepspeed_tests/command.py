@@ -73,7 +73,8 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
     If a test that hangs ends pytest early, pytest is started again for the remaining tests.
 
     Args:
-        arm: Kind of engine, such as ``stock`` (DeepSpeed alone) or ``auto`` (under ebbtide's plan ``auto``).
+        arm: Kind of engine, such as ``stock`` (DeepSpeed alone, with the optimizer on the CPU) or ``auto`` (under
+            ebbtide's plan ``auto``).
     """
     orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
     plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]

@@ -210,8 +210,8 @@ class Trial:
         Args:
             clips: Function that tells which steps of the sequence clip.
             number: Number of the first of these steps in the sequence.
-            to: Measurements so far, with the `PauseRule` that stops early updates while too many steps clip. The rule
-                does not count the warm-up.
+            to: Measurements so far, with the rule that decides when early updates pause (`PauseRule`). The rule does
+                not count the warm-up.
             always: True if early updates are never paused.
         """
         bench = self._bench
