@@ -32,9 +32,9 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 
 
 def machine() -> Machine:
-    """Return a made-up machine for the drawing.
+    """Return the made-up machine on which the training iterations in docs/iteration.png are simulated.
 
-    Its CPU and its GPU can each do about half of the optimizer update during the next forward.
+    The machine's CPU and its GPU can each do about half of the optimizer update during the next forward.
     """
     rates = {
         "h2d_bytes_per_s": 20e9,

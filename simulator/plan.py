@@ -92,7 +92,8 @@ class WayRun(Page):
 class _Ways:
     """The pydantic type of a plan's field ``ways``: one `Way` for each subgroup in Python, fewer rows in the file.
 
-    A row of the file stands for several neighboring subgroups that are updated in the same way.
+    A `Way` is a subgroup's placement, parameter location and flags. A row of the file stands for several
+    neighboring subgroups with the same values.
     """
 
     @classmethod
@@ -113,9 +114,9 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file for the ways of all subgroups. Fields with default values are left out.
+    """Return the rows of a plan file for the given `Way` of each subgroup: placement, parameter location and flags.
 
-    Neighboring subgroups that are updated in the same way share a row.
+    Neighboring subgroups with equal values share a row. Fields with default values are left out.
     """
     rows = []
     for way, group in groupby(ways):
@@ -490,7 +491,9 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return a copy of the plan with other ways of updating its subgroups. The order of the updates stays.
+        """Return a copy of the plan whose subgroups have other placements, parameter locations and flags (`Way`).
+
+        The order of the updates stays.
 
         Raises:
             ValidationError: The plan would break a rule.

@@ -65,7 +65,11 @@ def main() -> None:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the bytes saved per second that training waits, by kind of writer, for the largest model."""
+    """Return the checkpoint throughput of each kind of writer, for the largest model.
+
+    Throughput is the bytes of a checkpoint divided by the seconds that training waits for it. Failed
+    measurements are left out.
+    """
     names = {"ebbtide": "ebbtide", "torch": "synchronous", "dcp async": "asynchronous"}
     return {f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"] for row in rows if "failed" not in row}
 

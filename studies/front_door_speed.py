@@ -207,7 +207,12 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of times and ratios over all pairs of processes, and each ratio's range."""
+    """Return the times of training under `tune run` and with direct library calls, as medians over all pairs.
+
+    A pair is two processes that train the same model, one under `tune run` and one with direct calls of
+    ebbtide's library. The times are those of forward, backward, step, iteration and saves. The ratio of their times
+    is given as median, lowest and highest over the pairs.
+    """
     ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
     result: dict[str, Any] = {
         door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES} for door in DOORS

@@ -55,7 +55,11 @@ EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the optimizer of DeepSpeed, shown as one column of the study's tables."""
+    """A setting of DeepSpeed's optimizer step in the study of interleaved updates, such as asynchronous gradient
+    copies.
+
+    Each setting is one column of the study's tables.
+    """
 
     name: str
     prefetch: bool

@@ -99,7 +99,11 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the plans to execute by name, beginning with the tuner's plan."""
+    """Return the plans whose distance from the lower bound is measured, each with its name.
+
+    The first plan is the tuner's. The other plans do not overlap updates with forward, and most of them have simpler or
+    published placements of optimizer state.
+    """
     import ebbtide.tuner
 
     count, size = len(work.subgroups), work.subgroup_size

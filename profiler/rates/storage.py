@@ -227,15 +227,15 @@ class FileToWrite:
         from_memory: bool = False,
         blocks: range | None = None,
     ) -> None:
-        """Write the measured file with the given number of threads, then force it to disk (fsync).
+        """Write the temporary file with which a drive's speed is measured, then force it to disk (fsync).
 
         Args:
-            writers: Number of threads.
+            writers: Number of threads that write the file.
             buffered: Write through the page cache.
             as_checkpoints: First gather each block into its writer's buffer and hash it, as ebbtide's runtime does
                 for checkpoints.
             from_memory: Take each block from a different place in memory, instead of from one buffer.
-            blocks: Numbers of the blocks to write. If None, all.
+            blocks: Numbers of the blocks to write. If None, all blocks of the file.
         """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
@@ -281,7 +281,7 @@ class FileToWrite:
         ctypes.memmove(_address(block), source, BLOCK_BYTES)
 
     def close(self) -> None:
-        """Release the memory of a storage measurement's file."""
+        """Release the host memory from which a measurement of a drive's speed has written its temporary file."""
         for held in (self._memory, *self._buffers.values()):
             if held is not None:
                 held.close()

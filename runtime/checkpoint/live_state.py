@@ -14,7 +14,11 @@ EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrit
 
 
 class Persist(Protocol):
-    """The method of a checkpoint in progress that an optimizer update calls before it overwrites state."""
+    """The interface through which optimizer updates wait for a checkpoint in progress.
+
+    An update calls `release` before it overwrites a subgroup's optimizer state. The call returns when the
+    checkpoint no longer needs the old state.
+    """
 
     def release(self, subgroup: int) -> None:
         """Wait until the checkpoint in progress no longer needs the bytes of a subgroup's optimizer state."""

@@ -134,7 +134,7 @@ class Device:
         return Moment(time.perf_counter())
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Note that forward or backward waits for operations next, if somebody measures such waits."""
+        """Record that forward or backward will now wait for the given operations, if such waits are being measured."""
         if self.watched is not None:
             self.watched.will_wait(ends)
 

@@ -44,7 +44,13 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return the completion of an operation that has already been issued to its stream."""
+        """Return an object with which other code can wait for the end of an operation.
+
+        The operation must have been issued to its stream before this call.
+
+        Args:
+            event: CUDA event that marks the operation's end. If None, the operation has ended.
+        """
         completion = cls()
         completion.event = event
         completion.issued.set()

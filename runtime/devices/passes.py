@@ -111,7 +111,7 @@ class WatchedPasses:
         self._now: _Noted | None = None
 
     def begins(self, kind: OpKind, iteration: int) -> None:
-        """Note that a forward or backward begins. The first one of its kind in an iteration is recorded."""
+        """Record the start of a forward or backward, if it is the first one of its kind in an iteration."""
         if (kind, iteration) in self._noted:
             return
         # Hooks of backward run with DeepSpeed's reduction stream as the current one.
@@ -119,13 +119,13 @@ class WatchedPasses:
         self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
 
     def ends(self, kind: OpKind) -> None:
-        """Note that the forward or backward that began last ends."""
+        """Record the end of the forward or backward that began last."""
         if self._now is not None and self._now.kind == kind:
             self._now.end = self._device.moment(self._stream)
             self._now = None
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Note that the work issued next to the training stream waits for copies."""
+        """Record that the next work on the training stream waits for the given copies."""
         if self._now is not None:
             missing = [end for end in ends if not end.ended]
             if missing:
@@ -133,7 +133,11 @@ class WatchedPasses:
                 self._now.waits += [(now, end) for end in missing]
 
     def made(self, places: Sequence[Place]) -> None:
-        """Note that all work for the gradient of a parameter has been issued to the training stream."""
+        """Record that all work for the gradient of a parameter has been issued to the training stream.
+
+        Args:
+            places: Parts of subgroups that the gradient fills.
+        """
         if self._now is not None and places:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
 

@@ -124,7 +124,9 @@ class EarlyUpdates:
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups with an early update that differs from the update that the step turned out to need.
+        """Return the subgroups whose early update cannot be kept, for example because the step clipped.
+
+        Such an early update differs from the update that the step turned out to need.
 
         Args:
             jobs: The update that the step needs, by subgroup.

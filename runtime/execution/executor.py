@@ -249,9 +249,17 @@ class Executor:
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Commit the early updates that equal the step's updates ``jobs`` and drop the others.
+        """Commit the early updates that gave the result which the step needs, and drop the others.
 
-        Call this before `launch`. Return the subgroups whose state is now in what were spare buffers.
+        Early updates ran before the gradient norm was known. One is committed if the update that the step needs has
+        the same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale differs, and the
+        early update is dropped. Call this method before `launch`.
+
+        Args:
+            jobs: For each subgroup, the update that the step needs.
+
+        Returns:
+            The subgroups whose state is now in what were spare buffers, because their early updates were committed.
         """
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)

@@ -59,12 +59,12 @@ class Recorder:
         self._end(OpKind.BACKWARD)
 
     def gather_begins(self) -> None:
-        """Note that the ranks begin to exchange updated parameters at the end of a step, if steps are watched."""
+        """Record that the ranks begin to exchange updated parameters at the end of a step, if steps are watched."""
         if self.device.watched is not None:
             self.device.watched.begins(OpKind.PARAMETER_GATHER, self.iteration)
 
     def gather_ends(self) -> None:
-        """Note that the exchange of updated parameters has ended, if steps are watched."""
+        """Record that the exchange of updated parameters among the ranks has ended, if steps are watched."""
         if self.device.watched is not None:
             self.device.watched.ends(OpKind.PARAMETER_GATHER)
 
@@ -84,7 +84,7 @@ class Recorder:
         self.device.watched = None
 
     def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
-        """Note that backward has computed the gradient of a parameter, if steps are watched.
+        """Record that backward has computed the gradient of a parameter, if steps are watched.
 
         Args:
             places: Function that returns the parts of subgroups that the gradient fills.

@@ -59,7 +59,7 @@ class PlannedZero:
         self._ebbtide.recorder.backward_ends()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any, *group: int) -> None:
-        """Note when backward has computed a parameter's gradient, then reduce the gradient as DeepSpeed does."""
+        """Record that backward has computed a parameter's gradient, then reduce the gradient as DeepSpeed does."""
         if self.zero_stage() > 1:  # ZeRO-1 asks after the whole backward
             self._ebbtide.recorder.gradient_made(lambda: self._places(param))
         super().reduce_ready_partitions_and_remove_grads(param, *group)  # type: ignore[misc]

@@ -413,7 +413,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return "device"
 
     def gathers(self) -> None:
-        """Return None, since ZeRO-1 and 2 never partition parameters."""
+        """Return None, because ZeRO-1 and 2 never gather partitioned parameters.
+
+        Under ZeRO-3 this method returns how often forward and backward gather each parameter.
+        """
 
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1

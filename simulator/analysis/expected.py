@@ -1,6 +1,6 @@
 """The mean iteration time of plans with early updates, which start before the gradient norm is known.
 
-Early updates assume that the step does not clip. In a step that clips they are wrong and have to be redone.
+Early updates assume that the step does not clip. In a step that clips they are dropped and redone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,15 +57,15 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return an iteration's times with right early updates, without early updates, and with wrong ones.
+    """Return an iteration's times if early updates are kept, if there are none, and if they are redone.
 
-    An early update starts before the gradient norm is known. It is wrong if the step clips. Then it has
-    lengthened backward in vain, and all updates follow after the norm.
+    An early update starts before the gradient norm is known. If the step clips, the early update is dropped. It
+    has then lengthened backward in vain, and all updates follow after the norm.
 
     Args:
-        right: Seconds of the iteration and of its backward if early updates are right.
+        right: Seconds of the iteration and of its backward if early updates are kept.
         plain: Seconds of the iteration and of its backward without early updates.
-        late_s: Seconds by which wrong early updates delay the updates after the norm. See the function `late_s`.
+        late_s: Seconds by which dropped early updates delay the updates after the norm. See the function `late_s`.
     """
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
@@ -99,10 +99,10 @@ def early_updates_worth(
 def late_s(
     workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
 ) -> float:
-    """Return an upper limit of the delay, in seconds, that wrong early updates cause for updates after the norm.
+    """Return an upper limit of the delay, in seconds, that dropped early updates cause for updates after the norm.
 
-    An early update starts before the gradient norm is known. It is wrong if the step clips. When the norm is
-    known, the update that is running is completed, and wrong updates that have not started are dropped. Staged
+    An early update starts before the gradient norm is known, and is dropped if the step clips. When the norm is
+    known, the update that is running is completed, and early updates that have not started are left out. Staged
     subgroups that would have been copied to the GPU in the meantime come later.
 
     Args:

@@ -118,7 +118,9 @@ class PlanSweep:
         """Return the predicted times and memory peaks of one plan, as an array in the order of `COLUMNS`.
 
         Args:
-            placement: For each subgroup, the code of its way of being updated (`Way.code`): shape (subgroups,).
+            placement: For each subgroup, the number (`Way.code`) of the combination of placement, parameter location
+                and
+                flags with which it is updated: shape (subgroups,).
             issue: Subgroups in the order of their updates, as in `Plan.issue_order`. None: order of the layers.
 
         Raises:
@@ -161,12 +163,13 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Return, for each way of updating, a plan's number of subgroups, their elements, and the largest subgroup's.
+        """Return a plan's number of subgroups, their elements, and the largest subgroup's, for each of `plain_ways`.
 
-        The first value is for updates that wait for the gradient norm. The second value is for early updates.
+        These are the combinations of a placement and a parameter location. The first value is for updates that wait
+        for the gradient norm. The second value is for early updates.
 
         Args:
-            placement: Way in which each subgroup is updated, as a number (`Way.code`).
+            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
         """
         waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))

@@ -122,7 +122,11 @@ class Template:
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the times that differ between a workload and the one that a template was built for."""
+        """Return the names of the replaceable values that another workload has with a different value.
+
+        A template is a compiled schedule with replaceable times and memory sizes. The other workload is compared with
+        the workload for which the schedule was compiled.
+        """
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:

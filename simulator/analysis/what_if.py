@@ -1,4 +1,4 @@
-"""Simulations for what-if questions: every combination of given strategies, memory sizes and rates."""
+"""Simulations of every combination of given strategies, memory sizes and rates, to answer what-if questions."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination of the strategies, memory sizes and changed values of a what-if.
+    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields.
 
     Raises:
         ValueError: No strategy or no memory size is given, or one of them is impossible.
@@ -231,9 +231,12 @@ def _run(
     shown: bool,
     planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the rows of a what-if's table, one for each combination of values.
+    """Simulate every combination of strategy, GPU memory size and changed fields. Return one table row for each.
 
     The simulations run in several groups, so that finished rows remain if the user interrupts them.
+
+    Returns:
+        The rows, and True if the user has interrupted the simulations.
     """
     from joblib import Parallel, delayed
 

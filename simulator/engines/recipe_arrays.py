@@ -61,6 +61,8 @@ _N_COUNTS = 10
 class RecipeArrays:
     """The ops of a subgroup's gradient and update as arrays, for all ways of updating, for one workload.
 
+    A way of updating is a combination of placement, parameter location and flags.
+
     Attributes:
         rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ``ops``,
             with the columns WORK and DRAM per parameter. Five more columns are attributes of the op's `Step`:
@@ -166,10 +168,12 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return the number of subgroups, their elements, and the largest one's elements, for each of `plain_ways`.
+    """Return sums over a plan's subgroups, for each combination of a placement and a parameter location.
 
-    These are the combinations of a placement and a parameter location. The shape is (2, 3, ways): first for subgroups
-    that wait for the gradient norm, then for early updates.
+    Returns:
+        The number of subgroups, their elements, and the elements of the largest one: shape (2, 3, combinations).
+        The first index is 0 for subgroups that wait for the gradient norm, and 1 for early updates. The
+        combinations are in the order of `plain_ways`.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):

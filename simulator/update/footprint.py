@@ -60,7 +60,14 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
-    """Return the bytes of GPU memory by kind, with those of the workload's parameters and buckets added."""
+    """Return the bytes of GPU memory by kind: the bytes in ``held`` plus the workload's base memory.
+
+    The base memory is in use throughout an iteration, for parameters and gradient buckets, among others.
+
+    Args:
+        held: Bytes of GPU memory by kind that a plan or strategy uses beside the base memory.
+        gone_bytes: Bytes of parameters that are kept in host memory, and are therefore not counted.
+    """
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
 
@@ -130,6 +137,8 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 @dataclass(frozen=True)
 class Holding:
     """The bytes per parameter in each memory, for each way of updating a subgroup, and which ways use buffers.
+
+    A way is a combination of placement and parameter location.
 
     Attributes:
         rows: Bytes per parameter by memory and kind, with one value for each of `plain_ways`. Parameters in GPU
@@ -207,7 +216,10 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return the bytes per parameter of state and gradient in each memory, for each way of updating a subgroup."""
+        """Return the bytes per parameter of state and gradient in each memory, for each of `plain_ways`.
+
+        These are the combinations of a placement and a parameter location.
+        """
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
             for memory in TIERS

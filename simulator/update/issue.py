@@ -64,7 +64,7 @@ class Issue(Generic[Op]):
             arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the update
                 reads it.
             redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
-                update was wrong. Empty if no early update can be wrong.
+                update was dropped because the step clipped or overflowed. Empty if no early update can be dropped.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -110,7 +110,10 @@ class Issue(Generic[Op]):
         self.come_in()
 
     def drop(self, subgroup: int) -> None:
-        """Discard a subgroup's wrong early update. The update is issued again after the gradient norm is known."""
+        """Discard a subgroup's early update because the step clips or overflows, so that its result is not usable.
+
+        The update is issued again after the gradient norm is known.
+        """
         self._complete.discard(subgroup)
         before = self._now[subgroup].before_norm
         if before and self.early.get(subgroup, (0,))[0] == before:
@@ -211,11 +214,12 @@ class Issue(Generic[Op]):
         return self._take(step, subgroup, waits)
 
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
-        """Issue an op of a subgroup's update. If it needs a buffer, it waits for the op that freed the buffer.
+        """Issue an op of a subgroup's update. If the op needs a buffer, it waits for the op that freed the buffer.
 
-        An op that copies state in also waits for the subgroup's own last copy back, if that was issued later. This
-        happens after a wrong early update: the subgroup's state is then copied to the GPU twice in a step, the second
-        time perhaps into another buffer that has been free for long.
+        An op that copies state to the GPU also waits for the last copy of this subgroup's state back to the host, if
+        that copy was issued later than the op that freed the buffer. This happens if the subgroup's early update was
+        dropped, because the step clipped. The state is then copied to the GPU a second time in the step, perhaps into
+        another buffer, which has long been free.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

@@ -1,12 +1,12 @@
 """The rule that decides, for each optimizer step, whether early updates are allowed.
 
-Early updates start before the gradient norm is known. If a step clips or overflows, they are wrong and
-redone, which costs time. The rule keeps an account of time. A step with right early updates adds the time
-that they saved, a step with wrong ones subtracts the time that they cost, and each step adds a small
-allowance. Early updates are allowed only while the account covers the cost of a wrong step. So, for any
-fraction of clipping steps, training loses at most the initial balance and the allowances, compared with the
-same plan without early updates. If early updates are right often enough to save time on average, the account
-stays full and they are never paused.
+Early updates start before the gradient norm is known. If a step clips or overflows, they are dropped and
+redone, which costs time. The rule keeps an account of time. A step whose early updates are kept adds the time
+that they saved, a step whose early updates are redone subtracts the time that they cost, and each step adds a
+small allowance. Early updates are allowed only while the account covers the cost of redoing those of one step.
+So, for any fraction of clipping steps, training loses at most the initial balance and the allowances, compared
+with the same plan without early updates. If early updates are kept often enough to save time on average, the
+account stays full and they are never paused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class StepTimes(NamedTuple):
     """The times of an iteration, in seconds, under a plan with updates that start before the gradient norm is known.
 
     Attributes:
-        right_s: Time if these early updates are right, because the step does not clip or overflow.
+        right_s: Time if these early updates are kept, because the step does not clip or overflow.
         plain_s: Time if all updates wait for the gradient norm.
-        wrong_s: Time if the early updates are wrong and redone.
+        wrong_s: Time if the early updates are redone, because the step clips or overflows.
     """
 
     right_s: float
@@ -46,7 +46,10 @@ class StepTimes(NamedTuple):
 
     @property
     def break_even(self) -> float:
-        """Return the fraction of steps with wrong early updates at which early updates save no time on average."""
+        """Return the fraction of clipping steps at which early updates save no time on average.
+
+        In a step that clips or overflows, early updates are redone, which costs time.
+        """
         span_s = self.wrong_s - self.right_s
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
 
@@ -65,9 +68,10 @@ UNKNOWN = StepTimes(right_s=0.85, plain_s=1.0, wrong_s=1.15)
 
 @dataclass
 class PauseRule:
-    """An account of time that decides whether the next step may update before the gradient norm is known.
+    """The rule that decides whether the next step may update subgroups before the gradient norm is known.
 
-    It is kept for one training run under one plan. Amounts are fractions of an iteration without early updates.
+    The rule keeps a balance of the time that such early updates have saved and cost so far, for one training run
+    under one plan. The balance is in units of the time of an iteration without early updates.
 
     Attributes:
         times: Times of the plan's iterations, predicted or measured.
@@ -89,10 +93,11 @@ class PauseRule:
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Record in the account of time what the early updates of a finished step saved or cost.
+        """Add to the balance the time that the early updates of a finished step saved, or subtract what they cost.
 
         Args:
-            right: True if the early updates were right, False if they were redone. None if the step had none.
+            right: True if the early updates were kept. False if they were redone, because the step clipped or
+                overflowed. None if the step had none.
         """
         self.balance += ALLOWANCE
         if right is not None:

@@ -182,7 +182,7 @@ class Recipe:
 
     @cached_property
     def parameters_on_host(self) -> Recipe:
-        """Return the recipe (the sequence of ops) of this update for a subgroup with its parameters in host memory.
+        """Return this recipe (sequence of ops of an update), changed for parameters in host memory.
 
         An update on the CPU writes these parameters in place. After an update on the GPU they are copied to the host
         before the state, because the next forward waits for them.
@@ -203,8 +203,8 @@ class Recipe:
 
         The result is None if the placement does not allow such an early update. The update starts when the gradient is
         complete, and assumes that the step neither clips nor overflows. It writes to other buffers than it reads, so
-        that a wrong update can be dropped. New parameters stay in a buffer of their own until the gradient norm is
-        known.
+        that it can be dropped if the step clips or overflows. New parameters stay in a buffer of their own until the
+        gradient norm is known.
         """
         update, *rest = self.steps
         if update.takes == Slot.STAGING and rest[0].publishes:

@@ -20,7 +20,7 @@ LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_
 
 
 class Way(NamedTuple):
-    """A way of updating a subgroup of the optimizer state.
+    """A way of updating a subgroup of the optimizer state: its placement, its parameter location and two flags.
 
     Attributes:
         placement: Memory that holds the subgroup's state, and processor that updates it.
@@ -36,7 +36,12 @@ class Way(NamedTuple):
 
     @staticmethod
     def each(placements: Iterable[Placement], parameters: ParameterLocation = "device") -> tuple[Way, ...]:
-        """Return ways of updating subgroups with the given placements, parameters in GPU memory, and no flag set."""
+        """Return a `Way` (placement, parameter location, flags) for each placement, with no flag set.
+
+        Args:
+            placements: Placements of subgroups.
+            parameters: Memory that holds the parameters of all these subgroups.
+        """
         return tuple(Way(placement, parameters) for placement in placements)
 
     @property
@@ -79,7 +84,10 @@ class Way(NamedTuple):
 
     @property
     def plain(self) -> Way:
-        """Return this way of updating a subgroup without early update and without gradient accumulation on the GPU."""
+        """Return a copy of this `Way` (placement, parameter location, flags) with both flags off.
+
+        The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
+        """
         return Way(self.placement, self.parameters)
 
     @property
@@ -93,7 +101,9 @@ class Way(NamedTuple):
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return this way of updating a subgroup, with each flag off that the placement does not allow.
+        """Return a copy of this `Way` (placement, parameter location, flags), with each flag off that its placement
+        does
+        not allow.
 
         The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
         """
@@ -103,14 +113,18 @@ class Way(NamedTuple):
 
 
 def plain_ways() -> list[Way]:
-    """Return all ways of updating a subgroup without early update and without gradient accumulation on the GPU."""
+    """Return all combinations of a placement and a parameter location, as `Way` objects with both flags off.
+
+    The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
+    """
     return [Way(placement, parameters) for parameters, placement in product(LOCATION_CODES, RECIPES)]
 
 
 def ways() -> list[Way]:
     """Return all valid ways of updating a subgroup: combinations of placement, parameter location and two flags.
 
-    Ways without any flag come first.
+    The combinations with both flags off come first. The flags are an early update (before the gradient norm is
+    known) and gradient accumulation on the GPU.
     """
     every = (
         plain._replace(early=early, sum_on_device=summed)

@@ -77,7 +77,10 @@ def contract(suite: Suite) -> Figures:
 
 
 def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
-    """Return the results of all comparisons so far. ``correct`` is None if nothing was compared."""
+    """Return the results of the comparisons of ebbtide's bits with stock DeepSpeed's that have been made so far.
+
+    ``correct`` is True if the bits are equal in all comparisons, and None if nothing was compared.
+    """
     compared = [row for row in rows if row["identical"] is not None]
     differing = [row for row in compared if not row["identical"]]
     return {

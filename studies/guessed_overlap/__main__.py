@@ -10,7 +10,7 @@ steps that clip at a given rate, in bursts, or more and more often. Subgroups ar
 cut into parts. One engine runs all sequences, under one plan with and without early updates in
 turn: there are some steps without early updates before and after each part of a sequence.
 
-A step's early updates are right, wrong or absent. The reported iteration time takes the median of
+A step's early updates are kept, redone or absent. The reported iteration time takes the median of
 each of these kinds, weighted by how often the kind occurs. So a short disturbance of the machine
 hardly counts. No number of this study is a GPU measurement.
 """
@@ -246,7 +246,7 @@ class _Watched:
     """A wrapper around `PauseRule`, which decides whether the next step has early updates.
 
     An early update starts before the gradient norm is known. The wrapper also records whether the early
-    updates of each step were right.
+    updates of each step were kept, or redone because the step clipped.
     """
 
     def __init__(self, account: PauseRule, outcomes: Outcomes, *, counts: bool) -> None:
@@ -259,7 +259,12 @@ class _Watched:
         return self._account.on
 
     def stepped(self, right: bool | None) -> None:
-        """Record whether the early updates of a finished step were right. None if the step had none."""
+        """Record whether the early updates of a finished step were kept.
+
+        Args:
+            right: True if they were kept. False if they were redone, because the step clipped or overflowed. None
+                if the step had no early updates.
+        """
         self._outcomes.append(right)
         if self._counts:
             self._account.stepped(right)
@@ -274,8 +279,8 @@ class _Steps:
 
     Attributes:
         periods: For each part, seconds from the end of each backward to the end of the next one.
-        outcomes: For each part, if each step's early updates were right. It has one step more than
-            ``periods``.
+        outcomes: For each part and each of its steps, True if the step's early updates were kept, False if they
+            were redone, None if there were none. It has one step more than ``periods``.
     """
 
     def __init__(self, account: PauseRule) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy of ebbtide's predictions of published training runs, not fitted and calibrated.
+"""Accuracy of ebbtide's predictions of published training runs, without and with calibration.
 
     python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]
 

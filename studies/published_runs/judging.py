@@ -40,8 +40,9 @@ def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequ
 
     Args:
         machines: Machine of each testbed.
-        seen: Runs that the machines were calibrated on. Some logs do not tell if gradients were copied
-            asynchronously. Then the backward times of these runs decide, within a campaign.
+        seen: Runs on which the machines were calibrated. If the log of a run does not tell whether gradients
+            were copied asynchronously, the backward times of ``seen`` runs of the same campaign (series of runs
+            by one source) decide it.
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 

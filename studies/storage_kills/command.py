@@ -224,7 +224,11 @@ def one_trial(kill: Kill, folder: Path, expected: dict[int, list[str]]) -> Trial
 
 
 def kill_of(number: int, rng: random.Random) -> Kill:
-    """Return the kill of trial ``number``: each named point in turn, with random moments in between."""
+    """Choose the moment at which trial ``number`` of the study kills its process.
+
+    Two of three trials kill at a named point of the code: in the commit of a step, or while a block is written.
+    All named points are taken in turn. Every third trial kills at a random moment.
+    """
     points = (*POINTS, "write")
     if number % 3 == 2:
         return Kill(delay_s=rng.random() * LENGTH_S)

@@ -337,7 +337,7 @@ class Bench:
     """
 
     def __init__(self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any) -> None:
-        """Build the engine.
+        """Build a DeepSpeed engine that trains on an emulated device.
 
         Args:
             setting: Sizes, durations and rates of the emulated training.

@@ -54,8 +54,8 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the models and settings to train without defects with a ZeRO stage.
+    """Return the models and settings with which `tune verify` is tested on correct training, for a ZeRO stage.
 
-    Those for ZeRO-1 are trained together with those for ZeRO-2.
+    Correct training has no inserted defect. The settings for ZeRO-1 belong to the group of stage 2.
     """
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

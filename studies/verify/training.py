@@ -61,7 +61,10 @@ def main() -> None:
 
 
 def right_runs(stage: int, out: Path) -> None:
-    """Train and record all runs without a defect, each in its own folder."""
+    """Train and record all correct runs of the test of `tune verify`, each in its own folder.
+
+    Correct runs have no inserted defect, and `tune verify` must accept them.
+    """
     train(out / "stock", stage)
     train(out / "again", stage)
     train(out / "plan", stage, attach=True)

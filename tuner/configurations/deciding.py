@@ -73,9 +73,9 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
-    """Return closer bounds on a training configuration, by the lower bound of an iteration over all plans.
+    """Return bounds on a training configuration with a closer upper bound of its throughput than ``loose`` has.
 
-    This takes milliseconds.
+    The closer bound follows from the lower bound of the iteration time over all plans. This takes milliseconds.
     """
     if loose.tight or loose.refused:
         return loose
@@ -139,9 +139,11 @@ class Contests:
     _leaders: dict[object, float] = field(default_factory=dict)
 
     def of(self, c: Configuration) -> Iterator[object]:
-        """Yield the groups that a training configuration belongs to.
+        """Yield the groups of training configurations that a configuration belongs to.
 
-        The groups are all configurations, those that offload or do not, and those with the same value of a setting.
+        The search finds the fastest configuration of each group. The groups are all configurations, those that
+        offload or
+        do not, and those with the same value of a setting.
         """
         yield "all"
         for knob in self.space.free:

@@ -146,7 +146,11 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
 
 def started_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a training job that a request's launcher and number of threads set."""
+    """Return the fields of a training job that describe how its ranks are started, as far as a request sets them.
+
+    The fields are the launcher, and the value of OMP_NUM_THREADS, which affect how many threads DeepSpeed's own
+    CPU updates have.
+    """
     given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
     return {name: value for name, value in given.items() if value is not None}
 

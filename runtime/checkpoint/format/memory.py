@@ -145,10 +145,10 @@ class Slots:
             self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
 
     def close(self) -> None:
-        """Unpin and release all host buffers of the set.
+        """Unpin and release the host buffers through which checkpoints are written.
 
-        If a writer thread is stuck in the kernel, the buffer that it uses is released only when this object is
-        deleted.
+        If a writer thread still uses one of the buffers, because it is stuck in the kernel, the memory of all buffers
+        is released only when this object is deleted.
         """
         if self._pinned:
             unlock(self._start)

@@ -27,9 +27,11 @@ def remember(save_dir: Path) -> None:
 
 
 def keep(path: Path) -> None:
-    """Keep a checkpoint's files by hard links when it is deleted while no other checkpoint is being written.
+    """Keep the files of a checkpoint that is being deleted, by hard links, until the next checkpoint is committed.
 
-    On a filesystem without hard links the files are deleted, as in stock DeepSpeed.
+    If a training script deletes its old checkpoint before it saves the next one, a crash in between would
+    otherwise leave no checkpoint. Only checkpoints that this process has saved or loaded are kept. On a
+    filesystem without hard links the files are deleted, as in stock DeepSpeed.
     """
     mine = any(folder.is_relative_to(path) or path.parent == folder for folder in _used)
     if not mine or not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):

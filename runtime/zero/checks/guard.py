@@ -28,7 +28,7 @@ _SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fa
 
 
 class ConfigError(ValueError):
-    """A DeepSpeed config that ebbtide does not support. The message names the config key."""
+    """An error for a DeepSpeed config that ebbtide does not support. The message names the config key."""
 
 
 def check_config(config: Mapping[str, Any]) -> None:
