@@ -550,11 +550,10 @@ class Executor:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Make the plan use optimizer state that code outside of the plan has written while these subgroups were not
-        updated.
+        """Use optimizer state that DeepSpeed's functions, such as `safe_set_full_fp32_param`, have written.
 
-        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is
-        written there. The method returns when all of this is done.
+        No update of the given subgroups may be running. Older copies of their state in staging buffers on the GPU
+        become invalid. State that belongs on a drive is written there before the method returns.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)

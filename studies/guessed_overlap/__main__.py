@@ -55,13 +55,13 @@ class Row:
         subgroups: ``whole``, or ``pieces`` if subgroups are cut into parts.
         sequence: Name of the sequence, such as the fraction of its steps that clip.
         plain_s: Time without early updates, measured in the steps between the parts.
-        rule_s: Time with early updates and pauses: the mean of the medians of steps with right, wrong and
-            no early updates.
+        rule_s: Time with early updates and pauses: the mean of the medians of steps whose early updates are kept
+            or redone, and of steps without early updates.
         rule_mean_s: Mean time of all steps from which ``rule_s`` is computed.
         always_s: Time with early updates in every step. 0 if not measured.
         over_plain: ``rule_s`` divided by ``plain_s``.
         early: Fraction of the steps that had early updates.
-        wrong: Fraction of the steps in which early updates were wrong and were redone.
+        wrong: Fraction of the steps in which early updates were redone, because the step clipped.
     """
 
     subgroups: str
@@ -298,7 +298,7 @@ class _Steps:
 
         An iteration is measured from the end of one step's backward to the end of the next step's backward. So it
         depends on the early updates of both steps. Iterations are grouped: by the first step's early updates, which
-        were right, wrong or absent, and by whether the second step has early updates. Each iteration counts with the
+        were kept, redone or absent, and by whether the second step has early updates. Each iteration counts with the
         median time of its group.
         """
         kinds: dict[tuple[bool | None, bool], list[float]] = defaultdict(list)

@@ -77,10 +77,12 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the errors of predicted device memory, for fitted and for held-out rows of all families.
+    """Return the errors of the predicted GPU memory of published training runs, for fitted and for held-out runs.
 
-    Errors of predictions that use only published settings, without inferred ones, are given too. So are those
-    without `ALLOCATOR_SLACK` too, which was found on fitted rows.
+    Constants of the machine presets were fitted on the fitted runs, and not on the held-out runs. Two more errors
+    are given for each: ``as_published`` for predictions that use only settings in the publication and none that
+    were inferred, and ``without_slack`` for the same predictions without `ALLOCATOR_SLACK`, a constant that was
+    found on fitted runs.
     """
     found: dict[str, Any] = {}
     for side, belongs in SIDES.items():

@@ -170,13 +170,16 @@ class Problem:
 
 
 def every_element_is_updated_once(p: Problem) -> None:
-    """Add the rule that each element of a block is updated in exactly one way, once per iteration."""
+    """Add the rule to the lower bound that each element of a block is updated in exactly one way, once per iteration.
+
+    A way of updating is a combination of placement, parameter location and flags.
+    """
     for columns, share in zip(p.x, p.blocks.share, strict=True):
         p.rows.equal(float(share), (columns, 1.0))
 
 
 def buffers_hold_what_is_in_them(p: Problem) -> None:
-    """Add the rule that buffers never hold more elements than their size.
+    """Add the rule to the lower bound that buffers never hold more elements than their size.
 
     State that is copied in before the gradient norm is in a buffer at that moment, since its update follows the
     norm. State that has not left when the next forward has ended is in a buffer then, since it was updated before.
@@ -260,7 +263,7 @@ def backward_waits_for_gradients(p: Problem) -> None:
 
 
 def what_is_held_fits_into_memory(p: Problem) -> None:
-    """Add the rule that state, gradients, parameters and buffers fit into each memory.
+    """Add the rule to the lower bound that state, gradients, parameters and buffers fit into each memory.
 
     They are the bytes that `Holding` counts, but for some that are not linear or not common to all plans. All
     buffers of a kind together hold at least the elements that are in them. Only plans for parts of DeepSpeed's

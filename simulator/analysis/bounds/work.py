@@ -1,4 +1,7 @@
-"""The work of updating one parameter element in each way, for the lower bound of an iteration's time."""
+"""The work of updating one parameter element in each way, for the lower bound of an iteration's time.
+
+A way of updating is a combination of placement, parameter location and flags (`Way`).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ class Since(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """One op of a way of updating, for one parameter element.
+    """One op of a way of updating, for one parameter element. A way is a placement, a parameter location and flags.
 
     Attributes:
-        way: Position of the way among those of the bound.
+        way: Position of the way among the ways that the lower bound considers.
         seconds: Least seconds of each resource: of the op's lane, and of each capacity if the op had all of it.
         since: Earliest moment at which the op can start.
         published: True if the op must end before the next forward of the element's layer.
