@@ -87,10 +87,10 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 
 
 def clipping_steps(p: Problem) -> Problem:
-    """Add to a linear program the rules for steps that clip, and return their problem.
+    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of such a step.
 
-    Early updates are dropped in such a step. So it is no faster than a step of the same plan without early updates,
-    which has the same subgroups in each placement, and the same buffers.
+    In a step that clips, early updates are dropped. So the step is no faster than a step of the same plan without early
+    updates, which has the same subgroups in each placement, and the same buffers.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))
@@ -124,9 +124,10 @@ def _ways(workload: Workload, machine: Machine, limits: Limits, *, early: bool) 
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return the seconds of an iteration if updates take no time, or 0 if the workload uses no network.
+    """Return a lower bound of an iteration's time that counts waits for the network, but no time for updates.
 
-    The lower bound's linear program knows the GPU's computation, but not the network that it waits for.
+    The linear program of `lower_bound` leaves out these waits, so the larger of both results counts. The result is 0 if
+    the workload uses no network.
     """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):

@@ -1,4 +1,6 @@
-"""The lower bound of an iteration: no plan for a job beats it, with subgroups of any size and with any option."""
+"""Tests that no plan for a job beats the lower bound of an iteration's time, at any subgroup size and with any
+option.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ PLENTY = Limits(2**45, 2**45)
 
 
 def below(tried, floor_s):
-    """Return how many times the bound a plan takes: in the long run, if it seems to take less."""
+    """Return the iteration time of a plan divided by the lower bound.
+
+    If a plan seems to take less than the bound, its time is that of a long simulation.
+    """
     seconds = tried.seconds()
     if seconds < floor_s:
         seconds = max(seconds, tried.seconds(LONG))
@@ -26,7 +31,10 @@ def below(tried, floor_s):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_random_plan_beats_the_bound_of_its_job(seed):
-    """Each plan has the memory that it takes, so that none of the bound's rules has room to spare."""
+    """Check that no random plan for a job beats the job's lower bound.
+
+    The memory limits are what each plan needs, so that the bound's rules about memory leave nothing to spare.
+    """
     rng, near = np.random.default_rng(seed), []
     for _ in range(10):
         work, on = random_job(rng)
@@ -88,7 +96,10 @@ def test_with_room_for_all_state_the_bound_is_the_passes_and_the_updates_on_the_
 
 
 def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
-    """The last layer's forward follows them. Copies to the GPU take too long on such a link."""
+    """Check the lower bound if GPU memory is too small for updates on the GPU, and the link is slow.
+
+    All updates then run on the CPU, and the forward of the last layer follows them.
+    """
     work, on = workload(), machine(host_adam_params_per_s=4e8, h2d_bytes_per_s=4e9, device_adam_params_per_s=4e9)
     limits = Limits(work.device_base_bytes + 2**28, 2**45)
     found = lower_bound(work, on, limits)
@@ -100,7 +111,11 @@ def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
 
 
 def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
-    """Of a hundred subgroups, sixty come in during backward, and the others after the norm."""
+    """Check that the lower bound counts no copy after the gradient norm for state that is already in staging buffers.
+
+    The state of sixty of a hundred subgroups is copied to the GPU during backward, and that of the others after the
+    gradient norm.
+    """
     slow = Layer(params=10**7, forward_s=0.001, backward_s=0.1)
     work = workload(100, layers=(slow,) * 100)
     on = machine(host_adam_params_per_s=1.0, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e12, device_adam_params_per_s=1e12)
