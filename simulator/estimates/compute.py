@@ -31,8 +31,12 @@ BACKWARD_TRAFFIC: Mapping[Kernels, float] = {"fused": 2.0, "eager": 2.5}
 # Of the eager norms, the fp32 copies of their inputs stay until the backward: bytes per token and element of the hidden
 # size, beyond those that fused kernels keep.
 EAGER_STORED = 8
+# Bytes per head and pair of positions that stay until the backward where scores are stored, without dropout. Fused: the
+# softmax's output. Eager: the fp32 softmax and its 16-bit copy (counted with saved-tensor hooks on a Llama).
+STORED_SCORES: Mapping[Kernels, int] = {"fused": 2, "eager": 6}
 # Flash attention's backward computes the scores again: five products where the forward has two (Dao, arXiv 2307.08691).
 BACKWARD_SCORES = 2.5
+STORED_BACKWARD_SCORES = 2.0  # of scores that forward has stored
 # Bytes per head and pair of positions where scores are stored. Fused: written, read and written by one kernel of scale,
 # mask and softmax, read. Eager: the mask apart, and a softmax in fp32.
 SCORE_BYTES: Mapping[Kernels, int] = {"fused": 10, "eager": 28}
@@ -98,7 +102,8 @@ class Device:
             return seconds + self._loss_bytes(block, shape, part) / self.memory_bytes_per_s
         scores_s = self._score_flops(block, shape) / self.attention_flops_per_s
         traffic = part.traffic[self.kernels] * self._traffic_bytes(shape)
-        return seconds + part.scores * scores_s + traffic / self.memory_bytes_per_s
+        scores = part.scores if self.flash else min(part.scores, STORED_BACKWARD_SCORES)
+        return seconds + scores * scores_s + traffic / self.memory_bytes_per_s
 
     def _products_s(self, block: Block, shape: "Shape") -> float:
         flops = shape.tokens * block.flops_per_token / self.tensor_parallel

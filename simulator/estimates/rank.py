@@ -11,6 +11,7 @@ from ebbtide.simulator.estimates.compute import (
     BACKWARD,
     EAGER_STORED,
     FORWARD,
+    STORED_SCORES,
     STORED_SPLIT,
     STORED_WHOLE,
     Device,
@@ -371,7 +372,9 @@ class Rank:
     def _stored(self, unit: float) -> float:
         t = self.job.tensor_parallel
         whole = STORED_WHOLE / t if self.job.sequence_parallel else STORED_WHOLE
-        scores = 0.0 if self.job.flash_attention else 5 * self.arch.heads * self.job.sequence / self.arch.hidden / t
+        stored = STORED_SCORES[self.job.kernels]
+        heads_per_hidden = self.arch.heads / self.arch.hidden / t
+        scores = 0.0 if self.job.flash_attention else stored * heads_per_hidden * self.job.sequence
         widened = EAGER_STORED if self.job.kernels == "eager" else 0
         return unit * (whole + STORED_SPLIT / t + scores + widened)
 

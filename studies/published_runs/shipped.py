@@ -81,6 +81,7 @@ def workload_of(run: Run, machine: Machine) -> Workload:
             gradient_accumulation_steps=run.accumulation,
             data_parallel=run.dp,
             tensor_parallel=run.tp,
+            flash_attention=False,  # the logs say ``use_flash_attn .... False``
         )
     except ModelError as error:
         raise RunError(f"{run.where or run.model}: {error}") from None

@@ -198,7 +198,7 @@ def test_scores_that_are_stored_take_time_and_memory():
     flash = workload_from_model(LLAMA, preset("a100-80gb"), **shape)
     stored = workload_from_model(LLAMA, preset("a100-80gb"), flash_attention=False, **shape)
     assert stored.forward_s > 1.2 * flash.forward_s
-    assert stored.layers[1].activation_bytes - flash.layers[1].activation_bytes == 5 * 32 * 4096**2
+    assert stored.layers[1].activation_bytes - flash.layers[1].activation_bytes == 2 * 32 * 4096**2
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
@@ -268,7 +268,7 @@ def test_scores_are_stored_without_flash_attention():
     work = workload_from_model(
         LLAMA, machine, sequence=1024, micro_batch=1, activation_checkpointing="none", flash_attention=False
     )
-    assert work.layers[1].activation_bytes == 1024 * 4096 * 34 + 5 * 32 * 1024**2
+    assert work.layers[1].activation_bytes == 1024 * 4096 * 34 + 2 * 32 * 1024**2
 
 
 def test_tensor_and_pipeline_parallelism_divide_the_model():
