@@ -43,7 +43,9 @@ def _arguments() -> argparse.Namespace:
     parser = study_parser("update_phase", __doc__)
     parser.add_argument("--size", default="200m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=9, help="number of timed steps, after 2 warm-up steps")
-    parser.add_argument("--sequence", type=int, default=1, help="number of bytes per sample")
+    parser.add_argument(
+        "--sequence", type=int, default=1, help="number of bytes in a training sequence of the byte-level model"
+    )
     parser.add_argument(
         "--subgroup", type=int, default=20_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
     )

@@ -152,8 +152,8 @@ class Folders:
             self._files.write_durably(self._steps, dump(page), "steps")
         except OSError as error:
             raise StorageError(
-                f"writing {self._steps} failed: {error.strerror or error}. Checkpoints committed "
-                "before are intact. Check the drive, then resume"
+                f"writing the list of committed steps {self._steps} failed: {error.strerror or error}. Earlier "
+                "checkpoints are intact. Check the drive of this file, then resume"
             ) from error
         self._files.point("steps_committed")
 

@@ -264,7 +264,12 @@ def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("checkpoint_interval", __doc__, drawn=True)
     parser.add_argument("--mtbf", type=float, default=25.0, help="mean seconds between failures")
-    parser.add_argument("--failures", type=int, default=5, help="number of kills with each checkpoint interval")
+    parser.add_argument(
+        "--failures",
+        type=int,
+        default=5,
+        help="number of times that a training run is killed, for each checkpoint interval that is tried",
+    )
     parser.add_argument("--folder", help="where a temporary folder for checkpoints is made (default: TMPDIR)")
     parser.add_argument(
         "--quick", action="store_true", help="use a tiny model, one checkpoint interval and one kill, for tests"

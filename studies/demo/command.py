@@ -213,7 +213,7 @@ class Demo:
         if wrong or not losses:
             shown = ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
             self.console.print(
-                f"[red]{reference} and {name} differ[/red]: {len(wrong)} tensors {shown}"
+                f"[red]{reference} and {name} differ[/red]: {len(wrong)} tensors of the training state {shown}"
                 f"{'' if losses else '; losses differ'}"
             )
         (self.folder / "runs" / f"{reference}.pt").unlink()

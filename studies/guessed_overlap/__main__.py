@@ -91,7 +91,7 @@ def sequences(steps: int) -> Mapping[str, Clips]:
 def main() -> None:
     parser = study_parser("guessed_overlap", __doc__)
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help="timed steps of each sequence of clipping and other steps"
+        "--steps", type=int, default=STEPS, help="number of timed steps per pattern in which steps clip or do not clip"
     )
     parser.add_argument(
         "--factor", type=float, default=0.04, help="factor by which the durations of the emulated layers are multiplied"

@@ -129,8 +129,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = study_parser("memory_wall", __doc__, drawn=True)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=5, help=f"number of measured steps, after {WARMUP} warm-up steps")
-    parser.add_argument("--sequence", type=int, default=256, help="number of bytes per sample")
-    parser.add_argument("--batch", type=int, default=4, help="number of samples per step")
+    parser.add_argument(
+        "--sequence", type=int, default=256, help="number of bytes in a training sequence of the byte-level model"
+    )
+    parser.add_argument("--batch", type=int, default=4, help="number of training sequences per step")
     parser.add_argument(
         "--subgroup", type=int, default=10_000_000, help="elements per subgroup (DeepSpeed's sub_group_size)"
     )

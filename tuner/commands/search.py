@@ -41,14 +41,20 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Largest number of GPUs to use (default: one node).")
 @click.option(
-    "--micro-batch", type=click.IntRange(min=1), help="Fix the micro-batch size (default if it is not searched: 1)."
+    "--micro-batch",
+    type=click.IntRange(min=1),
+    help="Fix the micro-batch size. Without it, the search tries sizes, or uses 1 if --free leaves them out.",
 )
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
-    help="Fix the number of micro-batches per step (default if it is not searched: 1).",
+    help="Fix the number of micro-batches per step. Without it, the search tries numbers, or uses 1.",
 )
-@click.option("--zero-stage", type=click.IntRange(1, 3), help="Fix the ZeRO stage (default if it is not searched: 3).")
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="Fix the ZeRO stage. Without it, the search tries stages, or uses 3.",
+)
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
 @launched
