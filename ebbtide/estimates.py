@@ -23,20 +23,25 @@ MOST_WAYS = 3
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """An estimate of one training step, with memory in bytes per GPU and time in seconds.
+    """An estimate of one training step of a model on a GPU. Memory is in bytes per GPU, and time in
+    seconds.
 
     Attributes:
         strategy: Strategy that was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
         fits: True if GPU memory and host memory suffice.
-        iteration_s: Time of one optimizer step.
-        gpu: GPU memory at its peak, by kind: parameters, gradients, optimizer state, activations, buffers,
+        iteration_s: Seconds of one optimizer step, with its forwards and backwards.
+        gpu: Peak bytes of GPU memory by kind: parameters, gradients, optimizer state, activations,
+            buffers,
             reserved (the CUDA context).
-        host: Host memory at its peak, by kind.
-        gpu_limit_bytes, host_limit_bytes: Memory that may be used, after subtraction of the safety margin.
-        lacks: Lack of memory in words. Empty if the training fits.
-        nearest: Nearest changes with which the training fits, best first. Empty if it fits, or if none was
-            found.
-        notes: Assumptions of the estimate.
+        host: Peak bytes of host memory by kind.
+        gpu_limit_bytes, host_limit_bytes: Bytes of memory that training may use, after subtraction of
+            the margin that
+            stays free for safety.
+        lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
+        nearest: Smallest changes of the training, as sentences, with which it would fit into memory,
+            best first. Empty
+            if it fits already, or if no such change was found.
+        notes: Assumptions of the estimate, as sentences.
     """
 
     strategy: str
@@ -175,9 +180,10 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
-    """Yield changes with which training that does not fit into memory would fit, as sentences for the user.
+    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it
+    would fit.
 
-    If a plan fits and plain DeepSpeed does not, the only change is to train under a plan.
+    If the job fits under a plan and not with plain DeepSpeed, the only change is to train under a plan.
     """
     planned = None if strategy == "ebbtide" else _planned(job, machine)
     if planned is not None and planned.prediction is not None:
@@ -212,7 +218,9 @@ def _machine(gpu: "str | Machine") -> "Machine":
 
 
 def _rule(optimizer: Any) -> str:
-    """Return the simulator's name of an optimizer, such as "adam" for ``torch.optim.AdamW`` or DeepSpeedCPUAdam."""
+    """Return the simulator's name for the update rule of a torch optimizer, such as "adam" for
+    ``torch.optim.AdamW``.
+    """
     from ebbtide.simulator.rules import RuleError
     from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
@@ -229,7 +237,10 @@ def _rule(optimizer: Any) -> str:
 
 
 def _strategy(ds_config: Any) -> str:
-    """Return the strategy that a DeepSpeed config asks for: "ebbtide" (a plan), "stock" (offload) or "no_offload"."""
+    """Return the name of the offloading strategy that a DeepSpeed config sets: "ebbtide" (a plan), "stock"
+    (DeepSpeed's
+    own offloading) or "no_offload".
+    """
     config = _read(ds_config)
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if "ebbtide" in config:
@@ -250,7 +261,10 @@ def _read(ds_config: Any) -> Mapping[str, Any]:
 
 
 def _recomputed(model: Any) -> bool:
-    """Return True if a model recomputes activations in backward. Assumed for a config, which does not tell."""
+    """Return True if a model recomputes activations in backward, instead of storing them in forward.
+
+    A model's config does not tell, so True is returned for a config.
+    """
     if not hasattr(model, "modules"):
         return True
     switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]

@@ -62,24 +62,27 @@ def what_if(
     gpu_memory_bytes: Sequence[float] | None = None,
     **options: Any,
 ) -> "pd.DataFrame":
-    """Simulate every combination of the given values and return a row per point.
+    """Simulate every combination of strategies, GPU memory sizes and rates, and return a table with a row
+    for each.
 
-    ebbtide's row is the plan that `plan` decides on with little effort: subgroup sizes, early updates and memory
-    that stays free are the same.
+    For the strategy "ebbtide" the row is of the plan that a short search finds. The rules for subgroup
+    sizes, early
+    updates and memory that stays free are those of the function `plan`.
 
     >>> table = what_if(workload, machine, gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
     >>> len(table)
     8
 
     Args:
-        workload: Training run to simulate.
-        machine: Machine to simulate it on.
-        strategies: Names of the strategies to compare.
+        workload: Training job to simulate.
+        machine: Machine on which the job is simulated.
+        strategies: Names of the offloading strategies to compare.
         gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own.
-        options: Lists of values to try, as for `ebbtide.simulator.what_if`, which also describes the columns.
+        options: Lists of values to try, as for `ebbtide.simulator.what_if`, which also describes the
+            columns.
 
     Raises:
-        ValueError: an unknown strategy, option or field, or nothing to simulate.
+        ValueError: A strategy, an option or a field is unknown, or there is nothing to simulate.
     """
     from ebbtide.simulator.analysis.what_if import what_if as simulated
     from ebbtide.tuner.answer.even import quick_or_none

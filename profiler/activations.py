@@ -10,7 +10,7 @@ import torch
 class Activations(Protocol):
     """A counter of activation memory: the bytes that a forward pass keeps for its backward pass.
 
-    Hooks call it during a forward pass, on the training thread.
+    Hooks on the model's modules call the counter during a forward pass, on the training thread.
 
     Attributes:
         bytes_by_unit: Activation bytes by part of the model.
@@ -27,11 +27,14 @@ class Activations(Protocol):
 
 
 class SavedTensors:
-    """A counter of activation memory that adds up the tensors that autograd saves for backward.
+    """A counter of activation memory that adds up the bytes of the tensors that autograd saves for
+    backward.
 
-    Each storage counts once. Statistics of a GPU allocator are not needed. Parameters do not count, since ZeRO-3
-    releases them. Tensors saved between two parts of the model (such as added embeddings, or the loss) count for
-    the earlier part.
+    Tensors that share memory (a torch storage) count once, and parameters do not count, since ZeRO-3
+    releases them.
+    Tensors saved between two parts of the model (such as added embeddings, or the loss) count for the
+    earlier part.
+    This counter needs no statistics of a GPU allocator, so it works on a CPU too.
     """
 
     costly = True
@@ -69,18 +72,21 @@ class SavedTensors:
         return saved
 
     def _holds_parameter(self, start: int, end: int) -> bool:
-        """Return True if the storage of a model parameter starts in a range of memory addresses.
+        """Return True if a model parameter starts in the given range of memory addresses.
 
-        Only each parameter's own address is compared. Asking also for the address of its storage took a third of a
-        small model's forward time, since this runs for each saved tensor of a pass that is being timed.
+        Only the address of each parameter itself is compared. The check runs for each tensor saved in a
+        forward pass that
+        is timed, and looking up the address of each parameter's storage too took a third of a small model's
+        forward time.
         """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
 class AllocatorDeltas:
-    """A counter of activation memory that measures how much allocated GPU memory grows in each part of a model.
+    """A counter of activation memory that measures the growth of allocated GPU memory in each part of a
+    model's forward.
 
-    Parameters that ZeRO-3 has gathered in the meantime do not count.
+    Growth by parameters that ZeRO-3 has gathered in the meantime does not count.
 
     Args:
         in_use: Function that returns the allocated GPU memory in bytes.

@@ -1,4 +1,6 @@
-"""Profilers of a DeepSpeed engine during training, which ebbtide runs or the user's own loop runs."""
+"""Profilers of a live DeepSpeed engine, for training steps that ebbtide runs and for the user's own
+training loop.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,10 +51,12 @@ def profile_engine(
 
 
 class SampledProfile:
-    """A profile of a live DeepSpeed engine from chosen steps. The other steps run without measurement.
+    """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are
+    not measured.
 
-    Such a profile serves to compare a prediction with measurements on a machine that becomes faster or slower over
-    time. Profiled steps and undisturbed timed steps then alternate.
+    Profiled steps can alternate with undisturbed timed steps. So a prediction from the profile can be
+    compared with
+    measured times on a machine that becomes faster or slower over time.
 
     Raises:
         ValueError: The engine's configuration cannot be profiled.
@@ -80,7 +84,10 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload that all profiled steps together show. Do not profile an engine's first few steps.
+        """Return the workload (the planner's description of a training job) measured from all profiled steps
+        of an engine.
+
+        The engine's first few steps are slower and should not be profiled.
 
         Raises:
             ValueError: No step was profiled.

@@ -12,7 +12,11 @@ from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
 @dataclass(frozen=True)
 class Hardware:
-    """Facts about this machine's hardware that need no timing. ``warnings`` are about likely problems."""
+    """Facts about this machine's hardware that need no timing, such as its cores and the sizes of its
+    memories.
+
+    ``warnings`` holds sentences about likely problems with the hardware.
+    """
 
     cpu_name: str
     cores: int
@@ -26,7 +30,9 @@ class Hardware:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the hardware facts that identify a machine, as fields of a `Machine`."""
+        """Return a dict from field names of `Machine`, such as ``cpu_cores``, to facts about this machine's
+        hardware.
+        """
         return {
             "device_kind": "cuda" if self.gpu_name else "emulated",
             "device_name": self.gpu_name or self.cpu_name,
@@ -70,9 +76,11 @@ def _memlock() -> str:
 
 
 def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
-    """Return the cores of each NUMA node and the GPU's node, and warnings.
+    """Return the layout of this machine's NUMA nodes, as a dict of facts and a list of warnings.
 
-    A warning says that this process may run on another NUMA node than the GPU's.
+    The dict has the cores of each node (``numa_node0_cores`` ...) and, with several nodes, the node
+    that the GPU belongs
+    to (``gpu_numa_node``). There is a warning if this process may run on cores outside the GPU's node.
     """
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}

@@ -21,7 +21,9 @@ def host_bytes() -> int:
 
 
 def reset_host_peak() -> None:
-    """Reset the peak of this process's host memory that `host_peak_bytes` returns."""
+    """Reset the peak of this process's resident host memory, so that `host_peak_bytes` measures from now
+    on.
+    """
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
@@ -32,7 +34,7 @@ def host_peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Reset the peak of GPU memory that `peak_device_bytes` returns."""
+    """Reset the peak of tensor bytes in GPU memory, so that `peak_device_bytes` measures from now on."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

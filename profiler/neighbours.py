@@ -1,4 +1,6 @@
-"""A check for other programs that use this computer during a measurement, and for limits on its cores."""
+"""A check whether other programs or limits on the CPU cores have disturbed a measurement on this
+computer.
+"""
 
 import os
 import time

@@ -1,4 +1,6 @@
-"""Facts about a GPU from NVIDIA's management library (NVML): its link, its clocks and its other users."""
+"""Facts about a GPU from NVIDIA's management library (NVML): its PCIe link, clocks, and other programs
+that use it.
+"""
 
 import threading
 from dataclasses import dataclass, field

@@ -1,12 +1,15 @@
-"""Measurement of the workload of an unchanged training script.
+"""The program that profiles an unchanged training script: it runs the script and measures the script's
+workload.
 
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
-This module can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m ebbtide.profiler.script ...``
+The program can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m
+ebbtide.profiler.script ...``
 or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
 
-The module wraps ``deepspeed.initialize`` in order to profile the first steps of the script's engine. Then rank 0 writes
-the workload, and the script is stopped.
+It wraps ``deepspeed.initialize`` in order to profile the first training steps of the script's
+engine. Then rank 0
+writes the workload to the file, and the script is stopped.
 """
 
 import argparse
@@ -23,13 +26,17 @@ from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
-    """An error of a training script that was profiled: it gave no workload, or failed afterwards."""
+    """An error: no workload could be measured from a training script, or the script failed after the
+    measurement.
+    """
 
 
 class _StopError(BaseException):
-    """An exception that stops a training script in the middle of its own loop, once its profile is complete.
+    """An exception that stops a training script in the middle of its own loop, once its profile is
+    complete.
 
-    It is a BaseException, so that the script's handlers for Exception do not catch it.
+    The base class is BaseException, so that the script's handlers for Exception do not catch the
+    exception.
     """
 
 
@@ -101,9 +108,8 @@ class ProfiledScript:
         self._written = False
 
     def run(self, script: Path, arguments: list[str]) -> None:
-        """Run a training script until its workload is written.
-
-        If the profiler was told to go on, run the script to its end.
+        """Run a training script until its workload is measured and written, or to its end if the user asked
+        for that.
 
         Raises:
             ScriptError: The script ended too early, failed, or cannot be profiled.
@@ -127,7 +133,11 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Report this rank's number of profiled steps, and an error if any, to the process that started the ranks."""
+        """Write this rank's number of optimizer steps so far, and an error if any, to the rank's progress
+        file.
+
+        The process that started the profiled script's ranks reads these files.
+        """
         steps = max((profile.steps for profile in self._profiles), default=0)
         self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
 
@@ -203,7 +213,9 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """Destroy torch's process group. A rank that exits with an open group may fail after all work is done."""
+    """Destroy torch's process group before a rank exits. With an open group the exit may fail after all
+    work is done.
+    """
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,4 +1,6 @@
-"""The number of tokens in a forward pass, derived from the shapes of the model's inputs."""
+"""A function that derives the number of tokens in a forward pass from the shapes of the model's
+inputs.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

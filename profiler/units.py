@@ -1,4 +1,6 @@
-"""The parts of a model that are the layers of a workload: its blocks, and the other modules."""
+"""The division of a model into the parts that become layers of a workload: its blocks, and the other
+modules.
+"""
 
 from collections.abc import Sequence
 
@@ -6,10 +8,11 @@ import torch
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the parts of a model with separately timed forward, as path and module.
+    """Return the parts of a model for which forward is timed separately, as a list of pairs of path and
+    module.
 
-    The parts are the members of lists of blocks, and the other modules. A parameter belongs to the part with a
-    path that begins the parameter's name.
+    The parts are the members of lists of blocks (such as transformer layers), and the modules outside
+    such lists.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():
@@ -23,5 +26,11 @@ def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
-    """Return the path of the part that a parameter belongs to, given the parameter's name. "model" if to none."""
+    """Return the path of the part of a model to which a parameter belongs, or "model" if it belongs to
+    none.
+
+    Args:
+        parameter: Name of the parameter, which begins with the part's path.
+        unit_names: Paths of all parts, as from `units`.
+    """
     return next((unit for unit in unit_names if parameter.startswith(unit + ".")), "model")

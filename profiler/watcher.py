@@ -20,7 +20,8 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """The record of one profiled training step. Times are in seconds. On CUDA they are measured synchronized.
+    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations
+    with the GPU.
 
     Attributes:
         units: Forward seconds by part of the model, summed over all micro-batches.
@@ -103,7 +104,12 @@ class Watcher:
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record its time and memory peak for a phase of the training step, such as forward."""
+        """Call a function, and record the call's duration and memory peak under a phase of the training step.
+
+        Args:
+            phase: Name of the phase, such as ``forward`` or ``step``.
+            work: Function to call with the other arguments.
+        """
         self.trace.phase = phase
         self.note_memory()
         reset_peak()
@@ -222,7 +228,11 @@ class Watcher:
             self.note_memory()
 
     def note_memory(self, *, peak: bool = False) -> None:
-        """Record the memory in use now. With ``peak``, record the highest GPU memory since the phase began."""
+        """Record the GPU and host memory that this process uses now, in the record of the current training
+        step.
+
+        With ``peak``, record the highest GPU memory since the current phase (such as forward) began.
+        """
         trace = self.trace
         if not trace.began_s:
             return

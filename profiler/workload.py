@@ -177,10 +177,12 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
 
 def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
-    """Measure how many CPU seconds it takes to copy all gradients, and to compute their norm.
+    """Measure the CPU seconds for copying all gradients of a DeepSpeed optimizer, and the seconds for
+    their norm.
 
-    Only about 0.5 GiB of gradients is measured, and the times are scaled to all gradients. With their copies,
-    0.5 GiB exceeds most caches.
+    Only about 0.5 GiB of gradients is measured, and both times are scaled to all gradients. With their
+    copies, these
+    gradients exceed most CPU caches.
     """
     sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype

@@ -34,7 +34,8 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 def machine() -> Machine:
     """Return the made-up machine on which the training iterations in docs/iteration.png are simulated.
 
-    The machine's CPU and its GPU can each do about half of the optimizer update during the next forward.
+    Within one forward of the model, the machine's CPU or its GPU could do about half of the optimizer
+    update.
     """
     rates = {
         "h2d_bytes_per_s": 20e9,
@@ -75,9 +76,10 @@ def plan() -> Plan:
 
 
 def one_iteration(timeline: Timeline) -> Timeline:
-    """Return the second of three simulated training iterations as a timeline.
+    """Return a part of a simulated timeline, from the start of the second iteration's backward to the next
+    forward's end.
 
-    It reaches from the start of the first backward to the end of the next forward.
+    Times in the result count from that start, and ops that reach beyond the part are cut.
     """
     kept = [s for s in timeline.spans if s.iteration in (1, 2)]
     begin = min(s.start_s for s in kept if s.iteration == 1 and s.kind.value == "backward")

@@ -34,7 +34,9 @@ KNOTS = re.compile(
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the place and text of every docstring of a module, class or function in the project."""
+    """Yield the place ("FILE:LINE") and the text of every docstring of a module, class or function in the
+    project.
+    """
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -54,7 +56,9 @@ def begins_oddly(text: str) -> bool:
 def is_knotted(text: str) -> bool:
     """Return True if a docstring's first paragraph is hard to read.
 
-    It is if it has a relative clause such as "of which", or a word that hides its subject such as "whoever".
+    That is so if the paragraph has a relative clause such as "of which", or a word that hides its
+    subject such as
+    "whoever".
     """
     return bool(KNOTS.search(text.split("\n\n")[0]))
 
@@ -66,7 +70,8 @@ def newest_subject() -> str:
 
 
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
-    """Return a sentence for each limit that the docstrings or the newest commit's subject exceed.
+    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's
+    subject exceed.
 
     Args:
         found: Place and text of every docstring.
@@ -90,7 +95,9 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
 
 
 def main() -> None:
-    """Print which limits on docstrings and on the commit's subject are exceeded. Exit with 1 if any is."""
+    """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if
+    there are any.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--list", action="store_true", help="print every docstring that begins oddly or is hard to read"

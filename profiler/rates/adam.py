@@ -18,9 +18,8 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 
 
 class AdamBuffers:
-    """Buffers for a measured Adam update: the optimizer state of one subgroup, a bf16 gradient and a parameter.
-
-    The buffers are in host memory or on CUDA.
+    """Host or GPU buffers for timing an Adam update: a subgroup's optimizer state, a bf16 gradient and a
+    parameter.
     """
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
@@ -97,9 +96,9 @@ def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[
 
 
 def downcast(elements: int, budget_s: float) -> Quantity:
-    """Measure the conversion from fp32 to bf16 on the CPU in parameters per second.
+    """Measure how many parameters per second the CPU converts from fp32 to bf16.
 
-    DeepSpeed without ebbtide does this conversion after its CPU update.
+    DeepSpeed without ebbtide makes this conversion after the CPU has updated the fp32 parameters.
     """
     master = noise(elements)
     wire = torch.zeros(elements, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Measurement of how much one activity (such as a copy) slows down while another activity runs."""
+"""Measurement of the factor by which one activity (such as a copy) slows down while another activity
+runs.
+"""
 
 import statistics
 import threading
@@ -90,10 +92,11 @@ def _both_ways(pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: fl
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one CPU thread within the context.
+    """Limit torch to one CPU thread within the context, for a measurement while another activity runs.
 
-    With more threads, some would wait for one on a busy core, and the measurement would show the operating
-    system's scheduler instead of memory.
+    With more threads, some would wait for a thread on a busy core. The measurement would then show the
+    operating
+    system's scheduler instead of the contention for memory.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

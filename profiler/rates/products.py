@@ -11,7 +11,10 @@ CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach t
 
 
 def products(cuda: bool, budget_s: float) -> Quantity:
-    """Measure a large bf16 matrix product in floating-point operations per second, on the CPU without a GPU."""
+    """Measure the speed of a large bf16 matrix product in floating-point operations per second.
+
+    Without CUDA, the product runs on the CPU.
+    """
     side = CUDA_SIDE if cuda else HOST_SIDE
     a, b = (noise(side * side, _device(cuda)).view(side, side).sub_(0.5).bfloat16() for _ in range(2))
     out = torch.empty_like(a)

@@ -35,7 +35,9 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a measurement that several ranks run at the same time. Every rank receives them."""
+    """The settings of a measurement that several ranks run at the same time. Every rank process receives a
+    copy.
+    """
 
     ranks: int
     cores: int
@@ -55,7 +57,9 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Measured rates of one activity, such as copies: of rank 0 alone, and of all ranks at the same time."""
+    """Measured rates of one activity, such as copies: with rank 0 running alone, and with all ranks at the
+    same time.
+    """
 
     alone: list[float]
     together: list[list[float]]
@@ -96,7 +100,9 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raise ValueError unless the number of ranks is at least 2 and at most this machine's cores and GPUs."""
+    """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs,
+    on CUDA).
+    """
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"

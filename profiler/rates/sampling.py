@@ -72,7 +72,14 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return sentences on why the durations of a measurement are not reliable, or an empty list."""
+    """Return sentences on why repeats of a measurement are too few, too different or drifting, or an empty
+    list.
+
+    Args:
+        name: Name of the measurement, for the sentences.
+        durations_s: Seconds of each repeat.
+        least: Number of repeats below which there are too few.
+    """
     result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]

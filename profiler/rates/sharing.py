@@ -1,4 +1,6 @@
-"""A comparison of measured and simulated slowdown when two activities (such as a copy and CPU updates) overlap."""
+"""A comparison between measured and simulated slowdown of two activities (such as a copy and CPU
+updates) at once.
+"""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
@@ -16,7 +18,8 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Return the simulated speed of an activity while another one runs, divided by its speed alone.
+    """Return the simulated speed of an activity while another one runs, divided by the activity's speed
+    alone.
 
     Return None if the simulator cannot simulate one of the activities.
 
@@ -34,7 +37,10 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Return warnings about pairs of activities that slow each other down clearly more or less than simulated."""
+    """Return warnings about pairs of activities for which measured and simulated slowdown differ clearly.
+
+    Such a pair is, for example, a copy to the GPU and CPU updates at the same time.
+    """
     result = []
     for name, measured in machine.contention.items():
         work, _, neighbour = name.partition("_while_")
@@ -49,12 +55,16 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """Return a machine that simulates as much slowdown by checkpoint writes as was measured.
+    """Return a copy of a machine for which the simulator predicts the measured slowdown by checkpoint
+    writes.
 
-    The CPU time that writing takes per byte is set. A writer's own thread takes some, but training loses more
-    than that, since the operating system and the disk's driver also use cores. The measured slowdown of CPU
-    updates shows the total. If forward and backward run on the CPU, their slowdown is used instead. The CPU time
-    is never below that of the writer's thread, and is unchanged if no slowdown was measured.
+    The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own
+    thread takes
+    some CPU time, but training loses more, since the operating system and the disk's driver also use
+    cores. So the CPU
+    time follows from the measured slowdown of CPU updates, or of forward and backward if these run on
+    the CPU. The CPU
+    time is never below that of the writer's thread, and is unchanged if no slowdown was measured.
     """
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)

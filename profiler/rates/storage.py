@@ -59,10 +59,11 @@ class StorageRates:
 
 
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
-    """Measure the storage in a folder with a temporary file of up to ``size_bytes``.
+    """Measure how fast checkpoints can be written to and read from a folder, with a temporary file there.
 
-    O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache. The file
-    is always removed, also after an error.
+    O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache.
+    The file of up to
+    ``size_bytes`` is always removed, also after an error.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -102,10 +103,12 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Measure a drive that would hold optimizer state during training.
+    """Measure the read and write rates of a drive that would hold optimizer state during training.
 
-    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from and to
-    uncached memory, through consecutive parts of a file of up to ``size_bytes``, so that no block is read right
+    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from
+    and to
+    uncached host memory, through consecutive parts of a file of up to ``size_bytes``, so that no block
+    is read right
     after it was written.
 
     Raises:
@@ -162,9 +165,9 @@ def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
 
 
 def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
-    """Return the speed of reads and writes that run at the same time, relative to reads and writes alone.
+    """Return the rate of concurrent reads and writes of a drive, divided by the sum of both rates alone.
 
-    The longer one runs alone at the end, which is taken into account.
+    The time at the end in which only the slower one of both still runs is not counted as concurrent.
 
     Args:
         at_once_s: Seconds until both a read and a write of the file that started together have ended.
@@ -176,7 +179,8 @@ def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
-    """Return a file size that the disk can write `LEAST_FILES` times within ``share_s`` seconds.
+    """Return the size in bytes of a test file that a disk can write `LEAST_FILES` times within ``share_s``
+    seconds.
 
     The size is at most ``size_bytes``.
     """
@@ -281,7 +285,7 @@ class FileToWrite:
         ctypes.memmove(_address(block), source, BLOCK_BYTES)
 
     def close(self) -> None:
-        """Release the host memory from which a measurement of a drive's speed has written its temporary file."""
+        """Release the host memory that holds the data for a disk measurement's temporary file."""
         for held in (self._memory, *self._buffers.values()):
             if held is not None:
                 held.close()
