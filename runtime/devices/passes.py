@@ -111,8 +111,15 @@ class WatchedPasses:
         self._now: _Noted | None = None
 
     def begins(self, kind: OpKind, iteration: int) -> None:
-        """Record the start of a forward or backward, if it is the first one of its kind in an iteration."""
-        if (kind, iteration) in self._noted:
+        """Record the start of a pass of an iteration.
+
+        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one, which
+        was an evaluation or has failed. Of the other kinds, the first pass that does not fail is recorded.
+        """
+        before = self._noted.get((kind, iteration))
+        if kind == OpKind.FORWARD and (OpKind.BACKWARD, iteration) in self._noted:
+            return
+        if kind != OpKind.FORWARD and before is not None and before.end is not None:
             return
         # Hooks of backward run with DeepSpeed's reduction stream as the current one.
         self._stream = next(iter(self._device.training_streams()), None)
@@ -140,6 +147,10 @@ class WatchedPasses:
         """
         if self._now is not None and places:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
+
+    def forget(self, iteration: int) -> None:
+        """Drop the passes of an iteration."""
+        self._noted = {key: noted for key, noted in self._noted.items() if key[1] != iteration}
 
     def passes(self) -> list[Pass]:
         """Return the recorded passes that the GPU has finished."""

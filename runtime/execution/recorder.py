@@ -83,6 +83,11 @@ class Recorder:
         """Stop the detailed record, and drop it."""
         self.device.watched = None
 
+    def forget_step(self) -> None:
+        """Drop the detailed record of the latest step, if steps are watched."""
+        if self.device.watched is not None:
+            self.device.watched.forget(self.iteration - 1)
+
     def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
         """Record that backward has computed the gradient of a parameter, if steps are watched.
 

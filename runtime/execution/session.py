@@ -510,6 +510,7 @@ class Session:
             self.executor.wait_all()
         finally:
             self.closed = True
+            self.recorder.unwatch()  # the device may serve another engine
             self.executor.close()
             if self._store is not None:
                 self._store.close()

@@ -78,15 +78,16 @@ class _Automatic:
 
     def on_step(self) -> None:
         if self.session.set_aside is not None:
+            self.session.recorder.forget_step()
             return
         self.steps += 1
         if self.steps != WATCHED_STEPS:
             return
         own = self.session
-        timeline, passes = own.timeline(), own.recorder.passes()
-        own.recorder.unwatch()
+        timeline = own.timeline()
         current, machine = own.plan.model_copy(update={"overlap_forward": own.overlaps}), self.machine
-        seen = attempted(lambda: observed_workload(own.engine, passes))
+        seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes()))
+        own.recorder.unwatch()
         if None in gathered(seen) or seen is None:  # on one rank: no rank plans
             own.switch(current)
             return

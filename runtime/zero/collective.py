@@ -140,7 +140,7 @@ class _Ask:
         self.waiting: list[Any] = []
         self.handles: dict[Any, private.Handle] = {}
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
-        self._copied: dict[Any, list[Completion]] = {}  # what the gather of each has waited for
+        self._copied: dict[int, list[Completion]] = {}  # what each gather has waited for, by its handle's id
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
         private.mark_in_flight(params)
@@ -159,17 +159,18 @@ class _Ask:
             self._executor.wait_parameters(self._partitions.subgroups(params))
             self._bring(params)
             copies = {p: self._copies.pop(p) for p in params if p in self._copies}
-            for param, (_, ends) in copies.items():
+            for _, ends in copies.values():
                 self._executor.device.training_waits(ends)
-                self._copied[param] = ends
             with private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}):
                 handle = self._gather(params)
+        self._copied[id(handle)] = [end for _, ends in copies.values() for end in ends]
         self.handles |= dict.fromkeys(params, handle)
         self.waiting = [p for p in self.waiting if p not in self.handles]
 
     def wait(self, param: Any, **options: Any) -> None:
-        self._executor.device.will_wait(self._copied.pop(param, ()))
-        self.handles[param].wait(**options)
+        handle = self.handles[param]
+        self._executor.device.will_wait(self._copied.pop(id(handle), ()))
+        handle.wait(**options)
 
 
 class _Gathering:

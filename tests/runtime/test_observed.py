@@ -1,6 +1,7 @@
 """The workload and the rates that ``plan="auto"`` reads off the steps that it watches."""
 
 import random
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from ebbtide.runtime.execution.gradients import ParameterSlice
 from ebbtide.runtime.replan.auto import better_plan, host_plan
 from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
 from ebbtide.runtime.zero.attach import piece_elements
+from ebbtide.runtime.zero.collective import _Ask
 from ebbtide.simulator import Machine, OpKind, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.update.footprint import footprint
@@ -244,9 +246,10 @@ def test_steps_of_many_micro_batches_are_seen(only_rank):
     own = engine.optimizer._ebbtide
     own.recorder.watch()
     train(engine, 3 * 40)
-    seen = observed_workload(own.engine, own.recorder.passes())
+    passes = own.recorder.passes()
+    seen = observed_workload(own.engine, passes)
     engine.destroy()
-    assert [p.iteration for p in own.recorder.passes()] == [0, 0, 1, 1, 2, 2]
+    assert [p.iteration for p in passes] == [0, 0, 1, 1, 2, 2]
     assert seen.forward_s > 0
     assert seen.backward_s > 0
     assert seen.params == sum(own.engine.sizes())
@@ -274,4 +277,108 @@ def test_what_cannot_be_read_off_the_watched_steps_ends_no_run(only_rank, monkey
     train(engine, 5)
     assert "planning from observed steps failed" in caplog.text
     assert engine.optimizer._ebbtide.plan.overlap_forward
+    engine.destroy()
+
+
+def _seen(recorder, kind):
+    return [p for p in recorder.passes() if p.kind == kind]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage):
+    engine = start(stage=stage)
+    ebbtide.runtime.attach(engine, _plan(engine))
+    recorder = engine.optimizer._ebbtide.recorder
+    recorder.watch()
+    evaluated = []
+
+    def evaluate(engine, number):
+        with torch.no_grad():
+            engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
+        evaluated.append(time.perf_counter())
+
+    train(engine, 3, each=evaluate)
+    seen = _seen(recorder, OpKind.FORWARD)[:3]
+    engine.destroy()
+    assert [p.iteration for p in seen] == [0, 1, 2]
+    for before_s, one in zip(evaluated[:-1], seen[1:], strict=True):
+        assert before_s <= one.start_s, "the evaluation came first"
+
+
+def test_a_pass_that_fails_is_recorded_anew():
+    """A script may catch an error of its forward or backward, and run it again."""
+    watched, place = WatchedPasses(Device()), Place(0, 0, 1)
+    watched.begins(OpKind.FORWARD, 0)  # fails
+    forward_s = time.perf_counter()
+    watched.begins(OpKind.FORWARD, 0)
+    watched.ends(OpKind.FORWARD)
+    watched.begins(OpKind.BACKWARD, 0)
+    watched.made([place])  # fails
+    watched.begins(OpKind.FORWARD, 0)
+    watched.ends(OpKind.FORWARD)
+    backward_s = time.perf_counter()
+    watched.begins(OpKind.BACKWARD, 0)
+    watched.ends(OpKind.BACKWARD)
+    forward, backward = watched.passes()
+    assert forward.kind == OpKind.FORWARD
+    assert forward_s <= forward.start_s
+    assert backward_s <= backward.start_s
+    assert not backward.made
+
+
+def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
+    """The gather of several parameters begins when all of them have come in."""
+    waited, names = [], ["first", "second", "apart"]
+    held = torch.zeros(1)
+    held.final_location = "cpu"
+    params = [type(name, (), {"ds_tensor": held, "ds_secondary_tensor": None})() for name in names]
+    device = SimpleNamespace(will_wait=waited.extend, training_waits=lambda ends: None)
+    partitions = SimpleNamespace(
+        subgroups=lambda params: [],
+        live_on_host=lambda param, executor: True,
+        bring=lambda params, executor: {p: (torch.zeros(1), [type(p).__name__]) for p in params},
+    )
+    executor = SimpleNamespace(device=device, wait_parameters=lambda subgroups: None)
+    ask = _Ask(partitions, lambda params: SimpleNamespace(wait=lambda: waited.append("gather")), executor)
+    ask.launch(params[:2])
+    ask.launch(params[2:])
+    for param in params:
+        ask.wait(param)
+    assert waited == ["first", "second", "gather", "gather", "apart", "gather"]
+
+
+def test_an_engine_that_is_destroyed_leaves_no_recorder_to_the_next(only_rank):
+    device = slowed(None, None)
+    engine = start()
+    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"), device=device)
+    train(engine, 2)
+    assert device.watched is not None
+    engine.destroy()
+    assert device.watched is None
+
+
+def test_steps_under_a_temporary_plan_are_not_watched(only_rank):
+    """However many there are, none of them is kept, nor planned with."""
+    engine = start()
+    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
+    recorder = engine.optimizer._ebbtide.recorder
+    train(engine, 2)
+    engine.optimizer.offload_states()
+    train(engine, 3)
+    engine.optimizer.reload_states()
+    train(engine, 1)
+    seen = _seen(recorder, OpKind.BACKWARD)
+    engine.destroy()
+    assert [p.iteration for p in seen] == [0, 1, 5]
+
+
+def test_times_that_cannot_be_read_end_no_run(only_rank, monkeypatch, caplog):
+    monkeypatch.setattr(WatchedPasses, "passes", lambda _: 1 / 0)
+    engine = start()
+    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
+    train(engine, 5)
+    assert "planning from observed steps failed" in caplog.text
+    own = engine.optimizer._ebbtide
+    assert own.plan.overlap_forward
+    assert own.device.watched is None
     engine.destroy()
