@@ -1,4 +1,4 @@
-"""Setup of all tests: few threads, ninja on PATH, and one DeepSpeed rank for tests that need it."""
+"""Setup of all tests: few threads, ninja on PATH, and one rank of a DeepSpeed job for tests that need it."""
 
 import atexit
 import json
@@ -141,7 +141,9 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(items):
-    """Sort the tests so that the files in `FIRST` come first, without changing any other order."""
+    """Sort pytest's list of tests so that the test files in `FIRST` come first. All other tests keep their
+    order.
+    """
     first = {f"tests/{name}": rank for rank, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
@@ -153,8 +155,8 @@ def pytest_collection_finish():
 def one_thread():
     """Set torch to one thread for the tests of this process.
 
-    A second thread takes a twelfth more CPU time for matrix products as small as those of the tests.
-    Threads that the runtime starts use OMP_NUM_THREADS.
+    With a second thread, matrix products as small as those of the tests take a twelfth more CPU time. The
+    threads that ebbtide's runtime starts take their number from OMP_NUM_THREADS.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
@@ -167,14 +169,16 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 @pytest.fixture(autouse=True)
 def as_many_threads():
-    """Reset torch's number of threads after each test, because the bits of matrix products depend on it."""
+    """Reset torch's number of threads after each test, because the bits of a matrix product's result depend on
+    the number.
+    """
     yield
     one_thread()
 
 
 @pytest.fixture(scope="session")
 def deepspeed_ops():
-    """Compile DeepSpeed's host ops once, which takes about a minute on a fresh machine."""
+    """Compile DeepSpeed's ops for the CPU once per test run, which takes about a minute on a fresh machine."""
     from studies.bench.deepspeed_ops import build_host_ops
 
     build_host_ops()
@@ -182,7 +186,9 @@ def deepspeed_ops():
 
 @pytest.fixture(scope="session")
 def only_rank(deepspeed_ops):
-    """Make this process the only rank of a job, so that ``deepspeed.initialize`` works in it."""
+    """Make this test process the only rank of a torch.distributed job, so that ``deepspeed.initialize`` works
+    in it.
+    """
     import deepspeed
     import torch.distributed
 

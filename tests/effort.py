@@ -1,4 +1,4 @@
-"""A reduced effort of the plan search for most tests."""
+"""A fixture that reduces the effort of the plan search for most tests."""
 
 import pytest
 from ebbtide.tuner.placements.search import Search

@@ -8,7 +8,9 @@ GIB = 2**30
 
 
 def _made(rates, facts, changes):
-    """Return a machine with the given rates and facts. Rates that are plain numbers become exact quantities."""
+    """Return a simulated machine with the given rates and facts. Rates that are plain numbers become
+    quantities without uncertainty.
+    """
     values = {k: changes.pop(k, v) for k, v in rates.items()}
     exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
     return Machine(**{**facts, **exact, **changes})
@@ -43,9 +45,10 @@ def machine(**changes):
 
 
 def node(**changes):
-    """Return a typical node in round numbers, with a link of 50 GB/s and DRAM of 200 GB/s.
+    """Return a typical simulated machine in round numbers, with 50 GB/s between host and GPU and 200 GB/s of
+    DRAM.
 
-    `Machine` derives the rates that are not given here from these.
+    `Machine` derives from these two the rates that are not given here.
     """
     rates = {
         "h2d_bytes_per_s": 50e9,

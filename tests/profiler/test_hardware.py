@@ -133,8 +133,9 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
 
 
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
-    """Check that a low memlock limit is reported as a fact and not as a warning. The GPU driver does not
-    charge locked pages to the limit, so every container would get the warning.
+    """Check that the profiler reports a low limit of locked memory (memlock) as a fact and not as a warning.
+    The GPU driver does not charge page-locked memory to this limit, so the warning would appear in every
+    container.
     """
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
     found = hardware.look(cuda=False)
@@ -164,8 +165,9 @@ def host_tree(root, busy, stolen=0, throttled=0, hot=0):
     ],
 )
 def test_neighbours_of_the_host_are_noticed(tmp_path, monkeypatch, after, messages):
-    """Check the warnings about other processes on the host. In ten seconds two cores have 20 s of CPU time,
-    and this process used one of them: with 10 s busy, other processes used 9 of 20 s, which is 45%.
+    """Check the profiler's warnings about CPU time that other processes on the host take. In ten seconds two
+    cores have 20 s of CPU time. The cores were busy for 10 s in all, 1 s of it for this process, so others
+    used 9 of 20 s: 45%.
     """
     clock, own = iter([0.0, 10.0]), iter([5.0, 6.0])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(clock))

@@ -1,4 +1,6 @@
-"""Tests of scripts that `tune profile --train-script` starts under the real launchers."""
+"""Tests of training scripts that `tune profile --train-script` starts under real launchers such as
+torchrun.
+"""
 
 import json
 import subprocess
@@ -42,7 +44,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tune(tmp_path, child_environment, deepspeed_ops):
-    """Return a function that runs `tune` in a temporary folder."""
+    """Return a function that runs `tune`, with given arguments, in a temporary folder and returns the
+    completed process.
+    """
 
     def run(*words, start=("-m", "ebbtide.tuner.cli")):
         environment = {**child_environment, "OMP_NUM_THREADS": "1"}
@@ -68,8 +72,8 @@ def written(tmp_path, *, required=False, crash=-1):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_under_a_launcher(tune, tmp_path, launcher):
-    """Check the profile of two ranks under each launcher. The script gets the deepspeed launcher's
-    --local_rank, and only one file is written.
+    """Check the workload profile of a script on two ranks under each launcher. The script gets the argument
+    --local_rank of the deepspeed launcher, and only one workload file is written.
     """
     script = written(tmp_path, required=launcher == "deepspeed")
     done = tune(
@@ -111,8 +115,8 @@ def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
 
 @pytest.mark.slow
 def test_going_on_shows_what_the_script_prints(tune, tmp_path):
-    """Check where the output of a script goes under `tune profile --continue`. `test_script.py` checks how
-    the script goes on.
+    """Check that `tune profile --continue` prints the script's output to standard output, and the traceback of
+    an error in the script to standard error.
     """
     (tmp_path / "train.py").write_text("import sys\nprint('so', *sys.argv[1:])\nraise KeyError(7)")
     words = ("profile", "--train-script", "train.py", "--launcher", "none", "--continue")
@@ -171,8 +175,8 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Check that `tune profile --ranks 2 --json` prints only the machine to standard output, although
-    DeepSpeed logs to standard output too.
+    """Check that `tune profile --ranks 2 --json` prints only the machine's JSON to standard output, although
+    DeepSpeed also writes log lines to standard output.
     """
     done = tune(
         "profile",

@@ -1,4 +1,6 @@
-"""Tests of every measurement at a tiny size: the structure, the source and the clean-up, but never a time."""
+"""Tests of each measurement of the profiler at a tiny size: its structure, its source and its clean-up,
+but never the measured time.
+"""
 
 import os
 from pathlib import Path
@@ -25,9 +27,7 @@ def test_repeats_are_at_least_five_and_leave_out_the_warm_up():
 
 
 def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
-    """Check that a very slow measurement is repeated less often and is reported as doubtful. A profile takes a
-    minute at most, even on a slow disk.
-    """
+    """Check that the profiler repeats a very slow measurement only twice and reports the result as doubtful."""
     now = iter(range(0, 1000, 2))
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(now))
     durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
@@ -136,15 +136,17 @@ def test_storage_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)])
 def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
-    """Check by which factor reads and writes slow each other down. Reads of 1 s and writes of 3 s take
-    1 s / factor side by side, and then 2 s for the rest of the writes: 4 s mean a factor of 0.5.
+    """Check the factor by which simultaneous reads and writes of a drive slow each other down. Alone, the
+    reads take 1 s and the writes 3 s. Together they take 1 s / factor, and then 2 s for the rest of the
+    writes: 4 s in all mean a factor of 0.5.
     """
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
 
 def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):
-    """Check that a measured checkpoint writer gathers its data from much more memory than its buffer, as the
-    runtime's writers do. A hash of one buffer again and again would find the data in a cache.
+    """Check that the profiler's checkpoint writer takes its data from far more memory than one buffer, as the
+    runtime's writers do. If it hashed the same buffer again and again, the data would come from a CPU
+    cache.
     """
     path = tmp_path / "written"
     with storage.file_to_write(path, 3 * storage.BLOCK_BYTES) as file:
@@ -159,8 +161,8 @@ def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tm
 
 
 def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
-    """Check that a drive is measured as the store of optimizer state uses it: with as many blocks under way
-    as the store has, and reading the whole file each time.
+    """Check that the profiler measures a drive as ebbtide's store of optimizer state uses it: with as many
+    blocks being read or written at once, and with reads of the whole file.
     """
     size = 6 * storage.BLOCK_BYTES
     found = storage.measure_drive(tmp_path / "new", size, 0.05)
@@ -178,8 +180,9 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Check that a measurement of simultaneous reads and writes never reads what it has just written. The measurement
-    goes through the file part after part, and each write comes from another place in memory.
+    """Check that the profiler's measurement of simultaneous reads and writes of a drive never reads a block
+    that it has just written. The measurement goes through the file part after part, and each written block
+    comes from another place in memory.
     """
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:

@@ -1,5 +1,5 @@
-"""Tests of a profile of an engine that a script trains: the profile is taken step by step, and the engine is left
-unchanged.
+"""Tests of the profile that the profiler takes, step by step, of a DeepSpeed engine while a script trains
+it. The engine is left unchanged.
 """
 
 from collections import defaultdict
@@ -33,8 +33,8 @@ def train(engine, steps, first=0):
 
 
 def test_each_step_is_filed_in_its_own_trace(engine):
-    """Check that each step's time is in the trace of this step. In an earlier version the time was in the next step's
-    trace, and the first trace had none.
+    """Check that the profiler files the measured time of each training step in this step's trace. In an
+    earlier version the time was in the next step's trace, and the first trace had none.
     """
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)
@@ -46,8 +46,8 @@ def test_each_step_is_filed_in_its_own_trace(engine):
 
 
 def test_memory_is_sampled_while_nothing_is_called(engine):
-    """Check that a thread samples memory while no hook of the engine is called: points recorded between the
-    hooks can only come from this thread.
+    """Check that a thread of the profiler samples memory while no hook of the engine is called: samples
+    recorded between two hook calls can only come from this thread.
     """
     profile = PassiveProfile(engine, 1)
     train(engine, WARMUP_STEPS)

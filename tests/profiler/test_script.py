@@ -20,8 +20,8 @@ STEPS = "for step in range({n}): train_step(engine, batches.at(step))\n"
 
 @pytest.fixture
 def profiled(only_rank, tmp_path):
-    """Return a function that profiles a script, given its text, and returns the path of the workload file. The
-    function's attributes then hold this path and the reported progress.
+    """Return a function that profiles a training script, given its text, and returns the path of the workload
+    file. The function's attributes ``out`` and ``progress`` then hold this path and the reported progress.
     """
 
     def run(text, *, go_on=False, iterations=1, rank=0):

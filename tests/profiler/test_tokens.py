@@ -1,4 +1,6 @@
-"""Tests of the token count, which is read from the shapes of the inputs or left open."""
+"""Tests of the token count of a profiled training step, which is read from the shapes of the model's
+inputs or left open.
+"""
 
 import pytest
 import torch

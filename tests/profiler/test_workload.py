@@ -1,4 +1,4 @@
-"""Tests of the workload that the profiler reads from a live engine."""
+"""Tests of the workload that the profiler reads from a DeepSpeed engine in training."""
 
 import itertools
 from types import SimpleNamespace
@@ -49,8 +49,9 @@ def test_a_live_engine(only_rank, accumulation):
 
 
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
-    """Check the time of the gradient path: a device-to-host copy for each micro-batch, and a norm, each 1 s for
-    a subgroup. If only a part of the gradients is measured, the time is scaled up to all of them.
+    """Check the profiled time of gradients on their way to the host: for each subgroup 1 s for the
+    device-to-host copy of each micro-batch, and 1 s for the norm. If only a part of the gradients is
+    measured, the time is scaled up to all of them.
     """
     clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
     optimizer = SimpleNamespace(fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16)
@@ -63,8 +64,9 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
 
 @pytest.mark.parametrize("reuse", [0, 10**9])
 def test_what_a_live_engine_gathers_again(only_rank, reuse):
-    """Check which parameters a live ZeRO-3 engine gathers again for the backward. Norms and biases stay until the end
-    of the step, and other parameters stay if DeepSpeed uses them again soon enough.
+    """Check which parameters the profiler records as gathered again for backward by a ZeRO-3 engine. Norms and
+    biases stay gathered until the end of the step, and other parameters stay if DeepSpeed uses them again
+    soon enough.
     """
     engine = start(
         stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1

@@ -1,4 +1,6 @@
-"""Training with ``plan="auto"`` on two ranks of a container with a memory limit, run by torchrun."""
+"""Training with ``plan="auto"`` on two ranks in a simulated container with a memory limit, run by
+torchrun.
+"""
 
 import json
 import sys
@@ -20,7 +22,9 @@ LIMIT_BYTES, USED_BYTES = 2**30, 2**29
 
 
 def contained(folder):
-    """Let this process look as if it ran in a container whose control group limits its memory."""
+    """Simulate a container: write the files of a control group that limits memory below a folder, and make
+    ebbtide read them in place of the system's.
+    """
     group = folder / "sys/fs/cgroup/job"
     (folder / "proc/self").mkdir(parents=True, exist_ok=True)
     group.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,9 @@ from tests.runtime import fake_cuda
 
 @pytest.fixture(autouse=True)
 def quick_collections():
-    """Speed up the garbage collections that DeepSpeed runs for every engine."""
+    """Exclude all present objects from garbage collection, so that the collections that DeepSpeed runs for
+    every engine are fast.
+    """
     if "deepspeed.runtime.engine" in sys.modules:
         freeze_heap()
 
@@ -30,7 +32,9 @@ def dynamo(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Run `CudaDevice` on a fake torch.cuda. A violation of CUDA's rules fails the test."""
+    """Run `CudaDevice`, the runtime's GPU device, on a fake torch.cuda. A violation of CUDA's rules fails the
+    test.
+    """
     made = fake_cuda.install(monkeypatch)
     yield made
     made.close()
@@ -39,6 +43,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def late_deepspeed(fake, monkeypatch):
-    """Make DeepSpeed's own streams run late too, on the fake torch.cuda."""
+    """Make DeepSpeed's own CUDA streams run their work late, as ebbtide's streams do on the fake torch.cuda."""
     fake_cuda.install_under_deepspeed(monkeypatch, fake)
     return fake

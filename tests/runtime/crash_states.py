@@ -1,8 +1,8 @@
-"""Every state that a crash can leave on disk, after Pillai et al., "All File Systems Are Not Created
-Equal" (ALICE, OSDI 2014).
+"""Every state that a crash during a save can leave on disk, after Pillai et al., "All File Systems Are Not
+Created Equal" (ALICE, OSDI 2014).
 
-The system calls of a save are recorded. For each prefix of the calls, synced data is on disk, and
-any part of the other data may be. A folder is built and opened for each such state.
+The system calls of a save are recorded. For each prefix of the calls, synced data is on disk, and any
+part of the other data may be. A folder is built and opened for each such state.
 """
 
 import os
@@ -23,7 +23,7 @@ RANDOM_SUBSETS = 4
 
 @dataclass
 class Op:
-    """A recorded system call.
+    """A recorded system call of a save.
 
     Attributes:
         touches: Inode that has to be synced to make the call durable.
@@ -93,7 +93,7 @@ class Disk:
 
 
 class RecordingFiles(Files):
-    """File operations that make the real calls and record each change by inode."""
+    """File operations that make the real system calls and record each change of the filesystem with its inode."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -175,7 +175,9 @@ class RecordingFiles(Files):
 
 
 def crash_states(ops, seed):
-    """Yield (disk, committed steps) for every prefix of the recorded calls and many choices of unsynced calls."""
+    """Yield (disk, number of commits) for every prefix of the recorded system calls, and for many choices of
+    the calls in it that were not synced but reached the disk.
+    """
     rng = random.Random(seed)
     for end in range(len(ops) + 1):
         prefix = ops[:end]

@@ -23,7 +23,9 @@ BLOCK = 16384
 
 
 class FaultyFiles(Files):
-    """File operations that count the system calls and fail at the n-th call, or at all calls from the n-th on."""
+    """File operations of a checkpoint save that count the system calls. They fail at the n-th call, or at all
+    calls from the n-th on.
+    """
 
     def __init__(self, at=None, error=errno.EIO, *, short=False, lasting=False):
         self.at, self.error, self.short, self.lasting = at, error, short, lasting
@@ -48,9 +50,11 @@ class FaultyFiles(Files):
 
 
 class Gate(Files):
-    """File operations that pause at a named point of a save until the test opens the gate.
+    """File operations of a checkpoint save that pause at a named point of the save until the test opens the
+    gate.
 
-    After the pause they call ``then``, which may do nothing, raise an error or kill the process.
+    After the pause they call the function ``then``, which may do nothing, raise an error or kill the
+    process.
     """
 
     def __init__(self, at, then=lambda: None):
@@ -65,7 +69,8 @@ class Gate(Files):
 
 
 class Bench:
-    """A saver of state dicts without a training engine, with ebbtide's real block writer, commit and retention.
+    """A helper that saves checkpoints of state dicts without a training engine, with ebbtide's real block
+    writer, commit and retention.
 
     It saves as one rank unless `begin` is given another rank and world size.
     """
@@ -134,7 +139,9 @@ class Bench:
         return Job(attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced)
 
     def save(self, state, tag=None, **options):
-        """Save a state dict and wait for the commit. If the save fails, raise its error."""
+        """Save a state dict as a checkpoint and wait until the checkpoint is committed. If the save fails, raise
+        its error.
+        """
         job = self.begin(state, tag, **options)
         job.start()
         assert job.wait(60)

@@ -1,5 +1,5 @@
-"""Tests of other code that meets a checkpoint in progress: readers of its files, forked child processes, a
-trainer, and the end of the process.
+"""Tests of other code during a checkpoint save: readers of the checkpoint's files, forked child processes,
+a trainer, and the exit of the process.
 """
 
 import contextlib
@@ -75,9 +75,9 @@ def test_through_a_symbolic_link_too(tmp_path):
 
 
 def test_who_moves_two_checkpoints_at_once_waits_for_both(tmp_path):
-    """Check that renaming a folder with two checkpoints in progress waits until both are committed.
+    """Check that renaming a folder that holds two unfinished checkpoints waits until both are committed.
 
-    The first checkpoint leaves the list of checkpoints in progress while the rename waits for it.
+    The first checkpoint leaves ebbtide's list of unfinished checkpoints while the rename waits for it.
     """
     gates = [Gate("payload_fsynced") for _ in range(2)]
     flying = [
@@ -213,7 +213,8 @@ def never_returns():
 
 
 def in_a_child(work, *, stock=True):
-    """Fork a child that runs ``work``, and return its process id and a pipe when ``work`` reports readiness.
+    """Fork a child process that runs ``work``. Return its process id and the pipe through which ``work``
+    reports that it is ready.
 
     Args:
         stock: Whether the child restores the default action of SIGTERM, so that the signal ends it whatever

@@ -125,9 +125,9 @@ def test_two_ranks_commit_together(tmp_path):
 
 
 def test_no_rank_has_saved_before_latest_is_written(tmp_path):
-    """Check that a save ends on no rank before rank 0 has written the file ``latest``.
+    """Check that no rank's save of a checkpoint ends before rank 0 has written the file ``latest``.
 
-    DeepSpeed's own save ends in a barrier, so code after it may read the folder on any rank.
+    DeepSpeed's own save ends in a barrier, so code after a save may read the folder on any rank.
     """
     gate = Gate("latest_written")
     folder, jobs = two_ranks(tmp_path, gate, begin_only={0, 1})
@@ -143,11 +143,12 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
 
 
 def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
-    """Check that a save succeeds if rank 0 commits while rank 1 is still in the call that publishes its vote.
+    """Check that a save succeeds if rank 0 commits the checkpoint while rank 1 is still in the call that
+    publishes its vote.
 
-    With its vote a rank reports that its files are on disk. In an earlier version the rank synced the hidden folder
-    after its vote. If rank 0 had renamed the folder by then, the rank took the checkpoint for failed, and the other
-    ranks waited in their collectives for ever.
+    With its vote a rank reports that its files are on disk. In an earlier version the rank synced the
+    hidden folder after its vote. If rank 0 had renamed the folder by then, the rank took the checkpoint for
+    failed, and the other ranks waited in their collectives for ever.
     """
     gate = Gate("vote_renamed")
     folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})
@@ -184,10 +185,11 @@ class HeldWrites(Files):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
-    """Check that a cancelled save ends as cancelled on both ranks, also if one of them had voted already.
+    """Check that a cancelled save of a checkpoint ends as cancelled on both ranks, also if one rank had
+    already voted to commit.
 
-    With the policy ``busy: replace``, the rank that had voted used to report the other rank's cancellation as
-    a failure, which ended the training.
+    With the policy ``busy: replace``, the rank that had voted used to report the other rank's cancellation
+    as a failure, which ended the training.
     """
     held = HeldWrites()
     files = (None, held) if late else (held, None)
@@ -341,9 +343,10 @@ def test_a_full_tmpfs(small_tmpfs):
 
 
 def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(tmp_path):
-    """Check that a rank which looks for the latest checkpoint before ``latest`` is written still finds it.
+    """Check that a rank that looks for the newest checkpoint before the file ``latest`` is written loads the
+    same checkpoint as the other ranks.
 
-    Rank 0 writes the file ``latest`` after the commit, so a load waits for rank 0 before it reads the file.
+    Rank 0 writes ``latest`` after the commit, so a load waits for rank 0 before it reads the file.
     """
     bench = Bench(tmp_path / "ck")
     bench.save(some_state(1), "a")

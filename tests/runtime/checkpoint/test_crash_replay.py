@@ -1,6 +1,8 @@
-"""Tests that every state of the disk that a crash during a save can leave holds a loadable checkpoint.
+"""Tests that every state of the disk that a crash during a checkpoint save can leave has a loadable
+checkpoint.
 
-The system calls of a save are recorded, and all states that a crash may leave are built (`crash_states`).
+The system calls of a save are recorded, and all states that a crash may leave are built
+(`crash_states`).
 """
 
 import shutil
@@ -36,7 +38,7 @@ def check(folder: Path, commits: int):
 
 @pytest.fixture(autouse=True)
 def readers_end_what_a_crash_left():
-    """Install the hook that cleans up after a crash when a folder of checkpoints is read.
+    """Install ebbtide's hook that cleans up what a crash left when a script reads a folder of checkpoints.
 
     Each process that saves a checkpoint has this hook.
     """
@@ -72,7 +74,9 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
-    """Check that the crash replay fails for a save that omits the fsync of its payload files."""
+    """Check that the crash replay fails for a checkpoint save that omits the fsync of the files with the
+    tensors.
+    """
 
     class Careless(RecordingFiles):
         def on_fsync(self, _, descriptor):

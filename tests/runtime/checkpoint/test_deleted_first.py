@@ -96,9 +96,11 @@ def test_after_the_commit_it_is_gone(root):
 
 
 def test_of_two_engines_the_last_to_commit_gives_the_older_one_up(root):
-    """Check that a deleted checkpoint is restored if the process dies before both of its engines have committed.
+    """Check that a deleted checkpoint is restored if the process dies before both of its engines have
+    committed a newer one.
 
-    A loop that trains a generator and a discriminator, for example, deletes and saves both states together.
+    A loop that trains a generator and a discriminator, for example, deletes and saves the states of both
+    together.
     """
     saved(root / "checkpoint_0", 10)
 
@@ -124,7 +126,9 @@ def test_a_failed_save_undoes_the_deletion_at_once(root):
 
 
 def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
-    """Check that a checkpoint that is committed before a kill stays, and its older namesake is not restored."""
+    """Check that a newly committed checkpoint stays if the process is killed right after the commit, and that
+    the deleted checkpoint of the same name is not restored.
+    """
     saved(root / "checkpoint_0", 10)
     monkeypatch.setattr(deleted_first, "settle", killing)
     assert killed(lambda: delete_then_save(root, "checkpoint_0", "voted", lambda: None)) < 0
@@ -137,7 +141,7 @@ def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
 
 
 def test_others_checkpoints_just_go(root):
-    """Check that deleting a checkpoint of another run deletes it for good.
+    """Check that deleting a checkpoint of another run deletes it for good: ebbtide keeps no copy.
 
     A script may clear away the checkpoints of an earlier experiment, and these must not be restored.
     """
@@ -148,7 +152,9 @@ def test_others_checkpoints_just_go(root):
 
 
 def test_what_a_load_finds(root):
-    """Check that a load by path finds a deleted checkpoint after a kill, although no code has listed the folder."""
+    """Check that loading a checkpoint by its path restores and finds a checkpoint that was deleted before a
+    kill, although no code has listed the folder.
+    """
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
 
@@ -161,7 +167,8 @@ def test_what_a_load_finds(root):
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
-    """Check that cleaning up a folder tolerates a commit that removes the kept copies of deleted checkpoints.
+    """Check that ebbtide's clean-up of a checkpoint folder does not fail if a commit removes the kept copies
+    of deleted checkpoints meanwhile.
 
     Another thread may commit after the folder with these copies was found, and before it is read.
     """

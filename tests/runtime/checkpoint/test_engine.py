@@ -187,7 +187,9 @@ def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
 
 @pytest.fixture
 def held(monkeypatch):
-    """Return file operations that pause before the commit until code of the test process waits for the save."""
+    """Return file operations that pause a checkpoint save before its commit, until code of the test process
+    waits for the save.
+    """
     gate, wait = Gate("staging_fsynced"), Job.wait
 
     def opening(job, *args):
@@ -370,7 +372,8 @@ def flip(victim):
 
 
 def test_latest_is_the_law(engines, tmp_path):
-    """Check that a load takes the checkpoint that the file ``latest`` names, even if a newer one exists.
+    """Check that a load without a tag takes the checkpoint that the file ``latest`` names, even if a newer one
+    exists.
 
     DeepSpeed goes by this file alone, and loads nothing if the file is missing.
     """
@@ -474,7 +477,9 @@ def test_what_could_not_be_loaded_is_said_at_save_with_its_name(engines, tmp_pat
 
 
 def as_a_trainer(function):
-    """Call a function from a stack frame of the module ``transformers.trainer``, and return its result."""
+    """Call a function from a stack frame of the module ``transformers.trainer``, as if the Hugging Face
+    Trainer called it, and return its result.
+    """
     space = {"__name__": "transformers.trainer", "function": function}
     exec("def call(): return function()", space)
     return space["call"]()
@@ -618,7 +623,8 @@ def test_16_bit_export_is_written_at_once(engines, tmp_path):
 
 
 def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
-    """Check that saving an ordinary client state does not try out whether the file can be loaded.
+    """Check that saving a checkpoint with a usual client state (the user's own entries) skips the trial of
+    loading the file.
 
     The trial takes longer than the rest of the save's stall, so only files with uncommon types need it.
     """

@@ -17,7 +17,7 @@ TIMES = 40
 
 
 def begin(folder, rank, world_size=2, files=None):
-    """Begin a save into ``folder`` on one rank, and return the attempt."""
+    """Begin the save of a checkpoint into ``folder`` on one rank, and return the save."""
     attempt = Attempt(folder, "state", "n", 1, rank, world_size)
     commit = Commit(attempt, files or Files(), 10.0)
     commit.begin()
@@ -41,7 +41,9 @@ def save_often(root, rank, world_size, times, ready, failed):
 
 
 def save_together(root, world_size, times):
-    """Start one process per rank, let all save at the same moment, and return the errors."""
+    """Start one process per rank, let all ranks save a checkpoint at the same moment, and return the errors of
+    all ranks.
+    """
     context = multiprocessing.get_context("fork")
     ready, failed = context.Barrier(world_size), context.Queue()
     ranks = [
@@ -67,8 +69,8 @@ def test_ranks_that_save_at_once_all_save(tmp_path, world_size):
 
 
 class MakingMeanwhile(Files):
-    """File operations in which another process makes the checkpoint folder just before this one renames its own
-    folder to that name.
+    """File operations of a save during which another process makes the checkpoint folder, just before this
+    process renames its own folder to that name.
     """
 
     def __init__(self, folder):
@@ -103,9 +105,11 @@ def refuse(*_):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_whichever_rank_makes_the_folder_it_comes_with_its_note(tmp_path, monkeypatch, plain):
-    """Check that the rank that makes the checkpoint folder also puts a note into it that a save is in progress.
+    """Check that the rank that makes the checkpoint folder also puts a note into it that a save is in
+    progress.
 
-    If the process is killed right afterwards, the note tells the next run that the checkpoint is incomplete.
+    If the process is killed right afterwards, the next run learns from the note that the checkpoint is
+    incomplete.
     """
     if plain:
         monkeypatch.setattr(file_layer, "_renamed", refuse)

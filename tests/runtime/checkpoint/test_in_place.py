@@ -98,9 +98,11 @@ class _AsPython311:
 
 
 def test_members_of_enums_are_read_however_python_has_pickled_them(tmp_path):
-    """Check that a load accepts ``getattr`` in a pickle only if it yields a member of an enum.
+    """Check that a checkpoint load accepts ``getattr`` in a pickled file only if the result is a member of an
+    enum.
 
-    Debian 12's Python writes DeepSpeed's ``zero_stage`` in this way, so refusing it would prevent any resume.
+    The Python of Debian 12 writes DeepSpeed's ``zero_stage`` in this way, so refusing it would prevent any
+    resume.
     """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

@@ -29,7 +29,9 @@ RUNS, SAVES, BROKEN = 8, 3, 3
 
 
 def die_at(root, number):
-    """Kill the process before its ``number``-th change of the filesystem below ``root``, in whichever thread."""
+    """Kill the process before the change with the given number in the filesystem below ``root``, in whichever
+    thread the change is made.
+    """
     left = [number]
 
     def heard(event, args):
@@ -46,7 +48,9 @@ def saved_steps(root):
 
 
 def run(root, journal, limit, number):
-    """Resume from the newest checkpoint, then save and delete checkpoints until the run is killed or ends."""
+    """Resume a simulated run from its newest checkpoint, then save and delete checkpoints until the run is
+    killed or ends.
+    """
     trainer = {"__name__": "transformers.trainer"}
     exec(TRAINERS, trainer)
     die_at(root, number)
@@ -82,7 +86,9 @@ def note(journal, line):
 
 
 def begin(folder, step):
-    """Start a save as the engine does under a Trainer: the checkpoint gets its name before it is durable."""
+    """Start a checkpoint save as the engine does under a Trainer: the checkpoint has its final name before it
+    is durable.
+    """
     real, start = Files(), Commit.begin
 
     def waiting(commit):

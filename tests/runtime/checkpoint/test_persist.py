@@ -17,7 +17,9 @@ from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 
 class GatedFiles(Files):
-    """File operations that hold back every write of payload until the test opens the gate."""
+    """File operations of a checkpoint save that hold back every write of tensor data until the test opens the
+    gate.
+    """
 
     def __init__(self):
         self.gate = threading.Event()
@@ -208,7 +210,7 @@ def test_blocks_cover_each_file_once(bench):
 
 
 class Busy(Files):
-    """File operations of a slow disk: no write of a block ends until the test allows it.
+    """File operations of a slow disk: no write of a checkpoint's block ends until the test allows it.
 
     The object counts the writes in progress and the largest number at any time.
     """
@@ -248,7 +250,8 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
 
 
 def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
-    """Check that a block which is copied while its thread waits for the disk is left to the owner of the copy.
+    """Check that a block of a checkpoint that is copied while its writer thread waits for the disk is written
+    once, by the owner of the copy.
 
     The thread must not write the live memory, which the optimizer may update once the copy is made.
     """

@@ -1,4 +1,6 @@
-"""Tests of trainers that delete older checkpoints while a newer one is written, and are killed meanwhile."""
+"""Tests of trainers that delete an older checkpoint while a newer one is being written, and are killed
+meanwhile.
+"""
 
 import errno
 import os
@@ -34,7 +36,9 @@ def fail():
 
 
 def guarded(bench, state, tag, files):
-    """Start a save as the engine does, with file operations that pause it. Return the save once it has paused."""
+    """Start a checkpoint save as the engine does, with file operations that pause the save. Return the save
+    once it has paused.
+    """
     job = bench.begin(state, tag, files=files, nonce="next")  # as random as the engine's
     job._when_over = lambda: release(job)
     guard(job)
@@ -62,7 +66,8 @@ def saved(folder, step):
 
 
 def rotate_while_saving(root, at, then, rotate=shutil.rmtree):
-    """Save step 20 into its own folder, delete the folder of step 10 during the save, and return the save.
+    """Save the checkpoint of step 20 into its own folder, delete the folder of step 10 during this save, and
+    return the save.
 
     A trainer with one folder per checkpoint does so. The save pauses at ``at`` and then calls ``then``.
     """
@@ -89,7 +94,8 @@ def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
 
 
 def test_killed_at_the_same_step_again_and_again(tmp_path):
-    """Check that a run which is killed in the same save three times still has its older checkpoint.
+    """Check that a run which is killed three times during the save of the same step still has its older
+    checkpoint.
 
     A scheduler or a lack of memory may kill each attempt. What the first kill left must not block the next.
     """
@@ -275,7 +281,9 @@ def placed(root, at, then):
 
 
 def test_placed_before_it_is_durable(tmp_path):
-    """Check that a checkpoint which has its final name but is not yet durable is complete after a kill."""
+    """Check that a checkpoint that already has its final name, but is not yet synced to disk, counts as
+    complete after a kill of the process.
+    """
     saved(tmp_path / "checkpoint-10", 10)
 
     def save_and_die():
@@ -290,7 +298,8 @@ def test_placed_before_it_is_durable(tmp_path):
 
 
 def test_placed_but_torn_by_the_machine(tmp_path):
-    """Check that the older checkpoint is restored if the newer one, not yet durable, is found damaged.
+    """Check that the older checkpoint is restored if the newer one has its final name but its files are
+    damaged.
 
     A power failure may leave files that were not synced in this state.
     """
@@ -525,9 +534,11 @@ def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
-    """Check that a kill at any change of the filesystem while a save begins leaves only the older checkpoint.
+    """Check that a kill at any change of the filesystem while a save begins leaves only the older checkpoint
+    in place.
 
-    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
+    A loop that resumes from the highest step would otherwise train on with the initial weights of its
+    script.
     """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
@@ -567,7 +578,9 @@ def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_
 
 
 def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
-    """Check that a killed save in the folder ``run-2`` does not hide it, since it is no checkpoint of ``run-1``."""
+    """Check that a killed save in the folder ``run-2`` does not hide this folder, which is a run of its own
+    and no checkpoint of ``run-1``.
+    """
     saved(tmp_path / "run-1", 10)
     folder = tmp_path / "run-2"
 
@@ -584,7 +597,8 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
 
 
 def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
-    """Check that a checkpoint whose deletion was recorded only after the newer one's commit stays deleted.
+    """Check that an older checkpoint stays deleted if ebbtide kept a copy of it only while the newer
+    checkpoint was being committed.
 
     Another rank may delete a checkpoint during the commit, and the end of the save does not wait for it.
     """

@@ -30,7 +30,8 @@ class Stops(Files):
 
 
 def rank_1(folder, point, log):
-    """Fork a process that saves as rank 1 and stops itself at ``point`` of its second save. Return its process id.
+    """Fork a process that saves checkpoints as rank 1 and stops itself by SIGSTOP at ``point`` of its second
+    save. Return its process id.
 
     A forked process needs no new imports, so it starts quickly.
     """

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.device_count() == 
 
 @pytest.fixture(scope="module")
 def saved(deepspeed_ops, tmp_path_factory):
-    """Save checkpoints with two ranks for all ZeRO stages in one start, and return the folder of each stage."""
+    """Save checkpoints with two ranks for all ZeRO stages in one launch. Return a dict from stage to folder."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for stage in STAGES:
         (folder / f"stage{stage}").mkdir()
@@ -33,9 +33,11 @@ def two_ranks(folder):
 
 
 def to_universal(source, target, stage):
-    """Convert a checkpoint with DeepSpeed's script to its universal format, which any number of ranks can load.
+    """Convert a checkpoint of DeepSpeed to the universal format, which any number of ranks can load, with
+    DeepSpeed's own script.
 
-    Below ZeRO-3 the script needs entries that only Megatron's users save, so it has to add them.
+    Below ZeRO-3 the script requires entries that only users of Megatron save, so the script is told to add
+    them.
     """
     from deepspeed.checkpoint.ds_to_universal import main
 
@@ -53,7 +55,9 @@ def to_universal(source, target, stage):
 
 
 def gone_on(folder, stage, *, plan):
-    """Load a universal checkpoint on one rank. Return the state after the load and the losses of three steps."""
+    """Load a universal checkpoint on one rank, and train three steps. Return the state right after the load,
+    and the losses of the three steps.
+    """
     engine = start(stage=stage, extra={"checkpoint": {"load_universal": True}})
     if plan:
         attached(engine, ["device", "host", "resident"], list(DEVICES)[-1])

@@ -1,4 +1,6 @@
-"""Training under a plan on two ranks with checkpoints (see `forked_ranks`). Each rank writes its results."""
+"""Training under a plan on two ranks with checkpoints (see `forked_ranks`). Each rank writes its results
+to a file.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def draws():
 
 
 def saved_apart(engine, folder):
-    """Save each rank's checkpoint under its own tag. Return all file names and the tensors of this rank's files."""
+    """Save each rank's checkpoint under a tag of its own. Return the names of all files, and the tensors in
+    this rank's files as a dict per file.
+    """
     tag = f"rank{torch.distributed.get_rank()}"
     engine.save_checkpoint(str(folder), tag=tag)
     mine = {path.name: dict(tensors_of(torch.load(path, weights_only=False))) for path in (folder / tag).glob("*.pt")}
@@ -43,7 +47,7 @@ def saved_apart(engine, folder):
 
 
 def same(one, other):
-    """Return whether two tensors are equal, and their storages have the same size.
+    """Return whether two tensors of a checkpoint are equal and their storages have the same size.
 
     A saved view must not bring its whole buffer into the file.
     """

@@ -1,5 +1,5 @@
-"""A test of a plan together with DeepSpeed's own activation checkpointing, which moves activations to host
-memory.
+"""A test of training under a plan together with DeepSpeed's own activation checkpointing, which moves
+activations to host memory.
 """
 
 from dataclasses import replace
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 @pytest.fixture
 def offloaded(monkeypatch):
-    """Turn on DeepSpeed's partitioned activation checkpointing in host memory, and return a list of its calls.
+    """Turn on DeepSpeed's activation checkpointing, partitioned and in host memory. Return a list that gets
+    one entry per checkpointed block.
 
     Without a GPU, DeepSpeed's code for unpartitioned activations empties the tensors that it then reads.
     """

@@ -1,5 +1,5 @@
-"""Tests of the main contract: whatever the plan, the device and the timing, the results equal stock
-DeepSpeed's, bit for bit.
+"""Tests of ebbtide's main contract: under any plan, on any device and with any timing of ops, training has
+stock DeepSpeed's results, bit for bit.
 """
 
 import functools
@@ -145,9 +145,11 @@ def test_offloaded_parameters_have_the_bits_of_those_that_are_not(device):
 
 
 def test_updates_go_in_the_order_in_which_forward_needs_them():
-    """Check that updates run in the order in which the forward pass needs their parameters.
+    """Check that a plan's optimizer updates run in the order in which the next forward pass needs the
+    parameters.
 
-    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it first.
+    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it
+    first.
     """
     ours = attached(engine_for("parameter_groups"), ["host"], DEVICE)
     groups = ours.optimizer.fp16_groups
@@ -191,7 +193,8 @@ def plans(draw):
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]), saved=st.integers(1, STEPS // 2 - 1))
 def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumulation, saved):
-    """Check the loss and norm of every step, and all state at the end, under random plans with a resume between.
+    """Check training under random plans, with a resume from a checkpoint in between: the loss and gradient
+    norm of each step, and the state at the end, equal stock DeepSpeed's.
 
     While the checkpoint is being written, one more step trains. The resume discards this step.
     """
@@ -267,10 +270,11 @@ def test_unused_parameters_get_what_stock_gives_them(stage, device, clipping):
 
 
 def overflowing(engine, boundaries=1):
-    """Train with one loss that overflows. Return the state, the losses and the number of skipped steps.
+    """Train some steps, one of which has a loss that overflows. Return the state, the losses and the number of
+    skipped steps.
 
-    Stock DeepSpeed later applies an infinity that is left from a skipped step. NaNs are therefore replaced by
-    a number, so that they can be compared.
+    Stock DeepSpeed later applies an infinity that is left from a skipped step. NaNs are therefore replaced
+    by a number, so that they can be compared.
 
     Args:
         boundaries: Number of backward passes per step.
@@ -294,10 +298,10 @@ FP16 = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": {"enabled": True
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, monkeypatch):
-    """Check an overflow in the gradient of parameters that the next batches do not use.
+    """Check steps after an overflow in the gradient of parameters that the next batches do not use.
 
-    In ZeRO-3 the infinity stays in the gradient sums until the parameters get their next gradient, and counts
-    as an overflow in every step until then.
+    In ZeRO-3 the infinity stays in the gradient sums until the parameters get their next gradient, and
+    counts as an overflow in every step until then.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -358,9 +362,11 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_path):
-    """Check that a plan resumes from a checkpoint that stock DeepSpeed saved before its first update.
+    """Check that training under a plan resumes from a checkpoint that stock DeepSpeed saved before its first
+    update.
 
-    The checkpoint holds no moments yet, and those of the engine that loads it belong to another run.
+    The checkpoint has no moments yet. Those of the engine that loads the checkpoint belong to another run,
+    and must not be used.
     """
     saving = start(stage=stage)
     saving.save_checkpoint(str(tmp_path))
@@ -417,7 +423,9 @@ PLANTS = {  # the lane that waits for nothing, and who is late
     ("plant", "stage"), [*((plant, 3) for plant in PLANTS), ("update before its state has come", 2)]
 )
 def test_a_planted_race_is_caught(plant, stage):
-    """Check that a missing wait changes the results: one wait is removed, and the op before it is delayed."""
+    """Check that the comparison with stock DeepSpeed detects a race: the ops of one lane start without their
+    waits, an op before them is delayed, and the results differ.
+    """
     import time
 
     ours = attached(engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1)
@@ -436,7 +444,9 @@ def test_a_planted_race_is_caught(plant, stage):
 
 
 def test_a_gate_removed_is_caught():
-    """Check that the results differ if the forward pass does not wait for its parameters and reads old ones."""
+    """Check that the comparison with stock DeepSpeed detects a forward pass that does not wait for its updated
+    parameters: the results differ.
+    """
     import time
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)

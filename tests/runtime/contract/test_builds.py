@@ -1,4 +1,4 @@
-"""Tests of plans with DeepSpeed's CPU optimizer as it is built on machines without AVX-512."""
+"""Tests of plans with DeepSpeed's CPU optimizer, built as on machines without AVX-512."""
 
 import pytest
 import torch
@@ -32,7 +32,9 @@ class Odd(torch.nn.Module):
 
 @pytest.fixture(params=["avx2", "scalar"])
 def build(request, monkeypatch):
-    """Make all new engines, stock or under a plan, use DeepSpeed's CPU optimizer of the given build."""
+    """Make all new engines, of stock DeepSpeed or under a plan, use the given build of DeepSpeed's CPU
+    optimizer, for example with AVX2.
+    """
     if not runs_here(request.param):
         pytest.skip(f"this CPU has no {request.param}")
     use_build(monkeypatch, request.param)

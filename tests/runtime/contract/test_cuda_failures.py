@@ -1,4 +1,4 @@
-"""Tests of failures on a fake CUDA: skipped steps and page locks that are refused."""
+"""Tests of the runtime on a fake CUDA if steps are skipped or CUDA refuses to page-lock memory."""
 
 import gc
 
@@ -24,10 +24,11 @@ OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 @pytest.mark.parametrize("pattern", [["device"], ["host"]])
 def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern):
-    """Check that the plan can change right after a skipped step, although copies of that step are in progress.
+    """Check that the plan can be changed right after a skipped step, although copies of that step are still in
+    progress.
 
-    The first fp16 step overflows. No update waits for the state that was prefetched for it, or for its
-    device-to-host copies of gradients.
+    The first fp16 step overflows. No update waits for the optimizer state that was prefetched to the GPU
+    for this step, or for the step's device-to-host copies of gradients.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", extra={"fp16": OVERFLOWS})
@@ -45,9 +46,9 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("granted", [0, 4, 9])
 def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
-    """Check that a page lock that CUDA refuses while a plan is attached leaves a working stock engine.
+    """Check that stock DeepSpeed trains on if CUDA refuses a page lock while a plan is being attached.
 
-    All page locks are released, and training gives stock DeepSpeed's results.
+    All page locks of the plan are released, and training gives stock DeepSpeed's results.
     """
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
@@ -58,7 +59,8 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
 
 
 def test_a_device_that_is_dropped_unlocks_its_pages(fake):
-    """Check that a device object that is no longer used unlocks its pages, while its buffers stay valid.
+    """Check that a `CudaDevice` object that is no longer used unlocks the pages of its host buffers, while the
+    buffers stay valid.
 
     If pages are unmapped while they are locked, CUDA takes later pages at the same address for them.
     """
@@ -72,7 +74,8 @@ def test_a_device_that_is_dropped_unlocks_its_pages(fake):
 
 
 def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
-    """Check that a refused page lock of a checkpoint buffer leaves no CUDA error for a later kernel to report.
+    """Check that a page lock that CUDA refuses for a checkpoint buffer leaves no CUDA error that a later
+    kernel launch would raise.
 
     Copies from a buffer that is not locked are only slower.
     """
@@ -85,7 +88,8 @@ def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
 
 
 def test_the_state_after_a_failed_attach_is_stocks(fake):
-    """Check that training gives stock DeepSpeed's results if attaching a plan fails after some steps.
+    """Check that training has stock DeepSpeed's results if attaching a plan fails in the middle of a training
+    run.
 
     Masters and moments that were being moved to the GPU must be back in host memory.
     """

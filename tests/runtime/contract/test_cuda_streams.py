@@ -1,4 +1,6 @@
-"""Tests of `CudaDevice` on a fake CUDA with threads as streams: its waits suffice, and a missing one is found."""
+"""Tests of `CudaDevice`, the runtime's GPU device, on a fake CUDA with threads as streams: its waits
+suffice, and the tests fail if a wait is left out.
+"""
 
 import dataclasses
 import mmap
@@ -56,7 +58,9 @@ def test_stocks_bits(fake, case):
 
 
 def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
-    """Check the fake CUDA with late streams: stock DeepSpeed, which waits as CUDA requires, gives correct results."""
+    """Check that stock DeepSpeed, which waits as CUDA requires, has correct results on the fake CUDA whose
+    streams run late. So the fake itself adds no errors.
+    """
     assert_same(outcome(engine_for("small_buckets")), stock("small_buckets"))
     assert sum(stream.ran for stream in late_deepspeed.streams) > 50
 
@@ -156,7 +160,8 @@ def test_the_timeline_has_the_devices_clock(fake):
 
 
 def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
-    """Check that the recorded timeline resolves short ops after two days of training.
+    """Check that the runtime's recorded timeline of GPU ops still resolves short ops after two days of
+    training.
 
     CUDA's event times since the start of the process have steps of 16 ms by then.
     """
@@ -173,9 +178,9 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
 
 
 def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
-    """Check that the measured forward time is the time that the forward pass takes on the GPU.
+    """Check that the runtime's measured forward time is the time that the forward pass takes on the GPU.
 
-    The training thread only issues the work, so its own clock does not show the duration.
+    The training thread only issues the work, so the clock of that thread does not show the duration.
     """
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
@@ -195,7 +200,9 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
 
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
-    """Each copy to host memory takes a minute, and backward must not run ahead of it."""
+    """Check that the runtime does not count the waits of a backward pass for gradient copies as computing time
+    of the GPU. Each copy to host memory takes a minute here, and backward must not run ahead of the copies.
+    """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     monkeypatch.setattr(fake, "latest_s", 30.0)  # a copy runs when something waits for it
     copy = CudaDevice.copy
@@ -222,10 +229,10 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
-    """Check that DeepSpeed's flat buffers stay page-locked when the plan changes under ZeRO-2.
+    """Check that DeepSpeed's flat buffers stay page-locked when the plan of a ZeRO-2 engine is changed.
 
-    Copies run from these buffers under any plan, also for the first subgroup, which begins at the address of a
-    buffer.
+    Copies run from these buffers under any plan, also for the first subgroup, which begins at the address
+    of a buffer.
     """
     ours = attached(engine_for("clipping", stage=2), MIX)
     losses, norms = train(ours, 3)
@@ -251,7 +258,7 @@ def test_another_plan_in_the_middle(fake):
 
 
 def no_wait(*args, **kwargs):
-    """Do nothing, in place of a wait that the test leaves out."""
+    """Do nothing, in place of a wait of the runtime that the test leaves out."""
 
 
 def no_updates(*_):
@@ -276,9 +283,10 @@ RACES = {
 
 @pytest.mark.parametrize("race", list(RACES))
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
-    """Check that a missing wait changes the results of training.
+    """Check that the results of training differ if the runtime leaves out a wait.
 
-    On a busy machine the training thread may be late itself. The streams are then delayed more.
+    On a busy machine the training thread may be late too, which hides the missing wait. The streams are
+    then delayed more.
     """
     cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
     case = next((case for word, case in cases.items() if word in race), "clipping")
@@ -295,7 +303,7 @@ def test_a_forgotten_wait_shows(fake, monkeypatch, race):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_page_locks_are_of_what_is_needed(fake, stage):
-    """Check that at most 1% more memory is page-locked than is needed.
+    """Check that the runtime page-locks at most 1% more host memory than its buffers need.
 
     PyTorch's own allocator of page-locked memory rounds sizes up to powers of two.
     """

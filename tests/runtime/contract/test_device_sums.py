@@ -44,7 +44,9 @@ def stock(steps, **options):
 
 
 def crossings(engine):
-    """Record each gradient copy between host and device when it is submitted. Return a list of kind and subgroup."""
+    """Record the gradient copies of an engine between host and device. Return a list that gets (op kind,
+    subgroup) whenever a copy is submitted.
+    """
     seen, ops = [], engine.optimizer._ebbtide.executor.gradients
     submit = ops._submit
 
@@ -105,7 +107,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, monkeypatch):
-    """Check on-device gradient accumulation with fp32 sums and with fp16 training.
+    """Check on-device gradient accumulation with fp32 sums, and in fp16 training.
 
     The first fp16 steps overflow, and the copies of gradients in progress at that time must be discarded.
     """
@@ -125,7 +127,9 @@ def test_precisions(precision, monkeypatch):
 
 
 def micro_steps(engine, change, count=9):
-    """Train with ``change`` called after each backward. Return the complete training state and the losses."""
+    """Train some micro-batches and call ``change`` after each backward. Return the complete training state and
+    the losses.
+    """
     return steps(engine, change, count, state=all_state)
 
 
@@ -157,10 +161,11 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_plans_change_at_any_micro_batch(stage, accumulation):
-    """Check that plans with on-device gradient accumulation can change after any micro-batch.
+    """Check that one plan with on-device gradient accumulation can be exchanged for another after any
+    micro-batch.
 
-    At the change a sum may still be on the GPU, a host sum and its spare buffer may have been exchanged, or a
-    step may continue a sum of an earlier step that is in another place.
+    At that moment a sum may still be on the GPU, a sum in host memory and its spare buffer may have been
+    exchanged, or a step may continue a sum that an earlier step left elsewhere.
     """
 
     def new():
@@ -190,9 +195,9 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
 
 
 def windows(engine, lengths, behind=lambda number: None):
-    """Train optimizer steps with the given numbers of micro-batches. Return the state and the losses.
+    """Train optimizer steps with the given numbers of micro-batches. Return the training state and the losses.
 
-    The last micro-batch of each step is marked explicitly.
+    The last micro-batch of each step is marked by an explicit call of DeepSpeed.
     """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for window, length in enumerate(lengths):
@@ -210,7 +215,7 @@ def windows(engine, lengths, behind=lambda number: None):
 
 @pytest.mark.parametrize("switches", [(), (0, 1, 2), (1,)])
 def test_a_lone_gradient_leaves_the_sum_alone(switches):
-    """Check the gradient sums under ZeRO-2 if steps have different numbers of micro-batches.
+    """Check the gradient sums of a ZeRO-2 engine if optimizer steps have different numbers of micro-batches.
 
     A step with one micro-batch does not change the sums. If the first micro-batch of a step does not use a
     parameter, the parameter's sum continues from the previous step, also after a change of the plan.

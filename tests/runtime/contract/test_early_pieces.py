@@ -1,4 +1,5 @@
-"""Tests of early updates (started before the gradient norm is known) of parts of DeepSpeed's subgroups.
+"""Tests of plans that cut DeepSpeed's subgroups into parts and update some parts early (before the
+gradient norm is known).
 
 DeepSpeed's fp32 tensors stay whole. The results equal stock DeepSpeed's, bit for bit.
 """
@@ -51,9 +52,11 @@ def whole(**options):
 
 
 def updating_early(engine, pattern, **fields):
-    """Attach a plan that cuts DeepSpeed's subgroups and updates some parts before the gradient norm is known.
+    """Attach a plan that cuts DeepSpeed's subgroups and updates some parts early, before the gradient norm is
+    known.
 
-    Return the engine and a list. Each step appends to the list the number of such updates begun, and the number kept.
+    Return the engine and a list, to which each step appends the number of early updates that were begun,
+    and the number that were kept.
     """
     engine, counts = pausing(engine, pattern, pieces=True, **fields)
     assert len(engine.optimizer.sizes()) > len(engine.optimizer.fp16_groups)
@@ -66,7 +69,9 @@ def early(engine):
 
 
 def away(engine):
-    """Return the number of subgroups' parts for which an early update left the state outside DeepSpeed's tensors."""
+    """Return the number of parts of subgroups whose optimizer state an early update has left outside
+    DeepSpeed's tensors.
+    """
     executor = engine.optimizer._ebbtide.executor
     return len(executor.early_updates.away(executor.states))
 
@@ -179,9 +184,9 @@ def test_what_changes_between_backward_and_step(change, pattern):
 
 
 def every_second(change):
-    """Return a function that makes a change of the optimizer state in every second step.
+    """Return a function that calls ``change``, which changes the optimizer state, in every second step.
 
-    The function first checks that early updates have left some state outside DeepSpeed's tensors.
+    The returned function first checks that early updates have left some state outside DeepSpeed's tensors.
     """
 
     def changes(engine, number):
@@ -195,7 +200,9 @@ def every_second(change):
 
 
 def publish_alone(engine, number):
-    """Copy all optimizer state to DeepSpeed's tensors, without a notice that a script may write to them."""
+    """Copy all optimizer state of an engine to DeepSpeed's tensors, as if for a reader: the runtime is not
+    told that a script may write to these tensors.
+    """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer._flat.publish(engine.optimizer._ebbtide)
         assert not away(engine)
@@ -203,10 +210,12 @@ def publish_alone(engine, number):
 
 @pytest.mark.parametrize("change", [*CHANGES[3:5], publish_alone])
 def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, pattern, monkeypatch):
-    """Check that a script may change optimizer state while an early update writes to DeepSpeed's tensors.
+    """Check that a script may change optimizer state while an early update writes to DeepSpeed's tensors,
+    where the script makes the change.
 
-    Updates that start before the gradient norm is known write to these tensors in every second step, and to spare
-    buffers in the others. Such updates are slowed down here, so that the change comes before they end.
+    Early updates start before the gradient norm is known. In every second step they write to DeepSpeed's
+    tensors, and in the other steps to spare buffers. They are slowed down here, so that the change comes
+    before they end.
     """
     engine, _ = updating_early(whole(), pattern)
     rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
@@ -223,7 +232,8 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that a script may change optimizer state of which a copy on the GPU waits for the gradient norm.
+    """Check that a script may change optimizer state in host memory while a copy of this state on the GPU
+    waits for the gradient norm.
 
     While the copy waits, the state in host memory moves from a spare buffer to DeepSpeed's tensor.
     """
@@ -240,9 +250,10 @@ def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
 
 @pytest.mark.parametrize("change", CHANGES[2:5])
 def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change, pattern):
-    """Check that a script may change optimizer state between steps while it is outside DeepSpeed's tensors.
+    """Check that a script may change optimizer state between two steps while the state is outside DeepSpeed's
+    tensors.
 
-    Updates that start before the gradient norm is known leave it in spare buffers in every second step.
+    Early updates (before the gradient norm is known) leave the state in spare buffers in every second step.
     """
     engine, _ = updating_early(whole(), pattern)
     assert_same(changed_behind_steps(engine, change), changed_behind_steps(whole(), change))
@@ -260,10 +271,11 @@ def changed_behind_steps(engine, change):
 
 
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
-    """Check that a script that reads optimizer state between steps sees stock DeepSpeed's values, bit for bit.
+    """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for
+    bit.
 
-    The read moves the state to DeepSpeed's tensors. Updates of the next step may still start before the
-    gradient norm is known, and are kept.
+    The read moves the state to DeepSpeed's tensors. In the next step early updates (before the gradient
+    norm is known) may still start, and are kept.
     """
     stock, (engine, counts) = whole(), updating_early(whole(), pattern)
     results = [outcome(e, 5, each=look) for e in (engine, stock)]
@@ -274,9 +286,10 @@ def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pat
 
 @pytest.mark.parametrize("bytes_per_s", [None, 1e6])
 def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
-    """Check that later steps do not change a checkpoint that is still being written.
+    """Check that the steps after a save do not change the checkpoint that is still being written.
 
-    Updates that start before the gradient norm is known write to the memory from which the checkpoint is read.
+    Early updates, which start before the gradient norm is known, write to the memory from which the
+    checkpoint is read.
     """
 
     def save(engine, number):
@@ -309,9 +322,10 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path, pattern):
 
 
 def test_another_plan_while_state_is_away(pattern):
-    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's tensors.
+    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's own
+    tensors.
 
-    Updates that start before the gradient norm is known write to these buffers.
+    Early updates, which start before the gradient norm is known, write to both in turn.
     """
     engine, _ = updating_early(whole(), pattern)
     session, released, moved = engine.optimizer._ebbtide, [], []

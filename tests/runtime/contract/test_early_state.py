@@ -1,4 +1,5 @@
-"""Tests of early updates (started before the gradient norm is known) with an engine of plain torch.
+"""Tests of early updates (started before the gradient norm is known) in a training engine of plain torch,
+without DeepSpeed.
 
 They check which memory an early update may write, and when its result must be discarded.
 """
@@ -27,7 +28,7 @@ def pausing(placement, speculate=99, **settings):
 
 
 def skip(engine):
-    """Skip a step, as an engine does if its gradients are not finite."""
+    """Skip an optimizer step, as a training engine does if its gradients are not finite."""
     engine.session.begin_step()
     engine.close_window()
     engine.session.skip()
@@ -36,14 +37,17 @@ def skip(engine):
 
 
 def backward(engine, number):
-    """Run a backward pass. Return the loss and the number of subgroups with an update begun before the step."""
+    """Run a backward pass. Return the loss, and the number of subgroups whose early update began before the
+    step.
+    """
     loss = loss_of(engine.model, number)
     engine.backward(loss)
     return loss, len(engine.session.executor.early_updates.begun)
 
 
 def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
-    """Check that an update before the gradient norm waits for a checkpoint that reads the memory it writes to.
+    """Check that an early update (before the gradient norm is known) waits for a checkpoint that still reads
+    the memory to which the update writes.
 
     This memory held the current state one step earlier, when the checkpoint was taken.
     """
@@ -61,9 +65,11 @@ def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, pl
 
 
 def steps_with(engine, change):
-    """Train with ``change`` called between backward and step, wait for all updates, and close the training session.
+    """Train with ``change`` called between backward and step, wait for all updates, and close the training
+    session.
 
-    If ``change`` returns a true value, ``change`` has skipped the optimizer step, and no step follows.
+    If ``change`` returns a true value, ``change`` itself has skipped the optimizer step, and no further
+    step is made.
 
     Returns:
         The number of early updates begun before each step, the optimizer state, and the losses.
@@ -82,10 +88,11 @@ def steps_with(engine, change):
 
 
 def written(engine, number):
-    """Halve a moment of one subgroup per step, and report the change to the executor.
+    """Halve a moment of one subgroup in host memory in each step, and report the change to the runtime's
+    executor.
 
-    By then the previous step has written the moment, and an update of this step, begun before the gradient norm
-    is known, has read it.
+    By then the update of the previous step has written the moment, and an early update of this step, begun
+    before the gradient norm is known, has read it.
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
     executor.wait_state(subgroup)
@@ -95,7 +102,9 @@ def written(engine, number):
 
 
 def overflown(engine, number):
-    """Skip every second step as if its gradients had overflowed, and return whether the step was skipped."""
+    """Skip every second optimizer step as if its gradients had overflowed. Return whether this step was
+    skipped.
+    """
     if number % 2:
         skip(engine)
     return number % 2

@@ -40,9 +40,11 @@ def pattern(request):
 
 
 def pausing(engine, pattern=("host",), **fields):
-    """Attach a plan in which updates may start before the gradient norm is known. Return the engine and a list.
+    """Attach a plan with early updates, which may start before the gradient norm is known. Return the engine
+    and a list.
 
-    Each step appends to the list the number of such updates that were begun, and the number that were kept.
+    Each step appends to the list the number of early updates that were begun, and the number that were
+    kept.
     """
     attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
@@ -77,10 +79,12 @@ def test_right_guesses(case, overlap, pattern):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
-    """Check that early updates, which start before the gradient norm is known, are redone if the step clips.
+    """Check that early updates, which start before the gradient norm is known, are rolled back and redone if
+    the step clips.
 
-    Every step of this test clips. By default the norms of the first gradients already show that the step will clip, so
-    that no early update starts. If this check is turned off, early updates start in two steps and are then paused.
+    Every step of this test clips. By default the norms of the first gradients already show that the step
+    will clip, so that no early update starts. If this check is turned off, early updates start in two steps
+    and are then paused.
     """
     engine, counts = pausing(engine_for("clips_hard"), pattern)
     count = updated_early(engine)
@@ -137,9 +141,10 @@ def test_overflows(monkeypatch, pattern):
 
 
 def assert_overflows_are_redone(engine, counts, stock):
-    """Compare 24 training steps with stock DeepSpeed's.
+    """Check that 24 training steps with early updates, some of which overflow, have stock DeepSpeed's results.
 
-    Some of the steps must overflow. In other steps, updates begun before the gradient norm is known must be kept.
+    In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be
+    kept.
     """
     never_pause(engine)
     assert_same(outcome(engine, 24), stock)
@@ -171,10 +176,11 @@ def stock_with_a_skipped_step():
 
 
 def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
-    """Check that optimizer state that was copied to the GPU stays there for the next step if a step is skipped.
+    """Check that optimizer state that was copied to the GPU for an update stays there for the next step if
+    this step is skipped.
 
-    The NaN in the first gradients already shows that the step will be skipped, so no update starts before the
-    gradient norm is known.
+    The NaN in the first gradients already shows that the step will be skipped, so no update starts before
+    the gradient norm is known.
     """
     engine, counts = pausing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
     count = updated_early(engine)
@@ -220,9 +226,11 @@ def test_what_changes_between_backward_and_step(change, pattern):
 
 @pytest.mark.parametrize("change", [another_master_in_place, another_moment_in_place])
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
-    """Check that optimizer state is copied to the GPU again if a script changes it between backward and step.
+    """Check that optimizer state that was already copied to the GPU for an update is copied again if a script
+    changes the state in host memory between backward and step.
 
-    No update starts before the gradient norm is known, so the state waits for it in a staging buffer.
+    No update starts before the gradient norm is known, so the copied state waits for the norm in a staging
+    buffer.
     """
     engine = attached(start(clipping=0.0), ["device"], DEVICE, prefetch=2)
     assert_same(steps(engine, change), stock_steps(change))
@@ -230,10 +238,11 @@ def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
 def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
-    """Check in-place changes of DeepSpeed's fp32 tensors between backward and step under ZeRO-2.
+    """Check that a script's in-place changes of DeepSpeed's fp32 tensors between backward and step have the
+    same effect under a plan as with stock DeepSpeed, under ZeRO-2.
 
-    The changes must have the same effect as with stock DeepSpeed. State in a staging buffer is copied to the GPU again.
-    State that lives on the GPU is copied back from DeepSpeed's tensor, but not in steps without a change.
+    State that is already in a staging buffer is copied to the GPU again. State that lives on the GPU is
+    copied back from DeepSpeed's tensor, but not in steps without a change.
     """
 
     def change(engine, number):
@@ -254,7 +263,7 @@ def again(engine, number):
 
 
 def test_a_second_backward_before_the_step(pattern):
-    """Check that updates begun before the step are discarded if a second backward comes before the step.
+    """Check that early updates are discarded if a second backward comes before the step.
 
     The gradients of the second backward are added to those that the early updates used.
     """
@@ -267,10 +276,11 @@ def nothing(engine, number):
 
 
 def test_a_checkpoint_in_flight(tmp_path, pattern):
-    """Check that updates before the gradient norm is known do not change a checkpoint that is still being written.
+    """Check that early updates, which start before the gradient norm is known, do not change a checkpoint that
+    is still being written.
 
-    Such an update writes to the memory that held the optimizer state one step earlier, and the checkpoint may
-    still be read from there.
+    An early update writes to the memory that held the optimizer state one step earlier, and the checkpoint
+    may still be read from there.
     """
 
     def save(engine, number):

@@ -1,4 +1,4 @@
-"""Tests that the predicted memory usage of a plan equals what the runtime allocates, to the byte."""
+"""Tests that the predicted GPU and host memory of a plan equal what the runtime allocates, to the byte."""
 
 import itertools
 import json
@@ -117,9 +117,10 @@ def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
 
 
 def test_parameters_leave_no_flat_buffer_behind():
-    """Check that no flat buffer of DeepSpeed's remains if a plan moves parameters between memories.
+    """Check that none of DeepSpeed's flat parameter buffers remains if a plan moves parameters between GPU and
+    host memory.
 
-    The partition of each subgroup then has its own memory at its parameter location.
+    The partition of each subgroup then has memory of its own at its parameter location.
     """
     for config in ({}, {"offload_param": {"device": "cpu"}}):
         engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
@@ -132,15 +133,16 @@ def test_parameters_leave_no_flat_buffer_behind():
 
 
 def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
-    """Check the host memory for 8 billion parameters in 8 subgroups: 96 GB of state, 32 GB of fp32 gradients, and
-    two buffers of 2 GB for 16-bit parameters. 96 + 32 + 2 * 2 = 132 GB.
+    """Check the predicted host memory for 8 billion parameters in 8 subgroups: 96 GB of optimizer state, 32 GB
+    of fp32 gradients, and two buffers of 2 GB for 16-bit parameters. 96 + 32 + 2 * 2 = 132 GB.
     """
     held = Holding.of(ADAM, 4, 2).bytes(tally((10**9,) * 8, ("host",) * 8), 0)
     assert held["host"] == 132 * 10**9
 
 
 def test_gradients_under_way_are_bounded(monkeypatch):
-    """Check that the device-to-host copies of gradients in progress never hold more than a fixed number of bytes.
+    """Check that the gradients that are being copied from the GPU to the host never take more than a fixed
+    number of bytes of GPU memory.
 
     The copies are slower than backward here. Without the limit, most gradients would wait on the GPU.
     """
@@ -172,14 +174,17 @@ def test_gradients_under_way_are_bounded(monkeypatch):
 
 
 class Copying(DEVICES[DEVICE]):
-    """A device that copies every host buffer that it takes over. A device that page-locks memory must do so."""
+    """An emulated device that makes its own copy of every host buffer that it takes over, as a device that
+    page-locks memory must.
+    """
 
     def host_adopt(self, tensor):
         return tensor.clone()
 
 
 def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
-    """Check that DeepSpeed's flat gradient buffer is freed part by part while its gradients move to other memory.
+    """Check that DeepSpeed's flat gradient buffer is freed part by part while the runtime moves its gradients
+    to other memory, so that host memory never holds them twice.
 
     The pages of a subgroup return to the operating system once it has moved, so they read as zeros.
     """
@@ -198,10 +203,11 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """A device that copies each host buffer that it takes over, unless the device itself allocated the buffer.
+    """An emulated device that copies each host buffer that it takes over, unless the device itself allocated
+    the buffer.
 
-    With each copy it counts the sources of earlier copies that are not freed yet. A test uses this count to check that
-    one large buffer is freed before the next one is copied.
+    With each copy it counts the sources of earlier copies that are not freed yet. A test uses this count to
+    check that one large buffer is freed before the next one is copied.
     """
 
     def __init__(self):
@@ -249,7 +255,8 @@ def measured(tmp_path_factory, deepspeed_ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["host", "mixed", "device"])
 def test_both_memories_are_within_3_percent_of_what_a_process_takes(case, measured):
-    """Check the predicted host and device memory against the resident set of a training process.
+    """Check that the predicted host and GPU memory of a plan are within 3% of what a training process takes,
+    as measured by its resident set.
 
     The model has 50 million parameters. They are kept in host memory, in both memories, or in GPU memory.
     """

@@ -1,7 +1,7 @@
-"""Tests of parameters that live in host memory.
+"""Tests of plans under which 16-bit parameters live in host memory.
 
-The bytes copied to the GPU for each pass equal the simulator's. Evaluation, reads, writes and saves between
-steps show stock DeepSpeed's values.
+The bytes copied to the GPU for each pass equal the simulator's. Evaluation, reads, writes and saves
+between steps show stock DeepSpeed's values.
 """
 
 import pytest
@@ -62,9 +62,10 @@ CASES = {
 
 
 def fetched(engine):
-    """Return the bytes of parameters copied to the GPU in each step after the first four.
+    """Return a list of the bytes of parameters that were copied from host memory to the GPU in each step after
+    the first four.
 
-    DeepSpeed records its trace of modules in the first steps.
+    In the first steps DeepSpeed still records its trace of modules.
     """
     records = list(engine.optimizer._ebbtide.executor.history)[4:]
     return [sum(op.work for op, _ in r.ops if op.kind is OpKind.PARAMETER_FETCH) for r in records]
@@ -89,7 +90,9 @@ def test_what_comes_in_is_what_is_fetched(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """Check that the simulator predicts the bytes of a Llama model's parameter copies from its config alone."""
+    """Check that the simulator predicts the bytes of a Llama model's parameter copies from host memory to the
+    GPU from the model's config alone, before any training.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {
@@ -145,7 +148,9 @@ def born_partitioned(**config):
 
 
 def a_life(engine, folder, rank=0):
-    """Train, evaluate, read, change and save a model. Return all values that were seen on the way."""
+    """Train, evaluate, read, change and save the model of an engine. Return a list of all values that were
+    seen on the way.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     batches, notes = Batches(2, SIZES["tiny"].sequence, rank=rank), []
@@ -173,7 +178,9 @@ def a_life(engine, folder, rank=0):
 
 
 def loaded(engine, folder, rank=0):
-    """Load a checkpoint. Return its state and the losses of the next two micro-batches."""
+    """Load a checkpoint into an engine. Return the engine's state and the losses of the next two
+    micro-batches.
+    """
     assert engine.load_checkpoint(str(folder))[0] is not None
     state = state_of(engine)
     losses = train(engine, 2, first=8, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))[0]
@@ -182,9 +189,10 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Train the same steps with and without a plan, and load the checkpoint of each run in the other run.
+    """Train the same steps with stock DeepSpeed and under a plan, and load the checkpoint of each of the two
+    runs into an engine of the other kind.
 
-    Return the positions and names of all values that differ.
+    Return a list of the positions and names of all values that differ between the two.
     """
     pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 

@@ -117,11 +117,11 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["adagrad", "adagrad_without_decay"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
-    """Check that parameters without a gradient are updated by Adagrad as in stock DeepSpeed.
+    """Check that Adagrad updates parameters without a gradient under a plan as in stock DeepSpeed.
 
-    DeepSpeed's scalar loop overwrites the gradient with the update, and uses the update as the next step's gradient if
-    no new gradient comes. Here this affects the last elements of a subgroup: the bias of a branch in batches without
-    it.
+    DeepSpeed's scalar loop overwrites the gradient with the update, and uses the update as the next step's
+    gradient if no new gradient comes. Here this affects the last elements of a subgroup: the bias of a
+    branch in batches without this branch.
     """
 
     def new():

@@ -1,4 +1,4 @@
-"""Tests of the host memory that DeepSpeed page-locks for buffers that a plan replaces."""
+"""Tests that DeepSpeed page-locks no host memory for buffers that a plan replaces."""
 
 import copy
 
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Record the size of each tensor that DeepSpeed page-locks, and return the list of sizes in bytes."""
+    """Record each tensor that DeepSpeed page-locks. Return the list of sizes in bytes, to which each page lock
+    appends one.
+    """
     accelerator, sizes = get_accelerator(), []
 
     def pin(tensor, *_, **__):
@@ -38,7 +40,9 @@ def config_of(stage, folder, **offload):
 
 
 def locked_bytes(locked, config, plan=None):
-    """Build an engine, train one step and destroy it. Return the bytes that DeepSpeed page-locked."""
+    """Build an engine, train one step and destroy the engine. Return the total bytes of host memory that
+    DeepSpeed page-locked.
+    """
     model = ByteGPT(SIZES["tiny"])
     make = deepspeed.initialize if plan is None else ebbtide.runtime.initialize
     options = {} if plan is None else {"plan": plan}
@@ -52,7 +56,9 @@ def locked_bytes(locked, config, plan=None):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
-    """Check that stock DeepSpeed page-locks memory here. Otherwise a test that a plan locks none proves nothing."""
+    """Check that stock DeepSpeed page-locks memory in these tests. Otherwise the test that an engine with a
+    plan locks none proves nothing.
+    """
     assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
 
 
@@ -62,7 +68,7 @@ def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
     [(2, "cpu", True), (3, "cpu", True), (3, "nvme", True), (2, "cpu", False), (3, "cpu", False)],
 )
 def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin, tmp_path, monkeypatch):
-    """Check that DeepSpeed page-locks nothing for an engine with a plan, or with the plan "auto".
+    """Check that DeepSpeed page-locks no host memory for an engine with a plan file, or with the plan "auto".
 
     With "auto", DeepSpeed used to lock 6 bytes per parameter that were never released.
     """
@@ -78,7 +84,7 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
-    """Check that attaching the plan "auto" compiles the kernels of the GPU.
+    """Check that attaching the plan "auto" to an engine compiles the GPU's update kernels at once.
 
     Otherwise training would wait for the compiler in the fifth step, when it changes to the computed plan.
     """

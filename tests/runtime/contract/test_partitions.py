@@ -15,9 +15,10 @@ DEVICE = list(DEVICES)[-1]
 
 @pytest.mark.parametrize("subgroup", [1_003, 77_777, 10**9])
 def test_borders_of_subgroups_do_not_show(subgroup):
-    """Check that the borders of the plan's subgroups do not change the results.
+    """Check that the size of a plan's subgroups does not change the results of training.
 
-    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in a different way.
+    The borders matter because DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in
+    a different way.
     """
     ours = attached(start(stage=2), MIX, DEVICE, subgroup=subgroup)
     assert_same(outcome(ours), stock("clipping", 2))
@@ -47,7 +48,7 @@ def test_deepspeed_loads_what_was_saved_under_a_plan(tmp_path):
 
 
 def set_state(engine):
-    """Write the masters and first moments of three parameters with DeepSpeed's public setters."""
+    """Write the fp32 masters and first moments of three parameters with DeepSpeed's public setters."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     for parameter in list(engine.module.parameters())[:3]:
@@ -70,7 +71,9 @@ def test_what_users_write_counts(pattern):
 
 
 def test_state_is_shown_while_it_is_away():
-    """Check that masters can be read while the optimizer states are offloaded and training goes on."""
+    """Check that a script can read the fp32 masters while DeepSpeed's `offload_states` has moved the optimizer
+    states away and training goes on.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
     ours = attached(start(stage=2), MIX, DEVICE)
@@ -104,10 +107,12 @@ def test_gradients_are_shown_as_stock_shows_them():
 
 
 def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
-    """Check that DeepSpeed's gradient getter returns what it returns in stock DeepSpeed, even if that is wrong.
+    """Check that DeepSpeed's gradient getter returns under a plan what it returns in stock DeepSpeed, even if
+    that is wrong.
 
-    With ``round_robin_gradients`` and several ranks, a parameter and its gradient have different positions, as
-    the test simulates. A getter that corrects this on one rank fails if sizes differ, and the other ranks wait.
+    With ``round_robin_gradients`` and several ranks, a parameter and its gradient have different positions,
+    as the test simulates. A getter that corrects this on one rank fails if sizes differ, and the other
+    ranks wait.
     """
     from deepspeed.utils import safe_get_full_grad
 
@@ -127,7 +132,8 @@ def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
-    """Check that the overflow of shared gradients is read from the GPU once per step, and not for each gradient.
+    """Check that the runtime reads from the GPU once per step whether any gradient that this rank shares with
+    another rank has overflowed, and not once for each such gradient.
 
     Each read during backward would wait for the GPU.
     """

@@ -1,4 +1,6 @@
-"""Tests that no more than one subgroup is in memory twice while a plan is attached, changed or resumed."""
+"""Tests that memory never holds more than one subgroup twice while a plan is attached to an engine,
+changed or resumed.
+"""
 
 import contextlib
 import gc
@@ -56,7 +58,9 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
 
 
 def on_device(engine, device):
-    """Return the bytes of device memory that state, parameters, gradients and staging buffers take."""
+    """Return the total bytes of GPU memory that optimizer state, parameters, gradients and staging buffers of
+    an engine take.
+    """
     executor, memory = engine.optimizer._ebbtide.executor, device._memory
     held = [t for s in executor.states for t in (*s.state, s.wire, s.gradient)]
     held += [part for slot in executor.slots for part in slot.parts]
@@ -84,9 +88,11 @@ def are_at(engine, storages):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeypatch):
-    """Check that `offload_states` frees the GPU memory of the states, and that training keeps stock's results.
+    """Check that DeepSpeed's `offload_states` frees the GPU memory of the optimizer states under a plan, and
+    that training keeps stock DeepSpeed's results.
 
-    RL trainers call it around a rollout. Steps before, during and after the offload are compared bit for bit.
+    RL trainers call `offload_states` around a rollout. Steps before, during and after the offload are
+    compared bit for bit.
     """
     expected = outcome(start(stage=stage))
     engine = start(stage=stage)
@@ -132,7 +138,7 @@ def mapped_bytes():
 
 
 def held_after(attach, folder):
-    """Return the bytes in tensors and in mappings that remain after two engines are destroyed.
+    """Return the bytes of host memory that tensors and mappings still hold after two engines are destroyed.
 
     The engine objects stay alive, because DeepSpeed never releases them.
     """

@@ -112,7 +112,8 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
 
 
 def test_parameters_that_are_apart_are_shown_whole():
-    """Check that DeepSpeed's 16-bit partitions are shown whole if their parts live in different memories.
+    """Check that DeepSpeed's attributes show its 16-bit partitions whole although a plan cuts them into parts
+    that live in different memories.
 
     No flat buffer of DeepSpeed's may remain.
     """
@@ -143,7 +144,9 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
 
 
 def look(engine, number):
-    """Record the state, gradients and master partitions that DeepSpeed's attributes and getters show after a step."""
+    """Append to ``engine.seen`` the training state, the gradients and the fp32 partitions that DeepSpeed's
+    attributes and getters show after a step.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     del number
@@ -229,7 +232,8 @@ def test_another_plan_of_the_same_pieces():
 
 @pytest.mark.parametrize("pattern", [MIX, ["resident"]])
 def test_their_footprint_is_what_is_allocated(pattern):
-    """Check that the predicted host memory equals the allocated memory if a plan cuts DeepSpeed's subgroups.
+    """Check that the predicted host memory equals the allocated memory, to the byte, if a plan cuts
+    DeepSpeed's subgroups into parts.
 
     DeepSpeed's fp32 tensors keep their host memory for state that lives on the GPU.
     """
@@ -262,7 +266,8 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
     ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
 )
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
-    """Check that a page lock that CUDA refuses while a plan is attached leaves a working stock engine.
+    """Check that stock DeepSpeed trains on if CUDA refuses a page lock while a plan that cuts DeepSpeed's
+    subgroups is being attached.
 
     The refused lock may be one of the first, or come after some parameters have moved to host memory.
     """
@@ -291,7 +296,8 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 
 
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
-    """Check that the plan "auto" changes to updates that start before the gradient norm is known.
+    """Check that training with ``plan="auto"`` changes to a plan with early updates, which start before the
+    gradient norm is known.
 
     The plan search is replaced by one that updates all parts early, so that measured rates do not matter.
     """
@@ -312,7 +318,9 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Check that the plan "auto" does not cut DeepSpeed's subgroups if the optimizer runs its own step on each."""
+    """Check that ``plan="auto"`` does not cut DeepSpeed's subgroups into parts if the optimizer runs its own
+    Python step on each subgroup.
+    """
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())

@@ -41,7 +41,9 @@ def loss_of(module, number):
 
 
 def torch_alone(steps=STEPS, clip=None, accumulation=1):
-    """Train in a plain loop with `torch.optim.AdamW`. Return masters and moments, parameters, and losses."""
+    """Train in a plain loop with `torch.optim.AdamW`, without ebbtide. Return masters and moments, parameters,
+    and losses.
+    """
     module = model()
     groups = cut(list(module.parameters()), SUBGROUP)
     masters = [torch.nn.Parameter(torch.cat([p.detach().flatten() for p in group]).float()) for group in groups]

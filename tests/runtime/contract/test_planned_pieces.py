@@ -1,6 +1,6 @@
-"""Tests of plan files that cut DeepSpeed's subgroups into parts.
+"""Tests of training under plan files that cut DeepSpeed's subgroups into parts.
 
-The file names DeepSpeed's subgroup size and the plan's own, and training uses both.
+The plan file names DeepSpeed's subgroup size and the plan's own, and training uses both.
 """
 
 import ebbtide.runtime
@@ -24,7 +24,7 @@ EARLY = {"speculate": 99, "speculate_visits": 99}
 
 
 def known(engine):
-    """Return the workload as `tune profile` records it, with DeepSpeed's own subgroups."""
+    """Return the workload of an engine as `tune profile` records it, with DeepSpeed's own subgroups."""
     places, key = engine.optimizer.grad_position, engine.optimizer.get_param_id
     whole = [[places[key(p)][2] for p in group] for group in engine.optimizer.fp16_groups]
     of, groups = engine.optimizer.sub_group_to_group_id, {}
@@ -115,7 +115,8 @@ def test_an_optimizer_with_its_own_step_and_stored_state_are_refused(pattern, re
 
 @pytest.mark.parametrize("pattern", [["host"], MIX, ["resident"]])
 def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_path):
-    """Check that the host memory computed before an engine is built equals what the engine then allocates.
+    """Check that the host memory that the runtime computes for a plan before DeepSpeed builds the engine
+    equals what the engine then allocates.
 
     State that lives on the GPU also keeps its memory in DeepSpeed's tensors on the host.
     """

@@ -1,4 +1,4 @@
-"""Tests that force orders of events that once gave wrong results, hung, or wrote to freed memory."""
+"""Tests that force orders of concurrent ops that once gave wrong results, hung, or wrote to freed memory."""
 
 import threading
 import time
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 def late(kind, subgroup, by_s=0.1):
-    """Return a function that delays one op, so that the training loop gets steps ahead of it."""
+    """Return a function that delays one op of the runtime's executor, so that the training loop gets steps
+    ahead of this op.
+    """
     return lambda op: time.sleep(by_s) if (op.kind, op.subgroup) == (kind, subgroup) else None
 
 
@@ -42,10 +44,11 @@ class Rare(torch.nn.Module):
 @pytest.mark.parametrize("device", list(DEVICES))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, placement):
-    """Check that the gradient of an unused parameter is not scaled while an update still reads it.
+    """Check that the gradient of an unused parameter is not scaled for the next step while an update still
+    reads this gradient.
 
-    Stock DeepSpeed scales and applies this gradient again in the next step. An unused parameter is not gathered
-    in the forward pass, so nothing else waits for its update before that.
+    Stock DeepSpeed scales and applies this gradient again in the next step. An unused parameter is not
+    gathered in the forward pass, so nothing else waits for its update before that.
     """
 
     def new():
@@ -62,10 +65,11 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
 @pytest.mark.skipif(not EMULATED, reason="on a GPU, hooks run when the forward is issued")
 @pytest.mark.parametrize("location", ["host", "device"])
 def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
-    """Check that a request for the parameters of later modules does not wait for their updates.
+    """Check that DeepSpeed's request to gather the parameters of later modules ahead does not wait for the
+    updates of these parameters.
 
-    DeepSpeed makes such requests in each module. Here the updates end only after the first module's forward, so
-    that a wait in the request would never end. The request must not be dropped either.
+    DeepSpeed makes such requests in each module. Here the updates end only after the first module's
+    forward, so that a wait in the request would never end. The request must not be dropped either.
     """
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
     ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, locations=[location])

@@ -1,4 +1,6 @@
-"""Tests that every way to read or write state waits for the updates in progress and shows stock's values."""
+"""Tests that every way in which a script can read or write training state under a plan waits for the
+updates in progress and shows stock DeepSpeed's values.
+"""
 
 import copy
 
@@ -161,7 +163,9 @@ def test_host_memory_is_14_bytes_per_parameter():
 
 
 def shown_after_a_step(engine):
-    """Yield all tensors that a script can read right after a step without DeepSpeed's getter functions."""
+    """Yield all tensors of an engine that a script can read right after a step without DeepSpeed's getter
+    functions.
+    """
     optimizer = engine.optimizer
     yield from engine.module.state_dict().values()
     yield from engine.module.blocks[0].state_dict().values()
@@ -173,7 +177,7 @@ def shown_after_a_step(engine):
 
 
 def waited_for(engine):
-    """Yield the parameter tensors that a script may already hold, after a call of `wait`.
+    """Call `wait` of the engine's optimizer, and yield the parameter tensors that a script may already hold.
 
     Reading such a tensor cannot wait for an update by itself.
     """
@@ -238,10 +242,11 @@ def shown_around_checkpoints(engine, folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
 def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
-    """Check that small parameters, which ZeRO-3 keeps whole, have their values after a save and after a load.
+    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right
+    after a checkpoint save and after a load.
 
-    No update is in progress then, because the plan stores no state on a drive. The next forward passes must be
-    traced as usual.
+    No update is in progress then, because the plan stores no state on a drive. The next forward passes must
+    be traced as usual.
     """
     seen, memory = [], [placement for placement in MIX if placement != "stored"]
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, memory, LAST))):
@@ -257,7 +262,8 @@ def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options
 
 
 def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_path):
-    """Check that small parameters have their values after a save and a `wait` if all state is on a drive.
+    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values after
+    a checkpoint save and a `wait` if all optimizer state is on a drive.
 
     The save returns before all updates have ended, and until the `wait` the parameters' ``.data`` is NaN.
     """
@@ -275,7 +281,8 @@ def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_pa
 
 
 def test_a_copy_of_the_module_has_stocks_values():
-    """Check that a deep copy of the module has stock DeepSpeed's values, although the copy gathers no parameter.
+    """Check that a deep copy of a ZeRO-3 engine's module has stock DeepSpeed's values, although the copy
+    itself gathers no parameter.
 
     Averages of weights begin with such a copy.
     """
@@ -289,7 +296,8 @@ def test_a_copy_of_the_module_has_stocks_values():
 
 
 def test_the_door_shut():
-    """Check that with ``overlap_forward=False`` tensors that a script already holds are up to date after a step.
+    """Check that parameter tensors that a script already holds are up to date after a step if a plan is
+    attached with ``overlap_forward=False``.
 
     The argument overrides the value in the plan.
     """
@@ -323,7 +331,8 @@ def test_resident_state_is_shown_below_zero_3():
 
 
 def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
-    """Check that in a usual step DeepSpeed's own code reads none of the attributes that wait for all updates.
+    """Check that in a usual step DeepSpeed's own code reads none of the engine's attributes whose reads wait
+    for all updates.
 
     Such a wait would end the overlap of updates with the forward pass.
     """
@@ -371,7 +380,8 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
 
 @pytest.mark.parametrize("pattern", [["host", "resident"], ["stored"], MIX])
 def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
-    """Check that a load with ``load_optimizer_states=False`` gives stock DeepSpeed's weights.
+    """Check that loading a checkpoint with ``load_optimizer_states=False`` gives stock DeepSpeed's weights
+    under a plan.
 
     Under ZeRO-3, DeepSpeed builds the weights from the masters of all ranks with a script of its own.
     """

@@ -1,4 +1,6 @@
-"""Tests of optimizer state that lives on a drive: stock DeepSpeed's results, and no copy in host memory."""
+"""Tests of plans that keep optimizer state on a drive: training has stock DeepSpeed's results, and host
+memory holds no copy of the state.
+"""
 
 from pathlib import Path
 
@@ -76,7 +78,8 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
-    """Check that training goes on with the same results when new plans move state to a drive.
+    """Check that training goes on with the same results when the plan is changed to plans that move optimizer
+    state to a drive.
 
     A checkpoint is saved after each step, and a run under the first plan resumes from the last one.
     """
@@ -163,9 +166,10 @@ def test_several_folders_share_each_subgroups_state(tmp_path):
 
 
 def on_a_drive(folder, plan, **fields):
-    """Return an engine under a plan, with a config that offloads the optimizer to a drive with pipelining.
+    """Return an engine under a plan, with a DeepSpeed config that offloads the optimizer to an NVMe drive with
+    pipelined reads.
 
-    The config is used unchanged, but DeepSpeed's own swapper never starts.
+    ebbtide takes the config unchanged, but DeepSpeed's own swapper never starts.
     """
     nvme = {"device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "buffer_count": 5}
     config = ds_config(micro_batch=2, subgroup_size=SUBGROUP, learning_rate=1e-3)
@@ -200,7 +204,8 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
 
 
 def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_machine, monkeypatch):
-    """Check that state that fits into host memory stays there, although the config offloads to a drive.
+    """Check that ``plan="auto"`` stores on the drive only the state that host memory cannot hold, although the
+    DeepSpeed config offloads all state to a drive.
 
     A resumed run stores the same subgroups, however much memory is free at that time.
     """
@@ -227,7 +232,8 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Check that the host buffers for stored state take less memory than storing the state saves.
+    """Check that the host buffers for stored state take less memory than storing the state saves, under
+    ``plan="auto"`` with a DeepSpeed config for a drive.
 
     The free memory is too small by a quarter of a subgroup. It is enough to store two subgroups and use one
     buffer, so the plan must not store all subgroups.
@@ -288,7 +294,8 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
 
 
 def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
-    """Check that DeepSpeed's script and its own load refuse a checkpoint with its state on a drive.
+    """Check that DeepSpeed's conversion script and its own load refuse a checkpoint of ebbtide whose optimizer
+    state is on a drive.
 
     The error names `tune checkpoint export`. Without it, both would find tensors without values and go on.
     """
@@ -306,7 +313,8 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
 
 
 def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
-    """Check that an exported checkpoint of stored state is resumed by stock DeepSpeed and by ebbtide.
+    """Check that stock DeepSpeed and ebbtide resume from an exported copy of a checkpoint whose optimizer
+    state is on a drive.
 
     The checkpoint is saved while updates of the stored state still run.
     """

@@ -1,4 +1,6 @@
-"""Tests of checkpoints of optimizer state on a drive, which is committed and resumed without being copied."""
+"""Tests of checkpoints whose optimizer state is on a drive: a save commits this state, and a load resumes
+from it, without copying it.
+"""
 
 import threading
 import time
@@ -34,7 +36,7 @@ def stored(folder, pattern=("stored",), keep=1):
 
 
 def saved(folder, steps, pattern=("stored",), keep=1):
-    """Train, and save a checkpoint after each of the last ``keep`` steps."""
+    """Train with optimizer state on a drive, and save a checkpoint after each of the last ``keep`` steps."""
     engine = stored(folder, pattern, keep)
     train(engine, steps - keep)
     for number in range(steps - keep, steps):
@@ -54,7 +56,9 @@ def undisturbed(steps, first):
 
 
 def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
-    """Check that a save returns although the last step's state is not yet written to the drive."""
+    """Check that saving a checkpoint returns although the optimizer state of the last step is not yet written
+    to the drive.
+    """
     engine, may_write = stored(tmp_path), threading.Event()
     train(engine, 2)
     engine.optimizer.wait()
@@ -227,7 +231,9 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
 
 @pytest.fixture
 def flipped_moment(tmp_path):
-    """Save a checkpoint, flip one bit of a moment on the drive, and return the folder."""
+    """Save a checkpoint with optimizer state on a drive, flip one bit of a moment on the drive, and return the
+    folder.
+    """
     saved(tmp_path, 2)
     engine = stored(tmp_path)
     engine.load_checkpoint(tmp_path / "ck")
@@ -256,7 +262,8 @@ def move(engine):
 
 @pytest.mark.parametrize("use", [step_on, look, all_state, move])
 def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
-    """Check that a flipped bit of a moment on the drive raises an error at the moment's first use.
+    """Check that a flipped bit of a moment on the drive raises an error when an update first reads this
+    moment.
 
     A resume does not read the moments itself.
     """

@@ -22,7 +22,9 @@ DEVICE = list(DEVICES)[-1]
 
 
 def follow(engine, actions):
-    """Run a loop of backwards (b), `zero_grad` calls (z) and steps (s). Return the state, losses and norms."""
+    """Train a loop given as a string of letters: b for a backward, z for a `zero_grad` call, s for a step.
+    Return the engine's state, losses and norms.
+    """
     losses, norms = loop_of(engine, actions)
     result = state_of(engine), torch.stack(losses), norms
     engine.destroy()
@@ -76,7 +78,9 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
 
 
 def sums_of(engine, micro_batches=8):
-    """Return copies of DeepSpeed's gradient sums after each backward and each step."""
+    """Train some micro-batches. Return a list with a copy of all DeepSpeed gradient sums, as a dict, after
+    each backward and after each step.
+    """
     batches, seen = Batches(2, SIZES["tiny"].sequence), []
 
     def look():
@@ -172,10 +176,11 @@ MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
-    """Check that training with 16-bit masters under ZeRO-1 and 2 equals stock DeepSpeed's, bit for bit.
+    """Check that training with 16-bit masters under ZeRO-1 and 2 has stock DeepSpeed's results under a plan,
+    bit for bit.
 
-    DeepSpeed sums gradients in the tensor from which the optimizer reads them. If a step does not use a parameter, the
-    parameter's scaled gradient stays in this tensor, and the next gradient is added to it.
+    DeepSpeed sums gradients in the tensor from which the optimizer reads them. If a step does not use a
+    parameter, the parameter's scaled gradient stays in this tensor, and the next gradient is added to it.
     """
 
     def new():
@@ -205,7 +210,9 @@ def test_masters_of_16_bits_show_their_gradient_within_a_window():
 
 
 def test_sums_in_another_precision_than_the_parameters(monkeypatch):
-    """Check bf16 gradient sums with fp16 parameters: ZeRO-1 rounds each sum to both precisions."""
+    """Check training with bf16 gradient sums and fp16 parameters under a plan: ZeRO-1 rounds each sum to both
+    precisions, as in stock DeepSpeed.
+    """
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -225,10 +232,11 @@ def test_sums_in_another_precision_than_the_parameters(monkeypatch):
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
 @pytest.mark.parametrize("sums", [0, 99])
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
-    """Check training with experts that some micro-batches do not use, against stock DeepSpeed.
+    """Check that a model with experts that some micro-batches do not use trains under a plan as with stock
+    DeepSpeed.
 
-    Stock DeepSpeed applies the gradients that such experts have from an earlier step again. Under a plan the results
-    must be the same.
+    Stock DeepSpeed applies the gradients that such experts have from an earlier step again, and ebbtide
+    must do the same.
     """
 
     def new():
@@ -249,7 +257,7 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
-    """Check that no backward allocates host memory.
+    """Check that no backward pass under a plan allocates host memory.
 
     An allocation touches and page-locks memory on autograd's thread, while training waits for it.
     """

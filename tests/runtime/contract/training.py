@@ -40,7 +40,9 @@ def device_of(name: str) -> Device:
 
 
 def slowed(*rates: float) -> Device:
-    """Return an emulated device with the given rates. On a machine with a GPU return the GPU."""
+    """Return an emulated device with the given rates. On a machine with a GPU, ignore the rates and return the
+    GPU device.
+    """
     return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
@@ -91,7 +93,9 @@ def start(model: torch.nn.Module | None = None, parameters: Any = None, **config
 
 
 def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
-    """Return a function that pauses for a random time before every op, so that overlapping ops vary in order."""
+    """Return a function that the runtime calls before every op, and that pauses for a random time, so that
+    concurrent ops vary in order.
+    """
     rng = random.Random(seed)
     return lambda op: time.sleep(rng.random() * longest_s)
 
@@ -99,7 +103,7 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
 def train(
     engine: Any, steps: int = 6, first: int = 0, each: Callable[[Any, int], None] | None = None, batches: Any = None
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Train some micro-batches, and return the losses and gradient norms."""
+    """Train some micro-batches on an engine, and return the losses and gradient norms."""
     batches = batches or Batches(2, SIZES["tiny"].sequence)
     losses, norms = [], []
     for number in range(first, first + steps):
@@ -111,11 +115,10 @@ def train(
 
 
 def all_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the complete training state of an engine.
+    """Return the complete training state of an engine, stock DeepSpeed's or under a plan, for comparison.
 
-    Below ZeRO-3, stock DeepSpeed links moments to parameters only once, after the first group's first
-    step. Moments of other groups, and those of an engine that has just loaded, have to be linked
-    explicitly.
+    Below ZeRO-3, stock DeepSpeed links moments to parameters only once, after the first group's first step.
+    Moments of other groups, and those of an engine that has just loaded, have to be linked explicitly.
     """
     optimizer = engine.optimizer
     if type(optimizer).__name__ == "DeepSpeedZeroOptimizer":
@@ -151,7 +154,9 @@ def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1,
 
 
 def steps(engine, change, count=4, behind=lambda engine, number: None, state=state_of):
-    """Train with ``change`` called after each backward and ``behind`` after each step. Return state and losses."""
+    """Train with ``change`` called after each backward and ``behind`` after each step. Return the engine's
+    state and the losses.
+    """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for number in range(count):
         loss = engine(*batches.at(number, engine.device))

@@ -110,11 +110,11 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
 
 
 def a_gather_ahead_holds_nobody_up():
-    """Return whether a request for the parameters of later modules blocks no rank.
+    """Return whether DeepSpeed's request to gather the parameters of later modules ahead blocks no rank.
 
-    On each rank, updates that the first module does not need end after its forward. By then the parameters of
-    later modules have been requested, so that a wait in the request would never end. The second rank's updates
-    end even later, because the time of the first rank's gathers must not depend on its own updates.
+    On each rank, updates that the first module does not need end after its forward. By then the parameters
+    of later modules have been requested, so that a wait in the request would never end. The second rank's
+    updates end even later, because the time of the first rank's gathers must not depend on its own updates.
     """
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
