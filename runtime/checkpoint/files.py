@@ -1,4 +1,4 @@
-"""The file functions of the checkpoint engine. All its system calls pass through this module.
+"""The file functions of the checkpoint engine. All its system calls on files pass through this module.
 
 Tests can thus record the calls, make each of them fail, or end the process between two of them.
 """
@@ -23,8 +23,9 @@ class Files:
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Make one system call of the checkpoint engine. Tests override this method to record calls or make them
-        fail.
+        """Make one system call of the checkpoint engine by calling ``function`` with ``args``.
+
+        Tests override this method to record calls or make them fail.
         """
         return function(*args)
 
@@ -178,7 +179,9 @@ class Files:
             self.close(descriptor)
 
     def write_all(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Write a whole buffer to a file, with further system calls after short writes."""
+        """Write a whole buffer to a file. If a system call writes only a part, further calls write the
+        rest.
+        """
         while len(data):
             written = self.pwrite(descriptor, data, offset)
             if written <= 0:

@@ -1,4 +1,7 @@
-"""A registry of the tensors of optimizer state. An update waits while a checkpoint still reads its tensors."""
+"""A registry of the tensors of optimizer state, through which an update waits for a checkpoint in progress.
+
+The update waits only while the checkpoint still reads the tensors that the update overwrites.
+"""
 
 import threading
 from bisect import bisect_right
@@ -31,6 +34,7 @@ class StoredTensor:
 
     Attributes:
         file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
+        subgroup: The subgroup whose optimizer state the tensor belongs to.
         index: Index of the tensor among the subgroup's tensors.
     """
 
@@ -195,7 +199,7 @@ class LiveState:
 
     @property
     def turns(self) -> list[int]:
-        """Return the subgroups of the live optimizer state in the order of their next updates."""
+        """Return the subgroups whose optimizer state is registered, in the order of their next updates."""
         with self._lock:
             return list(self._tensors)
 

@@ -12,5 +12,7 @@ __all__ = ["disable", "enable"]
 
 
 def enable() -> None:
-    """Wrap ``deepspeed.initialize``. Engines with the key ``"ebbtide"`` in their config then run under a plan."""
+    """Wrap ``deepspeed.initialize``, so that engines with the key ``"ebbtide"`` in their config run under a
+    plan.
+    """
     hook.enable("ebbtide.runtime.frontdoor.initialize")

@@ -148,7 +148,7 @@ def _text(config: str) -> str:
 
 
 def also(name: str, wrap: Callable[[Any], None]) -> None:
-    """Register a function to be called when a Python module is imported. It receives the module.
+    """Register a function that is called with a Python module right after the module is imported.
 
     Functions that were registered earlier for the module are called first. Call this before `enable`.
     """
@@ -163,7 +163,10 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 
 def own(name: str) -> Any:
-    """Import an ebbtide module, also if ebbtide is neither installed nor on this interpreter's path."""
+    """Import and return an ebbtide module by name, even if ebbtide is neither installed nor on this
+    interpreter's
+    path.
+    """
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
         packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
         is_checkout = (packages / "ebbtide" / "__init__.py").exists()
@@ -216,8 +219,9 @@ class _AfterImport:
 
 
 class _ThenWrap:
-    """A module loader that loads a module with the module's own loader and then calls a function that changes the
-    module.
+    """A module loader that first loads the module with its original loader and then calls a function that
+    changes
+    the module.
     """
 
     def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:

@@ -1,6 +1,6 @@
 """A replacement of ``deepspeed.initialize`` for DeepSpeed configs that may have the key ``"ebbtide"``.
 
-With the key, ebbtide builds the engine under the plan, and with the settings of checkpoints, that the key gives.
+With the key, ebbtide builds the engine under the plan and with the checkpoint settings that the key gives.
 Without the key, DeepSpeed's own function builds the engine.
 """
 
@@ -90,10 +90,10 @@ def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
 
 
 def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
-    """Read a DeepSpeed config that is given as a dict or a file. Return a dict, and the folder of the file if it
-    is one.
+    """Read a DeepSpeed config that the caller gave as a dict or as the path of a file.
 
-    The dict is None if DeepSpeed will refuse the config.
+    Return the config as a dict, or None if DeepSpeed will refuse it, and the folder of the file, or None if
+    there is no file.
     """
     if isinstance(given, dict):
         return given, None
@@ -120,9 +120,9 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without(args: Any, name: str) -> Any:
-    """Return the script's arguments without the attribute that names a DeepSpeed config file.
+    """Return the script's parsed arguments without the attribute that names a DeepSpeed config file.
 
-    DeepSpeed accepts only one config, and ebbtide passes it separately.
+    DeepSpeed accepts only one config, and ebbtide passes its own changed config separately.
     """
     mine = copy.copy(args)
     setattr(mine, name, None)

@@ -22,8 +22,9 @@ class Request:
     """The parsed content of the key ``"ebbtide"`` in the config of one DeepSpeed engine.
 
     Attributes:
-        plan: The plan. ``"auto"`` means: measure the first steps, then make a plan and switch to it. None keeps
-            DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
+        plan: The plan that the engine runs under. ``"auto"`` means: measure the first steps, then make a
+            plan
+            and switch to it. None keeps DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
         checkpoint: Checkpoint settings that replace the plan's. None keeps the plan's settings.
         device: Device that the plan runs on. ``emulated`` makes real copies to an emulated GPU, for trials.
     """
@@ -38,10 +39,11 @@ def read_request(value: Any, base: Path | None = None) -> Request:
 
     Args:
         value: The value as parsed from JSON.
-        base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up there.
+        base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up
+            there.
 
     Raises:
-        RequestError: The value is invalid. The message has the rule, the value and the key to change.
+        RequestError: The value is invalid. The message has the rule, the wrong value and the key to change.
     """
     if not isinstance(value, dict):
         raise RequestError(

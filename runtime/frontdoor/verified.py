@@ -1,4 +1,6 @@
-"""The setup of a training process that `tune verify` starts: random seeds, recording, and an exit in time.
+"""The setup of a training process that `tune verify` starts: random seeds, a recorder of the training
+steps, and
+an exit after the last recorded step.
 
 This module imports only Python's standard library, because `sitecustomize` loads it in every process.
 """
@@ -14,7 +16,12 @@ VARIABLE = "EBBTIDE_VERIFY"
 
 
 def enable(hook: Any) -> None:
-    """Seed the random generators of libraries when they are imported, and record training for `tune verify`."""
+    """Set up this process for `tune verify`: seed random generators and record the training steps.
+
+    Python's generator is seeded now. numpy and torch are seeded when they are imported. Recording is set up
+    when
+    torch or DeepSpeed is imported.
+    """
     job = json.loads(os.environ[VARIABLE])
     random.seed(job["seed"])
     hook.also("numpy.random", lambda module: module.seed(job["seed"]))
@@ -71,7 +78,10 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
 
 
 def end() -> None:
-    """End the process immediately after the recorded steps, so that the script does no further work."""
+    """End the process immediately after the recorded steps, so that the script does no further work.
+
+    All ranks first wait for each other, so that no rank is left in a collective call.
+    """
     import torch.distributed as dist
 
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""The DeepSpeed interface of ebbtide's checkpoint engine: saving, loading and resuming."""
+"""The code that replaces DeepSpeed's functions for saving, loading and resuming checkpoints."""

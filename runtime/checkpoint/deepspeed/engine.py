@@ -48,13 +48,16 @@ logger = logging.getLogger("ebbtide.checkpoint")
 class LazyCheckpointEngine(CheckpointEngine):
     """A checkpoint engine that saves in the background, commits atomically and loads only verified files.
 
-    `install` creates this engine. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training loop
+    `install` creates this engine. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training
+    loop
     calls `on_step`, `wait` and `close`. Only one checkpoint is written at a time.
 
     Attributes:
-        client_state: Function that returns the ``client_state`` (such as the data position) for a save that the
+        client_state: Function that returns the ``client_state`` (such as the data position) for a save that
+            the
             plan's checkpoint interval starts.
-        last: The cost of the last committed checkpoint.
+        last: A report of the last committed checkpoint: its bytes, and the seconds that training waited for
+            it.
     """
 
     def __init__(
@@ -94,7 +97,8 @@ class LazyCheckpointEngine(CheckpointEngine):
     # -- what the training loop calls
 
     def on_step(self, global_step: int) -> None:
-        """Start a checkpoint if the planned interval has passed, and raise the error of an earlier failed one.
+        """Start a checkpoint if the plan's checkpoint interval has passed, and raise the error of an
+        earlier failed one.
 
         Call this function after each optimizer step.
 
@@ -107,7 +111,10 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
 
     def wait(self) -> Report | None:
-        """Wait until the checkpoint in progress is committed. Return the report of the last checkpoint.
+        """Wait until the checkpoint in progress is committed.
+
+        Return a report of the last committed checkpoint with its bytes and wait times, or None if there is
+        none.
 
         Raises:
             CheckpointError: The checkpoint failed. The cause is chained.
@@ -130,8 +137,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self._job is not None and self._job.running
 
     def close(self) -> None:
-        """Wait until the checkpoint in progress is committed or has failed, and release the host memory reserved for
-        checkpoints.
+        """Wait until the checkpoint in progress is committed or has failed, and release the host memory
+        that is
+        reserved for copies of state.
 
         Raises:
             CheckpointError: A checkpoint failed, and this error has not been raised before.
@@ -333,7 +341,8 @@ class LazyCheckpointEngine(CheckpointEngine):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Plan the layout of one checkpoint file, which background threads then write.
+        """Plan the layout of one checkpoint file that DeepSpeed saves. Background threads write the file
+        later.
 
         A file that DeepSpeed saves outside of a checkpoint's folder, such as a 16-bit export, is written
         immediately, completely or not at all.
@@ -347,8 +356,11 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a checkpoint's file. Tensors are read directly into the training's tensors where
-        possible.
+        """Return the content of a checkpoint's file, as ``torch.load`` would.
+
+        Where possible, a tensor is read directly into the model's or optimizer's own tensor, so that host
+        memory
+        holds no second copy.
         """
         return load_file(path, self._loading.into)
 
@@ -380,7 +392,7 @@ class LazyCheckpointEngine(CheckpointEngine):
     def load_checkpoint(
         self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
-        """Load a checkpoint into the DeepSpeed engine. This method replaces ``engine.load_checkpoint`` (see
+        """Load a checkpoint into the DeepSpeed engine, as a replacement of ``engine.load_checkpoint`` (see
         `Loading.load`).
         """
         self.wait()

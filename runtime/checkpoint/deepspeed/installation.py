@@ -26,11 +26,12 @@ def install(
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
-        checkpoint_plan: Settings of checkpoints: their interval, host memory for copies, a limit on the write
+        checkpoint_plan: Settings of checkpoints: their interval, host memory for copies, a limit on the
+            write
             rate, and what a save does while an earlier one is still being written.
         live_state: The runtime's registry of optimizer state. None if the engine runs DeepSpeed's own
-            optimizer. In that case the optimizer's ``step`` is wrapped: it waits until a running checkpoint has
-            read the state that it overwrites.
+            optimizer. In that case the optimizer's ``step`` is wrapped, so that each step waits until a
+            checkpoint in progress has read the state that the step overwrites.
         after_step: The runtime's list of functions to call after each step. One function is added to it. If
             None, ``engine.step`` is wrapped instead.
         options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.

@@ -110,8 +110,9 @@ class Loading:
                 zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
-        """Return the JSON page of a checkpoint that locates this rank's optimizer state on a drive. None if there is
-        none.
+        """Return the JSON page of a checkpoint that locates this rank's optimizer state on a drive. None if
+        the
+        checkpoint has no such page.
         """
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
@@ -155,11 +156,12 @@ class Loading:
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Return the model's weights that a checkpoint load can read into, by their path in the model's file.
+    """Return the model's weights that a checkpoint load can read into, as a dict by path in the model's
+    file.
 
-    Reading in place saves 2 bytes of host memory per parameter. The result is empty unless ``load_state_dict``
-    would only copy each weight to its place. It is therefore empty if weights are partitioned or merged, or if
-    a module has state dict hooks.
+    Reading directly into the weights saves 2 bytes of host memory per parameter. The dict is empty unless
+    ``load_state_dict`` would only copy each weight to its place. It is therefore empty if weights are
+    partitioned or merged, or if a module has state dict hooks.
     """
     if engine.zero_optimization_partition_weights() or getattr(engine, "mp_world_size", 1) != 1:
         return {}

@@ -8,7 +8,9 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's, torch's and every CUDA device's random number generator."""
+    """Return the states of the random number generators of Python, numpy, torch and every CUDA device, in a
+    dict.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": _python_state(),
@@ -30,7 +32,10 @@ def _python_state() -> list[Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore random generator states from `random_states`. Generators of missing devices are ignored."""
+    """Restore the states of random number generators that `random_states` returned.
+
+    The states of CUDA devices that this machine lacks are ignored.
+    """
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]

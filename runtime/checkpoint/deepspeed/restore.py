@@ -43,10 +43,13 @@ class Choice:
 
 
 def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
-    """Return the newest committed checkpoint of a folder that agrees with its manifest in every byte.
+    """Return the newest committed checkpoint of a folder whose files agree with the checkpoint's manifest
+    in every
+    byte.
 
     Args:
-        check: Function that verifies the checkpoint with a given tag. The default function reads all its files.
+        check: Function that verifies the checkpoint with a given tag. The default function reads all its
+            files.
             With several ranks, pass a function that reads only this rank's share of the files.
     """
     directory = Path(directory)
@@ -59,7 +62,7 @@ def counted(candidate: Committed) -> float:
 
 
 def committed_at(candidate: Committed) -> float:
-    """Return the time at which a checkpoint was committed.
+    """Return the Unix time in seconds at which a checkpoint was committed.
 
     Times order checkpoints from different folders, because each folder numbers its own checkpoints.
     """
@@ -71,7 +74,13 @@ def newest_of(
     check: Callable[[Path, str], list[Problem]] = verify,
     when: Callable[[Committed], float] = counted,
 ) -> Choice:
-    """Return the newest checkpoint that passes verification, among the checkpoints of several folders."""
+    """Return the newest checkpoint that passes verification, among the checkpoints of several folders.
+
+    Args:
+        check: Function that returns the problems of the checkpoint with a given folder and tag.
+        when: Function that returns the number or time by which checkpoints are ordered. The default is the
+            checkpoint's number in its folder.
+    """
     passed_over: dict[str, str] = {}
     candidates = []
     for directory in directories:
@@ -177,7 +186,11 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that may hold a checkpoint, with values from its manifest. ``nonce`` is empty if it has no manifest."""
+    """A folder that may hold a checkpoint, with the step, number and nonce that the checkpoint's manifest
+    gives.
+
+    ``nonce`` is empty if the folder has no readable manifest.
+    """
 
     directory: Path
     tag: str

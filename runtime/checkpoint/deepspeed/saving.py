@@ -1,4 +1,6 @@
-"""The part of ``engine.save_checkpoint`` that training waits for, up to the start of background writing."""
+"""The part of ``engine.save_checkpoint`` that training waits for: everything before background writing
+starts.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from ebbtide.simulator.plan import CheckpointPlan
 
 @dataclass(frozen=True)
 class Means:
-    """The host buffers and settings that all checkpoints of one training engine share. Buffers are reserved once.
+    """The settings and reserved host buffers that all checkpoints of one training engine share.
 
     Attributes:
         budget: Buffers to which an update copies state that a checkpoint has not written yet.
@@ -42,7 +44,9 @@ class Means:
 
     @classmethod
     def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int) -> "Means":
-        """Reserve the host buffers that all checkpoints of a training engine share."""
+        """Reserve the host buffers that all checkpoints of a training engine share, as the checkpoint
+        settings say.
+        """
         return cls(
             plan,
             live,
@@ -79,7 +83,9 @@ class Save:
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:
-        """Add a file to the checkpoint and plan its layout. A background thread writes it later."""
+        """Add a file, given as a state dict, to the checkpoint and plan its layout. A background thread
+        writes it later.
+        """
         zero = path.name.endswith("optim_states.pt")
         layout = lay_out(state_dict, self._means.live, stream_device=zero)
         if layout.unreadable:

@@ -23,7 +23,10 @@ class StockState:
         self._count = 0
 
     def register(self) -> None:
-        """Register the tensors of DeepSpeed's optimizer state again before a save, since loading replaces them."""
+        """Register the tensors of DeepSpeed's optimizer state again before a save.
+
+        Loading a checkpoint may have replaced the tensors that were registered before.
+        """
         masters = self._masters()
         inner = getattr(self._optimizer, "optimizer", self._optimizer)
         for number, master in enumerate(masters):

@@ -31,11 +31,14 @@ class Piece:
 
 @dataclass
 class Block:
-    """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its state.
+    """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its
+    state.
 
     Attributes:
         subgroups: Subgroups of optimizer state that have bytes in the block.
-        slot: Address of the block's copy in the host memory reserved for copies. None if it is not copied.
+        slot: Address of the block's copy in the host memory that is reserved for copies. None if the block
+            is
+            not copied.
     """
 
     file: int
@@ -93,7 +96,10 @@ class PlannedFile:
 
 
 def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """Divide the files of a checkpoint into blocks. Return the blocks, file by file, in ascending order."""
+    """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position
+    in the
+    file.
+    """
     blocks: list[Block] = []
     for number, planned in enumerate(files):
         blocks.extend(_cut_file(number, planned.layout, block_bytes))

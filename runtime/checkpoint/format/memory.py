@@ -121,12 +121,14 @@ def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class Slots:
-    """A set of aligned host buffers of one size, reserved together. Thread-safe.
+    """A set of aligned host buffers of one size that a checkpoint copies bytes to, reserved together.
+    Thread-safe.
 
     On a CUDA machine the buffers are pinned, so that device-to-host copies into them run at full speed.
 
     Args:
-        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, in which the driver serves
+        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, in which the driver
+            serves
             no other call.
     """
 

@@ -1,4 +1,4 @@
-"""A file of a checkpoint while it is being written, and the limit of the write rate."""
+"""A file of a checkpoint while it is being written, and the limit on the rate of checkpoint writes."""
 
 import errno
 import os
@@ -95,7 +95,10 @@ class OutputFile:
 
 
 class Pace:
-    """A limit, in bytes per second, on the rate at which all writer threads together write. None means no limit."""
+    """A limit, in bytes per second, on the rate at which all writer threads of checkpoints together write.
+
+    A rate of None means no limit.
+    """
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -103,8 +106,12 @@ class Pace:
         self._free_s = 0.0
 
     def wait(self, size_bytes: int, hurry: Callable[[], bool]) -> None:
-        """Wait until the limit of the write rate allows a write of ``size_bytes``. Do not wait while ``hurry()`` is
-        True.
+        """Wait until the limit on the rate of checkpoint writes allows a write of ``size_bytes``.
+
+        Args:
+            hurry: Function that returns whether to end the wait early, because an update waits for the
+                bytes or the
+                checkpoint has failed.
         """
         if self._bytes_per_s is None:
             return

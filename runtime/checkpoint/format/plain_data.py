@@ -126,7 +126,7 @@ def _known_types() -> frozenset[Any]:
 
 
 class WatchingPickler(pickle.Pickler):
-    """A pickler that notes whether a saved object is of a class that loading might refuse.
+    """A pickler for checkpoint files that notes whether an object is of a class that loading might refuse.
 
     The check is fast, because it is made once for each object that is not a built-in.
     """

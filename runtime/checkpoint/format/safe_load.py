@@ -46,11 +46,13 @@ def only_weights() -> Iterator[None]:
 
 
 def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4) -> Any:
-    """Return the result of ``torch.load(path, map_location="cpu", weights_only=True)``, read in parallel.
+    """Return what ``torch.load(path, map_location="cpu", weights_only=True)`` returns, but read with
+    several threads.
 
     Args:
         into: Existing tensors to read into, by their path in the file's nested dicts and lists (see
-            `tree.tensors_of`). They are part of the result, so that host memory holds no second copy of them.
+            `tree.tensors_of`). They are part of the result, so that host memory holds no second copy of
+            them.
         readers: Number of concurrent reading threads.
 
     Raises:
@@ -79,7 +81,11 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path) -> str:
-    """Return the names of classes and functions in a checkpoint's file that make loading refuse it. Empty if none."""
+    """Return the names, in one string, of the classes and functions in a checkpoint's file that loading
+    would refuse.
+
+    The string is empty if loading would accept the file.
+    """
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
     return ""

@@ -1,7 +1,7 @@
-"""The layout of a checkpoint file for a state dict, made without copying large tensors.
+"""The layout of the checkpoint file for a state dict: which bytes of which tensor go where in the file.
 
 `torch.save` writes the file but leaves gaps for the tensors' bytes (`skip_data`). Any thread can fill the
-gaps later, directly from the tensors that training uses.
+gaps later, directly from the tensors that training uses, so that large tensors are not copied.
 """
 
 import io

@@ -45,7 +45,10 @@ LATEST_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt to save a checkpoint. All ranks have the same values except ``rank``."""
+    """An attempt to save a checkpoint: its folder, tag, step and identifier. All ranks have the same values
+    except
+    ``rank``.
+    """
 
     save_dir: Path
     tag: str
@@ -104,13 +107,19 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Remove leftovers of crashed saves from the folder that holds the checkpoints. Only rank 0 does this."""
+        """Remove the hidden folders and notes of crashed saves from the folder of checkpoints. Only rank 0
+        does this.
+        """
         a = self._attempt
         if a.rank == 0:
             remove_leftovers(a.save_dir, self._files, keep=a.staging)
 
     def vote(self, files: list[FileRecord]) -> None:
-        """Make the files that this rank wrote durable, and write its vote. This is phase one of the commit."""
+        """Make the checkpoint files that this rank wrote durable, and write its vote for the commit (its
+        manifest).
+
+        This is phase one of the two-phase commit.
+        """
         a = self._attempt
         own = {(a.staging / f.path).parent for f in files} | {a.staging}
         for folder in [*sorted(own), *self._grown]:
@@ -137,10 +146,13 @@ class Commit:
         self._files.point("voted")
 
     def conclude(self) -> None:
-        """Commit the checkpoint on rank 0. Other ranks wait until rank 0 has. This is phase two of the commit.
+        """Commit the checkpoint on rank 0. On other ranks, wait until rank 0 has committed it.
+
+        This is phase two of the two-phase commit.
 
         Raises:
-            CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become visible.
+            CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become
+                visible.
         """
         if self._attempt.rank == 0:
             self._seal(self._collect_votes())

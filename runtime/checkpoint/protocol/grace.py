@@ -1,4 +1,4 @@
-"""The time that a checkpoint may still wait for other ranks after this process received SIGTERM."""
+"""The limit on the time that a checkpoint waits for other ranks after this process has received SIGTERM."""
 
 import threading
 import time
@@ -18,10 +18,15 @@ def tell() -> None:
 
 
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
-    """Return the time at which a wait for other ranks must end, in monotonic seconds.
+    """Return the monotonic time in seconds at which a checkpoint's wait for other ranks must end.
 
-    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this
+    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills
+    this
     process.
+
+    Args:
+        begin_s, end_s: Begin of the wait, and its end if there is no SIGTERM.
+        extra_s: Seconds added to the grace period after SIGTERM.
     """
     if not sigterm_came.is_set():
         return end_s

@@ -1,4 +1,6 @@
-"""Messages that ranks exchange when a checkpoint begins, through a process group of their own."""
+"""Messages that the ranks exchange when a checkpoint begins, through a process group only for
+checkpoints.
+"""
 
 import secrets
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ class Verdict:
     """The result of the ranks' agreement at the start of a save, identical on every rank.
 
     Attributes:
+        nonce: Identifier of the attempt to save, as chosen by rank 0.
         running: True if any rank is still writing an earlier checkpoint.
         failure: Error of the first rank that reports one. Empty if no rank does.
         together: True if all ranks save to the same folder under the same tag.
@@ -43,9 +46,12 @@ class Peers:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
     def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
-        """Tell the other ranks, at the start of a save, whether this rank is still writing, its error and its target.
+        """Exchange the state of all ranks at the start of a save, and return the verdict over all ranks.
 
-        Return the verdict over all ranks.
+        Args:
+            running: True if this rank is still writing an earlier checkpoint.
+            failure: This rank's error. Empty if it has none.
+            target: Where this rank saves the checkpoint.
         """
         every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(
@@ -60,7 +66,9 @@ class Peers:
         return [item for held in self._gather(items) for item in held]
 
     def close(self) -> None:
-        """Destroy the process group for checkpoints, which must not outlive the job's own groups."""
+        """Destroy the process group for checkpoints, which must not outlive the other process groups of the
+        training job.
+        """
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

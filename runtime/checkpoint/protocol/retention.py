@@ -42,7 +42,9 @@ def _whole(save_dir: Path) -> list[Committed]:
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
-    """Return the checkpoints of a folder that have an unusable global manifest: the reason by tag."""
+    """Return the checkpoints of a folder whose global manifest is unusable, as a dict from tag to
+    reason.
+    """
     return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
 
 
@@ -62,8 +64,10 @@ def _read(folder: Path) -> Committed | Exception:
 
 @contextlib.contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Keep other processes of this machine from deleting a checkpoint inside the block. The lock ends with the
-    process.
+    """Keep other processes of this machine from deleting a checkpoint while the ``with`` block reads it.
+
+    A shared lock on the checkpoint's manifest protects the checkpoint. The lock also ends if the process
+    ends.
     """
     with (folder / GLOBAL_NAME).open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)

@@ -51,7 +51,9 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Write the note that a checkpoint is being saved, without waiting for the disk."""
+        """Write the note that a checkpoint is being saved to the checkpoint's folder, without waiting for
+        the disk.
+        """
         if not self.make_folder():
             self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
@@ -96,9 +98,11 @@ class Note:
         self._files.rename(whole, path)
 
     def await_trainer(self) -> None:
-        """Mark a checkpoint folder as a Trainer's. It is complete only with the last file that the Trainer writes.
+        """Mark a checkpoint folder as one that a transformers Trainer makes.
 
-        Call this method before `write`.
+        It counts as complete only once it has the last file that the Trainer writes. Call this method
+        before
+        `write`.
         """
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
@@ -115,7 +119,7 @@ class Note:
             return ""
 
     def keep(self, folder: Path) -> None:
-        """Keep a checkpoint's files by hard links, so that they outlive the deletion of its folder.
+        """Keep the files of a checkpoint that is about to be deleted, by making hard links to them.
 
         Raises:
             OSError: The filesystem has no hard links, or the checkpoint is on another filesystem.
@@ -150,10 +154,11 @@ class Note:
         temporary.rename(place)
 
     def close(self, *, committed: bool) -> None:
-        """End the attempt to save.
+        """End the attempt to save a checkpoint.
 
-        Older checkpoints that were deleted during the save are removed for good if it was committed, and restored
-        if not.
+        If the checkpoint was committed, the older checkpoints that were deleted during the save are removed
+        for
+        good. Otherwise they are restored.
         """
         with self._keeping:
             self._over.set()
@@ -185,7 +190,9 @@ class Note:
 
     @property
     def waiting(self) -> bool:
-        """Return whether the checkpoint folder still lacks the last file that the Trainer writes."""
+        """Return whether the checkpoint folder still lacks the last file that a transformers Trainer writes
+        to it.
+        """
         return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
 
     def remove(self) -> None:
@@ -195,8 +202,9 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Return the deleted checkpoints that are kept by hard links. Leftovers of interrupted restorations are left
-    out.
+    """Return the folders in which hard links keep the files of deleted checkpoints.
+
+    Folders that an interrupted restoration has left are not included.
     """
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())
@@ -228,9 +236,12 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up a folder of checkpoints after a crash. Return immediately if there is nothing to do.
+    """Clean up a folder of checkpoints after a crash: restore checkpoints that an uncommitted save has
+    deleted.
 
-    Ranks may call it concurrently: the first one does the work, the others wait.
+    Return immediately if there is nothing to do. Ranks may call it concurrently: the first one does the
+    work,
+    the others wait.
     """
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:
@@ -238,10 +249,11 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Return the sibling of ``directory`` that keeps checkpoints which were deleted before the next save
-    committed.
+    """Return the hidden folder next to ``directory`` for checkpoints that a trainer deletes before its next
+    save.
 
-    It is not inside ``directory``, because trainers treat everything there as checkpoints.
+    The checkpoints are kept there until the next save is committed. The folder is not inside ``directory``,
+    because trainers treat everything there as checkpoints.
     """
     directory = directory.absolute()
     return directory.with_name(f".{directory.name}.ebbtide")
@@ -315,7 +327,10 @@ def _settle(save_dir: Path, notes: Path) -> None:
 
 
 def settle_below(directory: Path) -> None:
-    """Clean up after a crash in a trainer's output folder, which holds one folder per checkpoint."""
+    """Clean up a trainer's output folder after a crash. The folder holds one folder per checkpoint.
+
+    Checkpoints that an uncommitted save has deleted are restored (see `settle`).
+    """
     settle(directory)
     restore_deleted(directory)
     with contextlib.suppress(OSError):

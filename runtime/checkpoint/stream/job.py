@@ -18,7 +18,7 @@ from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of a finished checkpoint.
+    """The cost of a finished checkpoint, in bytes and seconds.
 
     Attributes:
         stall_s: Seconds that the training loop waited in ``save_checkpoint``.
@@ -75,7 +75,11 @@ class Job:
         self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
-        """Start to write the checkpoint. From now on it reads optimizer state, until all of it is on disk or copied."""
+        """Start to write the checkpoint in the background.
+
+        From now on, updates must leave optimizer state unchanged until it is on disk or copied (see
+        `LiveState.before_update`).
+        """
         self._live.attach(self._writer)
         self._writer.start()
         self._thread.start()
@@ -110,7 +114,10 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether this process is a fork of the one that writes the checkpoint. A fork has no writer threads."""
+        """Return whether this process is a fork of the process that writes the checkpoint.
+
+        A fork has no writer threads, and must not wait for them.
+        """
         return self._pid != os.getpid()
 
     def _wait_for_the_parent(self, timeout_s: float | None) -> bool:
@@ -127,7 +134,9 @@ class Job:
         return self._commit.note
 
     def cancel(self) -> None:
-        """Cancel the checkpoint. If all its blocks are written already, the commit continues."""
+        """Cancel the checkpoint that is being written. If all its blocks are written already, the commit
+        continues.
+        """
         self._writer.cancel()
 
     def _run(self) -> None:

@@ -1,1 +1,3 @@
-"""The protection of checkpoints against trainers that delete old ones, and against the end of the process."""
+"""The protection of checkpoints in two cases: a trainer deletes old ones, or the process ends during a
+save.
+"""

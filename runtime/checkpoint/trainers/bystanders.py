@@ -1,9 +1,9 @@
-"""The treatment of other code in this process that reads or deletes checkpoints, such as a trainer.
+"""The handling of other code in this process that reads or deletes checkpoints, such as a trainer's code.
 
 A checkpoint in progress must look to such code as if it had been written already. Python reports every file
 that is opened, listed or removed, and every program that is started, to audit hooks (PEP 578). The hook
-makes a reader of an unfinished checkpoint wait until the commit. A trainer that deletes an older checkpoint
-meanwhile deletes only names, since hard links keep the files.
+of this module makes a reader of an unfinished checkpoint wait until the commit. A trainer that deletes an
+older checkpoint meanwhile deletes only names, since hard links keep the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves 
 
 
 def foreign_trainer() -> str | None:
-    """Return the trainer library (one of `TRAINERS`) on the present call stack, or None if there is none."""
+    """Return the trainer library (one of `TRAINERS`) whose code is on the present call stack, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
