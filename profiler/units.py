@@ -8,8 +8,7 @@ import torch
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the parts of a model for which forward is timed separately, as a list of pairs of path and
-    module.
+    """Return the parts of a model with separately timed forward, as a list of pairs of path and module.
 
     The parts are the members of lists of blocks (such as transformer layers), and the modules outside
     such lists.

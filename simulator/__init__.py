@@ -1,4 +1,5 @@
-"""The public names of ebbtide's simulator, which predicts the timeline of a training iteration.
+"""The public names of ebbtide's simulator, which predicts the start and end of each op of a training
+iteration.
 
 Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib are loaded only by
 `what_if`, when it is called.

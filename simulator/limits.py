@@ -1,4 +1,6 @@
-"""The limits of one rank's memory, and the check whether memory peaks stay within them."""
+"""The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay
+within these limits.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +35,9 @@ def size(size_bytes: float) -> str:
 
 
 class Peaks(Protocol):
-    """The interface of results that report memory peaks, such as a simulation or a scored plan of the search."""
+    """The interface of results that report peaks of GPU and host memory, such as a simulation or a plan in
+    the search.
+    """
 
     @property
     def device_peak_bytes(self) -> int: ...
@@ -128,9 +132,9 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of a rank's limits for GPU memory, host memory and storage.
+        """Return the sum of a rank's limits for GPU memory, host memory and storage, in bytes.
 
-        If GPU memory is host memory, it counts once.
+        If GPU memory is host memory, that memory counts once.
         """
         memory = self.host_bytes + (0 if self.unified else self.device_bytes)
         return memory + (self.storage_bytes or 0)
@@ -142,7 +146,8 @@ class Limits:
 
     @property
     def by_memory(self) -> dict[Memory, int]:
-        """Return a rank's limits by memory: device, host and storage. A memory without a limit is left out.
+        """Return a rank's limits in bytes, as a dict by memory: device, host and storage. A memory without a
+        limit is left out.
 
         If GPU memory is host memory, only the host has a limit.
         """
@@ -154,7 +159,9 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Return the bytes that given memory peaks need beyond the limit of each memory. Empty if they fit."""
+        """Return the bytes that memory peaks need beyond a rank's limits, as a dict by memory. Empty if the
+        peaks fit.
+        """
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
@@ -169,7 +176,12 @@ class Limits:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes of host memory that are free at the peak, which checkpoints may use for copies of state."""
+        """Return the bytes of host memory that stay free at the peak, so that checkpoints may use them for
+        copies of state.
+
+        Args:
+            peaks: Memory peaks of training.
+        """
         beside = peaks.device_peak_bytes if self.unified else 0
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
@@ -179,13 +191,18 @@ class Limits:
 
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
-    """Return missing bytes as text, such as "needs 2.0 GiB more host memory". Empty if no memory is missing."""
+    """Return a text on missing memory, such as "needs 2.0 GiB more host memory". Empty if no memory is
+    missing.
+
+    Args:
+        missing_bytes: Missing bytes by memory.
+    """
     needs = " and ".join(f"{size(n)} more {name}" for name, n in missing_bytes.items())
     return f"needs {needs}" if needs else ""
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
-    """Return the memory limits that the user asked for. None stands for all memory of the machine.
+    """Return the memory limits that the user set, by memory. None stands for all memory of the machine.
 
     Raises:
         ValueError: A limit is not positive, or is more than the machine has.

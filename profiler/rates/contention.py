@@ -1,6 +1,4 @@
-"""Measurement of the factor by which one activity (such as a copy) slows down while another activity
-runs.
-"""
+"""Measurement of how many times slower one activity (such as a copy) runs while another activity runs."""
 
 import statistics
 import threading

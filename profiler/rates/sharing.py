@@ -37,7 +37,8 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Return warnings about pairs of activities for which measured and simulated slowdown differ clearly.
+    """Return warnings about pairs of activities with a clear difference between measured and simulated
+    slowdown.
 
     Such a pair is, for example, a copy to the GPU and CPU updates at the same time.
     """
@@ -55,7 +56,7 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """Return a copy of a machine for which the simulator predicts the measured slowdown by checkpoint
+    """Return a copy of a machine such that the simulator predicts the measured slowdown by checkpoint
     writes.
 
     The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own

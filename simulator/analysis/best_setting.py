@@ -1,4 +1,6 @@
-"""The search for an offloading strategy's fastest setting that fits into memory, such as Twin-Flow's ratio."""
+"""A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits
+into memory.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,12 +29,13 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of simulating an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
+    """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at
+    ratio 0.3.
 
     Attributes:
         setting: Options that were passed to `build_strategy`.
         compiled: Schedule of ops that was simulated.
-        lacks: Sentence that says how much memory is missing. Empty if the strategy fits into memory.
+        lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
     """
 
     strategy: str
@@ -47,11 +50,16 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """Return a simulated strategy's use of each memory at its peak, in bytes by kind (parameters, state ...)."""
+        """Return the peak of each memory under a simulated offloading strategy.
+
+        Returns:
+            By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to
+            bytes.
+        """
         return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
-        """Return the setting of a simulated strategy as text for people, such as ``ratio 0.3``."""
+        """Return the setting of a simulated offloading strategy as text for people, such as ``ratio 0.3``."""
         return ", ".join(
             f"{key}{between}{value:g}"
             if isinstance(value, int | float) and not isinstance(value, bool)
@@ -76,9 +84,10 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the simulation of a strategy at the fastest setting that fits into memory.
+        """Return the simulation of an offloading strategy at the fastest of some settings that fit into
+        memory.
 
-        If none fits, return the one that needs the least additional memory.
+        If no setting fits, return the simulation that needs the least additional memory.
         """
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
@@ -111,9 +120,11 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield simulations of a plan with as many early updates on the CPU as memory and time allow.
+        """Yield simulations of a plan like the given one, but with as many early updates as memory and time
+        allow.
 
-        An early update starts before the gradient norm is known. In the first variant only the CPU updates early.
+        An early update starts before the gradient norm is known. In the first simulation only updates on
+        the CPU are early.
         In the second, all updates on the GPU of state from host memory are early too.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
@@ -140,8 +151,9 @@ class _Strategy:
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
     """Return a plan with evenly spread placements and up to `SLOTS` staging buffers in GPU memory.
 
-    Subgroups far larger than the others, such as an embedding's, are not staged, because every staging buffer
-    would have to be as large.
+    A subgroup far larger than the others, such as an embedding's, is not staged (copied to the GPU for
+    its update),
+    because every staging buffer would have to be as large.
     """
     plan = shared_plan(workload, device_share, resident_share)
     placements, large = list(plan.placements), workload.large_subgroups
@@ -156,7 +168,8 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     """Return the plan with as many staging buffers as fit into GPU memory.
 
-    If micro-batches are accumulated, as many gradient sums as then fit stay in GPU memory too.
+    If gradients of several micro-batches are accumulated, as many gradient sums as then still fit stay
+    in GPU memory.
     """
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:

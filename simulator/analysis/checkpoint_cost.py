@@ -28,7 +28,9 @@ _NOTHING = Writing((), {})
 
 @dataclass(frozen=True)
 class _Run:
-    """A simulated schedule of training that contains one checkpoint save. Times count in seconds from that save."""
+    """A simulated schedule of training that contains one checkpoint save. Times are seconds from the start
+    of that save.
+    """
 
     ops: tuple[Op, ...]
     result: SimResult
@@ -57,16 +59,20 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the rate in bytes per second of checkpoint writes that end before the first update after the save."""
+        """Return the bytes per second of checkpoint writes that end before the first update after the save.
+
+        The result is infinite if no write ends by then.
+        """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
         busy_s = sum(float(self.result.end_s[i] - self.result.start_s[i]) for i in early)
         return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
 
     def hooks_s(self) -> tuple[float, ...]:
-        """Return the times, from a save on, at which a layer's forward begins or its backward ends.
+        """Return the times, in seconds from a save on, at which a layer's forward begins or its backward ends.
 
-        At these times the runtime starts copying the next part of resident state to the host for the checkpoint.
+        At these times the runtime starts copying the next part of the state in GPU memory to the host for
+        the checkpoint.
         """
         save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
         forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
@@ -76,7 +82,9 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """Return the time, from a save on, at which each subgroup's state is overwritten for the first time."""
+        """Return, for each subgroup, the seconds from a checkpoint save until an update first overwrites its
+        state.
+        """
         save_s, results = self.save_s(), []
         recipes = [RECIPES[placement] for placement in plan.placements]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -88,9 +96,11 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, raised so that they follow the order of the updates.
+    """Return the times at which updates overwrite subgroups, raised so that they never decrease in the
+    order of updates.
 
-    Simulated times may not follow this order. One update overwrites state while it computes, another one when it copies
+    Simulated times may decrease: one update overwrites state while it computes, another one later, when
+    it copies
     state back to host memory. So each time is raised to that of the previous update in its queue.
     """
     latest, ordered = dict[str, float](), []
@@ -104,7 +114,8 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
     """Return a compiled schedule with checkpoint writes that use neither memory bandwidth nor CPU cores.
 
-    The difference to the original schedule is what these writes cost by sharing both with training.
+    The simulated difference to the original schedule is what the writes cost by sharing both with
+    training.
     """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
@@ -115,8 +126,9 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 def save_seconds(workload: Workload, machine: Machine) -> float:
     """Return the seconds of a checkpoint save that depend on the number of tensors and not on their bytes.
 
-    A save takes a fixed time for each tensor. There is one tensor for each parameter, and a few for each subgroup's
-    optimizer state.
+    A save takes a fixed time for each tensor. The checkpoint has one tensor for each parameter of the
+    model, and a few
+    for each subgroup's optimizer state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)
@@ -145,7 +157,9 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
 
 
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
-    """Return, for each subgroup, the bytes of state that a checkpoint writes. 0 for state that is on a drive."""
+    """Return a list of the bytes of each subgroup's state that a checkpoint writes. State that is on a
+    drive counts as 0.
+    """
     each = workload.optimizer_state.state_bytes
     return [
         0 if RECIPES[placement].state == "storage" else n * each
@@ -154,7 +168,9 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes that a checkpoint writes: optimizer state, and the parameters in the model's precision."""
+    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in the
+    model's precision.
+    """
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
@@ -168,10 +184,11 @@ class CheckpointSimulation:
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
-        """Set up the simulation of checkpoints under a plan.
+        """Set up the simulation of checkpoints while training under a plan.
 
         Args:
-            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated by
+            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated
+                by
                 `save_seconds`.
         """
         workload = workload.cut_as(plan)
@@ -183,7 +200,12 @@ class CheckpointSimulation:
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
-        """Return the schedule of ops of some training iterations with one checkpoint, to simulate or draw it."""
+        """Return the schedule of ops of several training iterations with one checkpoint save, to simulate or
+        draw it.
+
+        Args:
+            saving: Checkpoint settings, as in a plan.
+        """
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
@@ -211,9 +233,11 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """Return the seconds that a checkpoint adds to the iterations after the simulated ones.
+        """Return the seconds that writing a checkpoint adds to the iterations that come after the simulated
+        ones.
 
-        Each of them is assumed to be slowed as much as the last simulated one, until the checkpoint is written.
+        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint
+        is written.
         """
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
@@ -231,9 +255,11 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite state.
+        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite each
+        subgroup's state.
 
-        The order of writing the checkpoint is planned from these times. The save delays only the training thread.
+        The order of writing the checkpoint is planned from these times. The save only delays the training
+        thread.
         """
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
@@ -242,7 +268,11 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """Return the order of writing a checkpoint's bytes, refined by `ROUNDS` simulations."""
+        """Return the order of writing a checkpoint's bytes, refined by `ROUNDS` simulations.
+
+        Args:
+            saving: Checkpoint settings, as in a plan.
+        """
         paced = min(self.storage, saving.write_bytes_per_s or math.inf)
         rate, stretch = paced, 1.0
         writing = self._ordered(saving, rate, stretch)

@@ -1,4 +1,6 @@
-"""The critical path: the chain of ops that must get shorter for an iteration to get shorter."""
+"""The critical path of a simulated iteration: the chain of ops that must get shorter for the iteration
+to get shorter.
+"""
 
 from collections import defaultdict
 
@@ -8,10 +10,14 @@ from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
-    """Return the chain of ops in a timeline that determines how long it takes from ``from_s`` to ``to_s``.
+    """Return the chain of ops in a simulated timeline that determines the time from ``from_s`` to
+    ``to_s``.
 
-    Each op of the chain starts when the previous one ends. That is the last of the ops that it waits for: its
-    dependencies, and the previous op of its lane. Slowdown by a shared link or shared memory is not considered.
+    Each op of the chain starts when the previous one ends. The previous one is the last to end of all
+    ops for which the
+    op waits: its dependencies, and the previous op of its lane. Slowdown by a shared link or shared
+    memory is not
+    considered.
 
     Args:
         timeline: Simulated timeline of the same schedule.

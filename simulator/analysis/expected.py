@@ -1,6 +1,7 @@
 """The mean iteration time of plans with early updates, which start before the gradient norm is known.
 
-Early updates assume that the step does not clip. In a step that clips they are dropped and redone.
+Early updates assume that the step does not clip gradients. In a step that clips, early updates are
+dropped and redone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +19,13 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with its mean iteration time, given the fraction of steps that clip.
+    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps
+    that do not.
 
     In steps that clip, updates that started before the gradient norm was known have to be redone.
+
+    Args:
+        simulate: Function that simulates a plan in steps that do not clip.
     """
     right = simulate(plan)
     times = step_times(workload, machine, plan, simulate, right)
@@ -36,10 +41,12 @@ def step_times(
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
 ) -> StepTimes | None:
-    """Return the iteration times of a plan in steps that do not clip, steps without early updates, and clipping steps.
+    """Return the seconds of an iteration under a plan if early updates are kept, if there are none, and if
+    they are redone.
 
-    An early update starts before the gradient norm is known, and is redone if the step clips. The result is None
-    if the plan has no early updates.
+    An early update starts before the gradient norm is known. It is kept if the step does not clip, and
+    redone if the
+    step clips. The result is None if the plan has no early updates.
 
     Args:
         right: Simulation of the plan in steps that do not clip, if it is known.
@@ -78,10 +85,13 @@ def early_updates_worth(
     left_bytes: float,
     placement: Placement = "host",
 ) -> int:
-    """Return the number of subgroups that can be updated early such that it saves time and fits into memory.
+    """Return the number of subgroups that can be updated early such that it saves time and their state
+    fits into memory.
 
-    An early update starts before the gradient norm is known. Its state needs host memory twice. The updates must
-    also end within the last backward, because one that ends after the gradient norm costs more time than it
+    An early update starts before the gradient norm is known, and needs host memory for a second copy of
+    the state. The
+    updates must also end within the last backward, because one that ends after the gradient norm costs
+    more time than it
     saves.
 
     Args:

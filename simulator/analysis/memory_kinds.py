@@ -1,4 +1,6 @@
-"""The use of memory at the peak of a simulated iteration, by kind: parameters, state, gradients and others."""
+"""The memory in use at the peak of a simulated iteration, divided by kind: parameters, state,
+gradients and others.
+"""
 
 from collections.abc import Callable
 
@@ -12,9 +14,12 @@ from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
-    """Return the bytes of each kind (parameters, state ...) that a simulated schedule uses at the peak of each memory.
+    """Return what a simulated schedule holds in each memory when the bytes in use there are at their peak.
 
-    Kinds without bytes are left out.
+    Returns:
+        By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to
+        bytes. Kinds
+        without bytes are left out.
     """
     held = schedule.schedule.held
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}

@@ -1,7 +1,10 @@
-"""Reuse of schedules that differ only in times, for the web page, where users change values with sliders.
+"""Reuse of schedules that differ only in times or memory, for ebbtide's web page, where sliders change
+values.
 
-The ops of a schedule and their dependencies follow from a strategy's options and the workload's sizes. If
-only times or memory change, they are written into the arrays of an earlier schedule with the same ops.
+The ops of a schedule and their dependencies follow from a strategy's options and the workload's
+sizes. If
+only times or memory change, the new values are written into the arrays of an earlier schedule with
+the same ops.
 """
 
 from collections import OrderedDict
@@ -59,7 +62,9 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """Return, by name, the values of a workload that may change while its schedule keeps the same ops."""
+    """Return a dict of the workload's values that may change while its schedule keeps the same ops, by
+    name.
+    """
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -122,10 +127,11 @@ class Template:
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the replaceable values that another workload has with a different value.
+        """Return the names of the replaceable values, such as forward times, that differ between a workload
+        and a template's own.
 
-        A template is a compiled schedule with replaceable times and memory sizes. The other workload is compared with
-        the workload for which the schedule was compiled.
+        A template is a compiled schedule with replaceable times and memory sizes, made for a workload of
+        its own.
         """
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 

@@ -25,7 +25,7 @@ def cache_dir() -> Path:
 
 
 def takes_files(folder: Path) -> bool:
-    """Return True if a folder exists or can be created, and files can be written to it."""
+    """Return True if a folder exists or can be created, and the current user can write files there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -35,7 +35,11 @@ def takes_files(folder: Path) -> bool:
 
 @lru_cache
 def _temporary(among: str) -> Path:
-    """Return a temporary folder that only the current user can write to, because code is loaded from it."""
+    """Return a folder for reusable files in the directory for temporary files, if the home directory is
+    not writable.
+
+    Only the current user can write to the folder, because compiled code is loaded from it.
+    """
     folder = Path(among) / f"ebbtide-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,7 +1,9 @@
-"""The compiled simulator, which gives the same results as `simulate`, thousands of times per second.
+"""The compiled simulator: numba code that gives the same results as `simulate`, thousands of times per
+second.
 
-Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
-numba. Without numba, the simulator gives the same results, but slowly.
+Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it
+loads
+numba. Without numba, the compiled simulator gives the same results, but slowly.
 """
 
 from __future__ import annotations
@@ -136,7 +138,13 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return the result of a simulation, given the summary row that the compiled simulator wrote."""
+    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the
+    compiled simulator.
+
+    Args:
+        summary: Row of times and peaks that the compiled simulator wrote.
+        start_s, end_s: Start and end of each op, in seconds.
+    """
     return SimResult(
         iteration_s=float(summary[kernel.ITERATION_S]),
         forward_s=float(summary[kernel.FORWARD_S]),
@@ -154,7 +162,9 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return a machine's rates as an array, in the order of a compiled schedule's ``rate_keys``."""
+    """Return the rates of a machine that a compiled schedule needs, as an array in the order of its
+    ``rate_keys``.
+    """
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
@@ -168,7 +178,9 @@ def capacity_vector(machine: Machine, ranks: int) -> Floats:
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """Return the machine's values, other than rates and capacities, that the compiled simulator needs."""
+    """Return, as an array, a machine's values that the compiled simulator needs in addition to rates and
+    capacities.
+    """
     return np.array(
         [
             machine.cpu_cores,
@@ -182,7 +194,9 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the timeline of ops that the compiled simulator computed, without memory in use."""
+    """Return the timeline of a schedule that the compiled simulator has simulated, without the memory in
+    use over time.
+    """
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

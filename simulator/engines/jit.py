@@ -28,9 +28,11 @@ except ImportError:  # pragma: no cover - numba is a dependency; this is the way
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function with numba and cache the result on disk. The compiled function releases the GIL.
+    """Compile a function with numba, and cache the machine code on disk. The compiled function releases
+    the GIL.
 
-    Fast maths is off, because the results must be identical to those of the reference simulator.
+    numba's option for fast maths is off, because results must be identical to those of the reference
+    simulator.
     """
     return _compiled(function)
 
@@ -53,9 +55,10 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def _built_in(function: Callable[..., object]) -> str:
-    """Return a hash of all code and constants outside a function's own file that are compiled into the function.
+    """Return a hash of all code and constants from other files that numba compiles into a function.
 
-    numba's cache checks only the function's own file. Without this hash it would run outdated code.
+    numba's cache on disk checks only the function's own file. Without this hash it would run outdated
+    code.
     """
     spaces = _reached(function.__globals__, {})
     texts = [

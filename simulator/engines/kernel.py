@@ -1,9 +1,12 @@
-"""The arithmetic of the reference simulator on arrays, to simulate many schedules fast.
+"""The reference simulator's computation, written as loops over arrays so that numba can make it fast.
 
-The array ``ops`` has one row for each op, and its columns are defined by constants. All functions are
-compiled by numba if it is installed, so they consist of loops over arrays. Code that runs for each event
-allocates no memory. Sums over lanes (such as copy directions) are computed in the order of `Lane`, as in
-`ebbtide.simulator.engines.reference`, so that both simulators give identical results.
+The array ``ops`` has one row for each op, and its columns are defined by constants. All functions
+are
+compiled by numba if it is installed. Code that runs for each event allocates no memory. Sums over
+lanes (such as copy
+directions) are computed in the order of `Lane`, as in `ebbtide.simulator.engines.reference`, so
+that both simulators
+give identical results.
 """
 
 from __future__ import annotations
@@ -55,16 +58,20 @@ R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
 class _Notes(NamedTuple):
-    """The working arrays of one simulation.
+    """The working arrays of one run of the compiled simulator.
 
     Attributes:
         queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
-        met, ended: For each op, the number of its dependencies that have ended, and whether it has ended itself.
-        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops there.
-        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op as part
+        met, ended: For each op, the number of its dependencies that have ended, and whether it has
+            ended itself.
+        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops
+            there.
+        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op
+            as part
             of a cache key, and the op's remaining seconds at full speed.
         growing, room: Arrays for `_max_min`.
-        classes, known: For each lane, the number of classes of ops with the same use of capacities, and that use
+        classes, known: For each lane, the number of classes of ops with the same use of capacities, and
+            that use
             for each class.
     """
 
@@ -138,7 +145,9 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 
 @uncounted
 def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
-    """Write the max-min fair speeds of the running ops, as `ebbtide.simulator.engines.sharing.max_min_speeds` does.
+    """Write the speeds of the running ops under max-min fair sharing of capacities such as DRAM bandwidth.
+
+    The result equals that of `ebbtide.simulator.engines.sharing.max_min_speeds`.
 
     Args:
         growing, room: Working arrays, which are overwritten. ``room`` has a row for each constant R_*.
@@ -208,7 +217,11 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 @uncounted
 def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
-    """Return True if all ops that an op waits for have ended. Ops that were found to have ended are not asked again."""
+    """Return True if all ops have ended that op number ``i`` of a schedule waits for.
+
+    ``met[i]`` counts those that have ended, so that the next call continues with the first one that has
+    not.
+    """
     first, last = met[i], after_first[i + 1]
     while first < last and ended[after[first]]:
         first += 1
@@ -218,7 +231,9 @@ def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> boo
 
 @uncounted
 def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
-    """Set the speeds of all running ops. They are cached for combinations of ops with the same use of capacities."""
+    """Set the speeds of all ops that run now, from a cache if ops with the same use of capacities ran
+    before.
+    """
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:
@@ -402,7 +417,9 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the seconds of an iteration's phases (forward, backward, ...) to a summary row, as `Timeline.phases` does."""
+    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as
+    `Timeline.phases` computes them.
+    """
     previous = np.inf
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:

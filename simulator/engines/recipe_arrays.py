@@ -96,7 +96,8 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return ``rows`` with the number of CPU cores that each op may use, for a plan's number of CPU threads.
+        """Return the array ``rows`` with the number of CPU cores that each op may use, given a plan's number
+        of CPU threads.
 
         Args:
             threads: CPU threads of the updates. 0: all cores.
@@ -168,10 +169,12 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return sums over a plan's subgroups, for each combination of a placement and a parameter location.
+    """Return the number and the sizes of a plan's subgroups, for each combination of placement and
+    parameter location.
 
     Returns:
-        The number of subgroups, their elements, and the elements of the largest one: shape (2, 3, combinations).
+        The number of subgroups, their elements, and the elements of the largest one: shape (2, 3,
+            combinations).
         The first index is 0 for subgroups that wait for the gradient norm, and 1 for early updates. The
         combinations are in the order of `plain_ways`.
     """
@@ -240,7 +243,7 @@ class _Made(NamedTuple):
 
 @uncounted
 def _wait(made: _Made, op: int) -> None:
-    """Let the next op of the schedule wait for the given op, unless the number is -1."""
+    """Let the next op that is appended to a schedule wait for the op with the given number. -1: no op."""
     if op >= 0:
         made.after[made.n[_N_AFTER]] = op
         made.n[_N_AFTER] += 1
@@ -261,7 +264,8 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op for ``size`` elements to a schedule that is built as arrays. Return the op's number.
+    """Append an op that processes ``size`` elements to a schedule that is built as arrays. Return the op's
+    number.
 
     If the op takes a buffer, it will wait in the schedule for the op that frees the buffer.
     """
@@ -473,7 +477,9 @@ def build(
     after_first: Ints,
     after: Ints,
 ) -> int:
-    """Write a plan's schedule into arrays, and return the number of its ops. `build_schedule` builds it as objects.
+    """Write the ops of training under a plan into arrays, and return the number of ops.
+
+    `build_schedule` builds the same schedule as Python objects.
 
     Args:
         rows, ways: Arrays of `RecipeArrays`.

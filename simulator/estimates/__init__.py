@@ -1,1 +1,3 @@
-"""Machines and workloads that are estimated, not measured: from presets, and from the configs of models."""
+"""Machines and workloads that are estimated instead of measured: machine presets, and workloads from
+models' configs.
+"""

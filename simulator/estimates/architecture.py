@@ -1,4 +1,5 @@
-"""Readers that find the sizes of a model's layers from a Hugging Face config, a torch module or a description.
+"""Functions that find the sizes of a model's layers, from a Hugging Face config, a torch module or a
+description.
 
 They need no network.
 """
@@ -88,7 +89,9 @@ def _known(name: str) -> str:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the dict of a Hugging Face config, or of a Hugging Face model's config. Return other values unchanged."""
+    """Return the dict of a Hugging Face config, or of the config that a Hugging Face model has. Return
+    other values unchanged.
+    """
     candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
     for config in candidates:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
@@ -153,12 +156,18 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Return the default width of a gated MLP in Llama: 8/3 of the hidden size, rounded up to a multiple of 256."""
+    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple
+    of 256.
+    """
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text part of a multimodal model. Its other parts are not estimated."""
+    """Return the config of the text part of a multimodal model, or the config itself if the model has only
+    text.
+
+    Other parts, such as for images, are not estimated.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping) or any(name in config for name in KEYS["layers"]):
         return config
@@ -201,7 +210,9 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the names of the parts of a layer (norm, qkv ...) in a described model, by default those of Llama."""
+    """Return the names of the parts of a described model's layer (norm, qkv ...), in order. The default is
+    a Llama layer.
+    """
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
@@ -226,12 +237,16 @@ def is_deepspeed(config: Mapping[str, Any]) -> bool:
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Return True if a JSON object is a model's config: it names a family, or has layers and their size."""
+    """Return True if a JSON object is a model's config: it names a model family, or gives number and size
+    of the layers.
+    """
     return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return a sentence why training a quantized model cannot be planned. Empty if the model is not quantized."""
+    """Return a sentence that says why training a quantized model cannot be planned. Empty if the model is
+    not quantized.
+    """
     given = config.get("quantization_config")
     if not given:
         return ""

@@ -71,7 +71,9 @@ class Architecture(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Return the blocks of a model: the embedding, the layers, and the last norm together with the head."""
+        """Return the blocks of the model in order: the embedding, each layer, and the last norm together with
+        the head.
+        """
 
     @property
     def elements(self) -> int:
@@ -184,10 +186,13 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return the part of a layer that consists of all its experts.
+    """Return a function that returns one part of a described model's layer: the matrices of all its
+    experts.
 
     Args:
-        fused: True if one parameter contains a kind of matrix (such as the up projection) of all experts.
+        each: Names of the matrices of an expert.
+        fused: True if one parameter contains a kind of matrix (such as the up projection) of all
+            experts.
     """
 
     def part(arch: DescribedArchitecture) -> Part:

@@ -29,7 +29,9 @@ class Links:
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """Return the links between the GPUs of a machine: NVLink if it has it, otherwise PCIe through host memory."""
+        """Return the links between the GPUs of a machine: NVLink if the machine has NVLink, otherwise PCIe
+        through host memory.
+        """
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
             slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
@@ -54,7 +56,14 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds that data needs to pass once through a ring of ranks, given the rate of the slowest hop."""
+    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each
+    rank's own part.
+
+    Args:
+        size_bytes: Bytes of data.
+        ranks: Number of ranks in the ring.
+        bytes_per_s: Rate of the slowest hop of the ring.
+    """
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
 
@@ -95,7 +104,7 @@ class Layout:
 
     @property
     def ring_in_node(self) -> int:
-        """Return the largest number of ranks in a single node that belong to the same ring of ZeRO's collectives."""
+        """Return the largest number of ranks on one node that belong to the same ring of ZeRO's collectives."""
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
@@ -128,7 +137,9 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return how many of a node's tensor-parallel groups also have ranks on other nodes, at most. 0: none."""
+        """Return the largest number of tensor-parallel groups of one node that also have ranks on other nodes.
+        0: none.
+        """
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

@@ -81,7 +81,9 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
-        """Return the GPU rates of a machine, for a training with the given settings."""
+        """Return the GPU rates of a machine, together with the training settings that decide how long a block
+        takes.
+        """
         return cls(
             machine.rate("device_flops_per_s"),
             machine.rate("attention_flops_per_s"),
@@ -131,7 +133,10 @@ class Device:
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)
 
     def _traffic_bytes(self, shape: "Shape") -> float:
-        """Return the bytes of GPU memory traffic between a forward's matrix products, with stored attention scores."""
+        """Return the bytes that kernels between a forward's matrix products read and write in GPU memory.
+
+        Attention scores are assumed to be stored there.
+        """
         split = STORED_SPLIT / (STORED_WHOLE + STORED_SPLIT)
         share = 1 - split + split / self.tensor_parallel
         moved = self.wire_bytes * PASSES[self.kernels] * share * shape.tokens * shape.hidden
@@ -169,9 +174,14 @@ def overlapped_s(*parts_s: float) -> float:
 def run_ahead_s(device_s: float, issued_s: float) -> float:
     """Return the seconds to run kernels on the GPU that the host launches ahead of the GPU.
 
-    The result is a little more than the longer of two times: the GPU's, and the host's for launching.
+    The result is the third root of the sum of cubes: a little more than the longer of both times, and
+    1.26 times two
+    equal times. The host waits for the GPU only if it is ahead by a bounded number of launches, and the
+    GPU waits for the
+    host only if the GPU has no work left.
 
-    The host waits for the GPU only if it is ahead by a bounded number of launches, and the GPU waits for the host
-    only if it has no work left. The result is the third root of the sum of cubes: 1.26 times two equal times.
+    Args:
+        device_s: Seconds in which the GPU runs the kernels.
+        issued_s: Seconds in which the host launches the kernels.
     """
     return math.cbrt(device_s**3 + issued_s**3)

@@ -1,4 +1,6 @@
-"""The training settings in a DeepSpeed config. Values ``"auto"`` are resolved as Hugging Face resolves them."""
+"""A reader of the training settings in a DeepSpeed config. Values ``"auto"`` are resolved as Hugging
+Face resolves them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,8 +79,9 @@ def deepspeed_fields(
 ) -> dict[str, Any]:
     """Return the fields of `ebbtide.simulator.estimates.job.Job` that a DeepSpeed config determines.
 
-    Values ``"auto"`` are resolved as in Hugging Face's integration. Batch sizes and precision come from the
-    arguments here, buckets from the hidden size, and clipping from the Trainer's default (on).
+    Values ``"auto"`` are resolved as in Hugging Face's integration: batch sizes and precision come from
+    the arguments
+    of this function, bucket sizes from the hidden size, and clipping from the Trainer's default (on).
 
     Args:
         hidden: Hidden size of the model, for bucket sizes that are ``"auto"``.
@@ -86,7 +89,8 @@ def deepspeed_fields(
         zero_stage: ZeRO stage to assume if the config has none.
 
     Raises:
-        ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch sizes
+        ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch
+            sizes
             contradict each other, or a value is ``"auto"`` and no argument gives it.
     """
     read = loaded(config)
@@ -120,7 +124,9 @@ def deepspeed_fields(
 
 
 def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> list[str]:
-    """Return the keys of a DeepSpeed config that a simulation ignores, so that the user can be told."""
+    """Return the sorted keys of a DeepSpeed config that the simulator ignores, so that the user can be
+    told.
+    """
     keys = {*config}
     for name in _PARTLY_READ:
         keys |= {f"{name}.{key}" for key in section(config, name)}
@@ -137,7 +143,9 @@ def default_clipping(installed: str | None = None) -> float:
 
 
 class _Resolver:
-    """A reader of a DeepSpeed config that replaces ``"auto"`` by a value, and notes each replacement."""
+    """A reader of a DeepSpeed config that replaces each ``"auto"`` by a value, and notes the replacement
+    for the user.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -158,14 +166,25 @@ class _Resolver:
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """Return a size from the section ``zero_optimization``, by its key with or without the prefix ``stage3_``."""
+        """Return a number of elements from the section ``zero_optimization`` of a DeepSpeed config.
+
+        Args:
+            key: Key in the section, with or without the prefix ``stage3_``.
+            default: Value if the key is absent.
+            automatic: Value if the config has ``"auto"``.
+        """
         zero = self.section(ZERO)
         short = key.removeprefix("stage3_")
         name = short if key not in zero and short in zero else key
         return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
     def count(self, key: str, given: int | None) -> int | None:
-        """Return a batch size from a DeepSpeed config. If the config has none, return the given one, or None."""
+        """Return a batch size from a DeepSpeed config.
+
+        Args:
+            key: Key of the batch size in the config.
+            given: Value to return if the config has none or ``"auto"``. It may be None.
+        """
         value = self.config.get(key)
         if value is None or value == AUTO:
             if given is not None and value == AUTO:
@@ -214,7 +233,11 @@ class _Resolver:
         return micro or 1, steps or 1
 
     def stage(self, given: int | None) -> ZeroStage:
-        """Return the ZeRO stage of a DeepSpeed config. If the config has none, return the given one, or 3."""
+        """Return the ZeRO stage of a DeepSpeed config.
+
+        Args:
+            given: Value to return if the config has no stage. None: 3.
+        """
         zero = self.section("zero_optimization")
         stage = zero.get("stage")
         if stage is None:

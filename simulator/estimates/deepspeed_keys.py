@@ -85,13 +85,16 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return the contents of a DeepSpeed config, checked. The result is empty if there is no config.
+    """Return the contents of a DeepSpeed config, with keys and values checked. Empty if there is no
+    config.
 
-    Values are converted as DeepSpeed converts them: numbers and booleans may be given as strings, and ``"auto"``
+    Values are converted as DeepSpeed converts them: numbers and booleans may be given as strings, and
+    ``"auto"``
     stands for a default.
 
     Raises:
-        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed for its key.
+        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed
+            for its key.
     """
     if isinstance(config, (str, Path)):
         config = read_file(config)
@@ -164,7 +167,11 @@ def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a key of a DeepSpeed config, with dots for nested keys. None if it is absent or null."""
+    """Return the value at a key of a DeepSpeed config, or None if the key is absent or its value is null.
+
+    Args:
+        key: Key, with dots for nested keys, such as ``zero_optimization.stage``.
+    """
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -172,7 +179,11 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object at a key of a DeepSpeed config, with dots for nested keys. Empty if it is absent."""
+    """Return the JSON object at a key of a DeepSpeed config, or an empty one if the key is absent.
+
+    Args:
+        key: Key, with dots for nested keys, such as ``zero_optimization.offload_optimizer``.
+    """
     result: Mapping[str, Any] = at(config, key) or {}
     return result
 
@@ -227,12 +238,16 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Return the known config key that is spelled most like the given key. Results are cached."""
+    """Return the key of DeepSpeed configs that is spelled most like the given one, to suggest it. Results
+    are cached.
+    """
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
-    """Return the keys of a config section that the installed DeepSpeed knows. Empty if DeepSpeed is not installed."""
+    """Return the keys of a DeepSpeed config's section that the installed DeepSpeed knows. Empty if none is
+    installed.
+    """
     try:
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:
@@ -261,14 +276,16 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """Return the value of a config key as pydantic converts it to the key's type, or unchanged if that fails."""
+        """Return a config key's value, converted by pydantic to the type of the key, or unchanged if that
+        fails.
+        """
         try:
             return self._type.validate_python(value)
         except ValidationError:
             return value
 
     def check(self, key: str, value: Any) -> None:
-        """Check the value of a key of a DeepSpeed config. Booleans given as text are refused.
+        """Check that the value of a key of a DeepSpeed config is allowed. Booleans given as text are refused.
 
         Raises:
             ModelError: The value is not allowed for its key.

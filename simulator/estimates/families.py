@@ -1,8 +1,11 @@
-"""Families of models, by the ``model_type`` of their configs: the parts of a layer, which configs do not list.
+"""The families of models that are known without the transformers library, by the ``model_type`` of
+their configs.
 
-They are read without the transformers library, which knows further families
-(`ebbtide.simulator.estimates.modules`). The parts have the order in which the modules of the newest stable
-transformers register them. There one parameter holds a kind of matrix of all experts.
+A family gives the parts of a layer, which configs do not list. The parts have the order in which
+the modules of the
+newest stable transformers register them, with one parameter for a kind of matrix of all experts.
+Other families are
+read by transformers (`ebbtide.simulator.estimates.modules`).
 """
 
 from collections.abc import Callable, Mapping
@@ -166,7 +169,7 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Return the parts of a layer and the sizes in which Falcon models differ, as fields of a model description.
+    """Return a Falcon model's parts of a layer and sizes, as fields of a model description.
 
     Falcon models are the 7B model, the newer 40B and 180B, and RefinedWeb.
     """

@@ -1,4 +1,6 @@
-"""The training job: a model with its training settings, from which all estimates are made."""
+"""The training job: a model with its training settings, from which times and memory of training are
+estimated.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -76,7 +78,8 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """Return a copy of the training job with other values. ``offload`` may be a name from `OFFLOADS`.
+        """Return a copy of the training job with other values for some settings. ``offload`` may be a name
+        from `OFFLOADS`.
 
         Raises:
             ModelError: A value cannot be used.
@@ -161,9 +164,14 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return the reason why no plan can be made for a DeepSpeed config, or an empty string if one can be made.
+    """Return a sentence that names the key of a DeepSpeed config with which no plan can be searched. Empty
+    if there is none.
 
-    The reason is a key of the config with which training under a plan is not possible or cannot be simulated.
+    With such a key, training under a plan is not possible, has nothing to plan, or cannot be simulated.
+
+    Args:
+        config: DeepSpeed config.
+        moved: Offload settings in the config.
     """
     own_step = own_step_key(config)
     if own_step:

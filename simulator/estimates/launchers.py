@@ -28,6 +28,10 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 
 
 def started(workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None) -> Workload:
-    """Return the workload as another launcher would run it: with the number of OpenMP threads that it sets."""
+    """Return a copy of the workload for another launcher, with the number of OpenMP threads that this
+    launcher sets.
+
+    The number decides how fast DeepSpeed updates on the CPU.
+    """
     threads = stock_threads(launcher, omp_threads, workload.ranks_per_node)
     return workload.model_copy(update={"stock_threads": threads})

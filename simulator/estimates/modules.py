@@ -1,4 +1,6 @@
-"""The reading of architectures from torch modules, which transformers builds from a config without weights."""
+"""Functions that read a model's architecture from torch modules, which transformers builds from a
+config without weights.
+"""
 
 import json
 import sys
@@ -29,10 +31,12 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and woul
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a language model from its config. transformers builds it without weights.
+    """Return the architecture of a language model from its Hugging Face config.
 
-    It lists every parameter in order. Flops are counted as if each token multiplied each matrix once. Of a
-    mixture's experts, only those that a token uses are counted.
+    The transformers library builds the model without weights, so every parameter is known, in order.
+    Flops are counted as
+    if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses are
+    counted.
 
     Raises:
         ModelError: transformers is not installed, does not know the family, or cannot build the model.
@@ -119,7 +123,9 @@ def _elements(module: Any) -> int:
 
 
 def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
-    """Return lists of a model's parameters: before the first layer, for each layer, and after the last layer."""
+    """Return lists of a torch model's parameters: those before the first layer, those of each layer, and
+    those after the last.
+    """
     owner: dict[int, int] = {}  # of what several layers share, the first one
     for number, layer in enumerate(layers, start=1):
         for parameter in layer.parameters():
@@ -155,7 +161,7 @@ def model_class(config: Any) -> Any:
 
 
 def _as_float(given: dict[str, Any]) -> Any:
-    """Return a number that transformers has written as a JSON object, such as infinity."""
+    """Return a special number, such as infinity, that transformers has written as a JSON object."""
     return float(given["__float__"]) if set(given) == {"__float__"} else given
 
 
@@ -171,7 +177,11 @@ class _Reader:
         self.model, self.config = model, config
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head."""
+        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head.
+
+        Args:
+            name: Name of the model, for messages.
+        """
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -196,7 +206,9 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the layers of a model, which are the modules of its longest list. Layers of an encoder come first."""
+        """Yield the layers of a transformers model: the modules of its longest list. Layers of an encoder come
+        first.
+        """
         import torch
 
         parts = [self.model]
@@ -222,7 +234,9 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the fraction of a parameter's elements that a token uses. It is below 1 for a mixture's experts."""
+        """Return the fraction of a parameter's elements that each token uses: below 1 only for the experts of
+        a mixture.
+        """
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:
@@ -251,9 +265,10 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """Return the number of heads times head size of a layer (`Block.attention`).
+        """Return a layer's number of attention heads times the head size, which determines the cost of
+        attention scores.
 
-        It is 1 for a layer without attention.
+        The result is 1 for a layer without attention.
         """
         if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
             return 1

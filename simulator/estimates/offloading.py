@@ -1,4 +1,6 @@
-"""The offload settings in a DeepSpeed config, and what they mean for a simulation and for a plan."""
+"""The offload settings in a DeepSpeed config, translated for a simulation of DeepSpeed and for
+training under a plan.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,10 +66,11 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the key of DeepSpeed's config for an offload that ebbtide cannot simulate together with a plan.
+        """Return the key of the DeepSpeed config for an offload that ebbtide cannot simulate together with a
+        plan.
 
-        Such an offload is that of parameters to NVMe, or of activations. The result is empty if the config has
-        neither.
+        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the
+        config has neither.
         """
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
@@ -75,9 +78,10 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return the key in a DeepSpeed config that offloads more than optimizer state to host memory.
+        """Return the key of the DeepSpeed config that offloads anything but optimizer state to host memory.
 
-        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is empty if the
+        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is
+        empty if the
         config has no such key.
         """
         if self.optimizer == "nvme":
@@ -118,20 +122,26 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return True if DeepSpeed's host thread waits for ZeRO-3's gradients and converts them to fp32 itself."""
+        """Return True if this DeepSpeed version, under ZeRO-3, lets the host thread wait for gradients and
+        convert them to fp32.
+        """
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 
     @property
     def _copies(self) -> dict[str, Any]:
-        """Return the options for simulating ZeRO-3 offload that depend on DeepSpeed's version and the optimizer."""
+        """Return the options of `build_strategy` for ZeRO-3 offload that depend on DeepSpeed's version and the
+        optimizer.
+        """
         blocks = {"async_gradients": False} if self._blocks else {}
         return {**blocks, **({"torch_adam": True} if self.torch_adam else {})}
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options for simulating ZeRO-1 or 2 offload that depend on three things in the DeepSpeed config.
+        """Return the options of `build_strategy` for ZeRO-1 or 2 offload, which depend on three things in the
+        DeepSpeed config.
 
-        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates on the CPU.
+        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates
+        on the CPU.
         """
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
@@ -164,7 +174,9 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Return the offload keys of a DeepSpeed config that influence a simulation at a ZeRO stage."""
+        """Return the offload keys of a DeepSpeed config that have an influence on the simulation of DeepSpeed
+        at a ZeRO stage.
+        """
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
@@ -221,7 +233,14 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
-    """Return an offload section of a DeepSpeed config. If only the former boolean key is set, return its equivalent."""
+    """Return a section of a DeepSpeed config about offloading, or None if the config does not offload.
+
+    Args:
+        zero: The config's section ``zero_optimization``.
+        key: Name of the section, such as ``offload_optimizer``.
+        former: Older boolean key with the same purpose. If only this key is set, an equivalent section
+            is returned.
+    """
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
 
@@ -236,7 +255,11 @@ def default_pinning(installed: str | None = None) -> bool:
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Return the reason why a DeepSpeed config leaves a plan nothing to do, or an empty string if there is none."""
+    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string if there
+    is none.
+
+    The reason is ZeRO stage 0, or optimizer state that stays on the GPU.
+    """
     stage = at(config, f"{ZERO}.stage") or 0
     if stage == 0:
         return f"{ZERO}.stage is 0, so nothing is partitioned over the ranks"
@@ -246,7 +269,9 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of DeepSpeed's ``offload_optimizer`` that have no effect under a plan, each with the reason."""
+    """Return a dict from each key of ``offload_optimizer`` in a DeepSpeed config that has no effect under
+    a plan to the reason.
+    """
     state = section(config, STATE)
     found = {}
     ratio = state.get("ratio")

@@ -1,6 +1,7 @@
-"""Presets: machines from data sheets and published figures, with a source for each value.
+"""Presets: machines with rates from data sheets and published figures, with a source for each value.
 
-They are meant for what-if questions. For training, use a measured machine (`tune profile`), or correct a
+They are meant for what-if questions. For training, use a measured machine (`tune profile`), or
+correct a
 preset with runs of your own (`tune calibrate`). No value was fitted to published iteration times.
 """
 
@@ -92,9 +93,10 @@ def preset(name: str) -> Machine:
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
-    """Return upper limits of a machine's rates from its GPU's data sheet, by the names of `Machine`'s fields.
+    """Return upper limits of a machine's rates, from the data sheet of the machine's GPU.
 
-    Empty if there is no data sheet of this GPU.
+    Returns:
+        A dict from field names of `Machine` to rates. Empty if there is no data sheet of this GPU.
     """
     for sheet in SHEETS.values():
         if sheet.device_name == device_name:
@@ -168,9 +170,13 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
-    """Return the rate of DeepSpeed's CPU update on one core, in parameters per second.
+    """Return the rate of DeepSpeed's CPU update on one core of a preset machine, in parameters per second.
 
     One core uses no more memory bandwidth than all cores.
+
+    Args:
+        sheet: Figures of the machine from data sheets and publications.
+        drawn_bytes_per_s: Memory bandwidth that the update uses on all cores.
     """
     core, whose = sheet.core
     said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
@@ -181,9 +187,14 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """Return the memory bandwidth of a published CPU update, without the time of its unpinned parameter copy.
+    """Return the memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published rate.
 
-    One core limits that copy, or DRAM if the ranks leave little bandwidth.
+    The published rate includes a copy of new parameters through unpinned memory. The time of that copy
+    is left out. The
+    copy is limited by one core, or by DRAM bandwidth if the ranks leave little.
+
+    Args:
+        rate: Published parameters per second of one rank.
     """
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
@@ -191,11 +202,14 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the memory bandwidth that one rank's CPU update uses, as published, or that of one NUMA node.
+    """Return the memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset
+    machine.
 
-    A figure published for several concurrent ranks is a lower limit for a rank that runs alone. For the preset of
-    the H100 node it is half of a NUMA node's bandwidth. The only published figure of a single rank (A100) is half
-    of its socket's. So half is assumed there too.
+    It follows from a published rate, otherwise from a NUMA node's bandwidth. A rate published for
+    several concurrent ranks
+    is a lower limit. For the preset of the H100 node half of a NUMA node's bandwidth is assumed, since
+    the only
+    published rate of a single rank (A100) uses half of its socket's.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
@@ -217,9 +231,13 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 
 
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the share of DRAM and link bandwidth that each of several concurrent ranks has.
+    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a
+    preset machine.
 
-    Shares of DRAM follow from published updates, shares of links from the wiring of the GPUs.
+    Fractions of DRAM follow from published CPU updates, fractions of links from the wiring of the GPUs.
+
+    Returns:
+        By number of concurrent ranks, a dict from the name of the capacity to the fraction.
     """
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:
@@ -231,7 +249,12 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return each rank's share of the memory bandwidth, by number of concurrent ranks, from published CPU updates."""
+    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of
+    CPU updates.
+
+    Returns:
+        By number of concurrent ranks, a dict from "dram" to the fraction.
+    """
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():
         if ranks > 1:

@@ -199,16 +199,26 @@ class Training(BaseModel):
 
     @property
     def round_robin(self) -> bool:
-        """Return True if DeepSpeed distributes whole parameters over the ranks in turn. It can only below ZeRO-3."""
+        """Return True if DeepSpeed distributes whole parameters over the ranks in turn
+        (``round_robin_gradients``).
+
+        DeepSpeed can do so only under ZeRO-1 and 2.
+        """
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
 
     @property
     def aligned(self) -> bool:
-        """Return True if each parameter starts at an aligned position of ZeRO-1's or ZeRO-2's flat buffer."""
+        """Return True if each parameter starts at an aligned position of DeepSpeed's flat buffer
+        (``parameter_alignment``).
+
+        DeepSpeed has this buffer only under ZeRO-1 and 2.
+        """
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return the notes of a training job, and a note about config keys that the simulation ignores."""
+        """Return sentences about a training job: its notes, and one about config keys that the simulator
+        ignores.
+        """
         keys = unread(self.config, self.offload, self.zero_stage)
         return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))

@@ -39,7 +39,7 @@ class Rows:
         return np.arange(first, first + count)
 
     def one(self) -> int:
-        """Add one variable to a linear program, and return the number of its column."""
+        """Add one variable to a linear program, and return the number of the variable's column."""
         return int(self.new(1)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
@@ -60,7 +60,10 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, *terms: Term) -> tuple[float, Floats] | None:
-        """Return the minimum of a sum of terms, and the values of all variables. None if there is no solution."""
+        """Solve a linear program: return the minimum of a sum of terms, and the values of all variables there.
+
+        Return None if no values satisfy all rows.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         cost = np.zeros(len(self.upper))
@@ -71,7 +74,9 @@ class Rows:
         return None if solved.x is None else (float(solved.fun), np.asarray(solved.x))
 
     def full(self, x: Floats) -> tuple[str, ...]:
-        """Return the names of the rows of a linear program that are at their limit in a given solution."""
+        """Return the names of the rows of a linear program that hold with equality in a solution, so that they
+        limit it.
+        """
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)

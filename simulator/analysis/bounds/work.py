@@ -20,7 +20,9 @@ Resource = Lane | str  # a lane, or a shared capacity such as "dram"
 
 
 class Since(IntEnum):
-    """The earliest moment at which work of an iteration can start, the earliest one first."""
+    """The earliest moment of an iteration at which a piece of work can start, for the lower bound. Earlier
+    ones are less.
+    """
 
     ANY = 0  # in the iteration
     BACKWARD = 1  # the last micro-batch's backward of the last layer has ended
@@ -55,7 +57,8 @@ class Work:
 
 
 class Costs:
-    """A calculator of the least seconds that an op takes for one parameter element.
+    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound of
+    an iteration.
 
     Latencies are left out, because a plan may have subgroups of any size.
     """
@@ -69,9 +72,11 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least seconds of each resource that an op of a recipe takes for one parameter element.
+        """Return the least seconds that one op of an update takes for one parameter element, as a dict by
+        resource.
 
-        The op is at least as long as alone, and as its use of a shared capacity demands. An op on the CPU may use
+        The op takes no less than alone, and no less than its use of a shared capacity demands. An op on the
+        CPU may use
         any number of threads, so each resource's least value over these numbers is taken.
         """
         some = [
@@ -92,7 +97,9 @@ class Costs:
         return {resource: min(each[resource] for each in some) for resource in some[0]}
 
     def fetch(self) -> dict[Resource, float]:
-        """Return the least seconds of each resource for copying a parameter from host memory to the GPU once."""
+        """Return the least seconds of copying one parameter from host memory to the GPU, as a dict by
+        resource.
+        """
         wire = self.bytes.wire
         return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 
@@ -104,10 +111,13 @@ class Costs:
 
 
 def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield all work of updating one parameter element in a way, except copies of its 16-bit parameters to passes.
+    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for
+    the passes.
+
+    A way is a combination of placement, parameter location and flags.
 
     Args:
-        number: Position of the way among those of the bound.
+        number: Position of the way among the ways that the lower bound considers.
     """
     recipe = way.recipe
     yield from _gradients(number, recipe, costs, micro_batches)
@@ -126,7 +136,9 @@ def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator
 
 
 def _gradients(number: int, recipe: Recipe, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the copies of an element's gradient: those of the last micro-batch, and those of the others."""
+    """Yield the ops that copy one element's gradient between GPU and host memory, in the last micro-batch
+    and in all others.
+    """
     for step in recipe.gradient_steps:
         summed, last = (wait in step.waits for wait in (Wait.SUM, Wait.LAST))
         if micro_batches > 1 or not summed:

@@ -1,1 +1,1 @@
-"""Figures of the preset machines, from data sheets and publications."""
+"""Speeds and memory sizes of the preset machines, from data sheets and publications."""

@@ -1,4 +1,6 @@
-"""Figures of machines from data sheets and publications, used by `ebbtide.simulator.estimates.presets`."""
+"""Speeds and memory sizes of machines, from data sheets and publications, for
+`ebbtide.simulator.estimates.presets`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,9 +94,10 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the fractions of its data sheet speed that the GPU of a machine reaches in training.
+        """Return the fractions of a GPU's data sheet speed that training reaches, for the GPU of this machine.
 
-        They are listed by GPU. If several listed names are a prefix of this GPU's name, the longest one counts.
+        The fractions are listed by names of GPUs. If several of these names are a prefix of this GPU's
+        name, the longest counts.
         """
         named = [name for name in COMPUTE if self.device_name.startswith(name)]
         return COMPUTE[max(named, key=len)]
