@@ -114,12 +114,11 @@ class WatchedPasses:
         """Record the start of a pass of an iteration.
 
         A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one, which
-        was an evaluation or has failed. Of the other kinds, the first pass that does not fail is recorded.
+        was an evaluation or has failed. Of the other kinds, the first pass is recorded. DeepSpeed may call this
+        method several times in one backward.
         """
-        before = self._noted.get((kind, iteration))
-        if kind == OpKind.FORWARD and (OpKind.BACKWARD, iteration) in self._noted:
-            return
-        if kind != OpKind.FORWARD and before is not None and before.end is not None:
+        last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
+        if (last, iteration) in self._noted:
             return
         # Hooks of backward run with DeepSpeed's reduction stream as the current one.
         self._stream = next(iter(self._device.training_streams()), None)

@@ -305,25 +305,37 @@ def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage)
         assert before_s <= one.start_s, "the evaluation came first"
 
 
-def test_a_pass_that_fails_is_recorded_anew():
-    """A script may catch an error of its forward or backward, and run it again."""
-    watched, place = WatchedPasses(Device()), Place(0, 0, 1)
+def test_a_forward_that_fails_is_recorded_anew():
+    """A script may catch an error of its forward, and run it again."""
+    watched = WatchedPasses(Device())
     watched.begins(OpKind.FORWARD, 0)  # fails
-    forward_s = time.perf_counter()
+    again_s = time.perf_counter()
     watched.begins(OpKind.FORWARD, 0)
     watched.ends(OpKind.FORWARD)
-    watched.begins(OpKind.BACKWARD, 0)
-    watched.made([place])  # fails
-    watched.begins(OpKind.FORWARD, 0)
-    watched.ends(OpKind.FORWARD)
-    backward_s = time.perf_counter()
-    watched.begins(OpKind.BACKWARD, 0)
-    watched.ends(OpKind.BACKWARD)
-    forward, backward = watched.passes()
-    assert forward.kind == OpKind.FORWARD
-    assert forward_s <= forward.start_s
-    assert backward_s <= backward.start_s
-    assert not backward.made
+    (forward,) = watched.passes()
+    assert again_s <= forward.start_s
+
+
+def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
+    """DeepSpeed says for each of the forwards that backward begins."""
+    engine = start()
+    ebbtide.runtime.attach(engine, _plan(engine))
+    recorder = engine.optimizer._ebbtide.recorder
+    recorder.watch()
+    batches, begun, begins = Batches(2, SIZES["tiny"].sequence), [], recorder.backward_begins
+
+    def note():
+        begun.append(time.perf_counter())
+        begins()
+
+    recorder.backward_begins = note
+    first, second = (engine(*batches.at(number, engine.device)) for number in range(2))
+    before_s = time.perf_counter()
+    engine.backward(first + second)
+    (seen,) = _seen(recorder, OpKind.BACKWARD)
+    engine.destroy()
+    assert len(begun) == 2
+    assert before_s <= seen.start_s < begun[1]
 
 
 def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
